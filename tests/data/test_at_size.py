@@ -1,4 +1,4 @@
-"""A data module at another size: the same images, and the module itself as it was."""
+"""Copies of a data module at another size: they have the same images, and the module itself does not change."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The three ways to an image size: against Pillow and numpy.pad, image by image and by the batch."""
+"""Protocols of evaluation at an image size: against Pillow and numpy.pad, image by image and by the batch."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ def noise(*shape):
 
 
 def normalised(pixels):
-    """(..., H, W, 3) -> (..., 3, H, W)"""
+    """Normalise (..., H, W, 3) to (..., 3, H, W)."""
     return torch.from_numpy(np.moveaxis((pixels / 255 - MEAN) / STD, -1, -3)).float()
 
 
 def padded_and_cropped(pixels, size, fill):
-    """By numpy.pad: so much on all sides that any size is inside, then the centre."""
+    """Pad by numpy.pad on all sides until any size is inside, then crop the centre."""
     beyond = 2 * max(size)
     widths = ((beyond, beyond), (beyond, beyond), (0, 0))
     if fill == "reflect":
@@ -29,7 +29,7 @@ def padded_and_cropped(pixels, size, fill):
     else:
         grey = [round(255 * value) for value in MEAN]
         padded = np.stack([np.pad(pixels[..., i], beyond, constant_values=grey[i]) for i in range(3)], -1)
-    # Of an odd remainder torchvision's CenterCrop rounds to even, and it pads one pixel more behind than before.
+    # torchvision's CenterCrop rounds half a pixel to even, and pads one pixel more behind than before.
     starts = []
     for length, wanted in zip(pixels.shape, size, strict=False):
         starts.append(beyond + (round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)))
@@ -76,6 +76,10 @@ def test_a_batch_of_field_is_what_single_images_are(size, fill):
     [
         ((12, 20), 0.9, "crop"),
         ((6, 5), 0.9, "crop"),
+        # Odd numbers of rows and columns are left out.
+        ((7, 11), 0.9, "crop"),
+        ((6, 9), 0.75, "crop"),
+        ((7, 9), 0.7, "crop"),
         ((16, 9), 0.9, "resize"),
         ((8, 12), 1.0, "resize"),
         ((16, 9), 0.8, "field", (6, 8), "reflect"),

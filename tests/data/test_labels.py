@@ -38,7 +38,7 @@ def test_names_that_a_terminal_would_obey_are_no_classes(name):
     escaped = re.escape(name.encode("unicode_escape").decode())
     with pytest.raises(ValueError, match=rf"^list.csv: the class name '{escaped}' has control characters; rename it$"):
         check_printable(["cat", name], "list.csv")
-    # Every data module does so, whatever the names come from.
+    # Every data module refuses such names, wherever they come from.
     with pytest.raises(ValueError, match=rf"^class_names: the class name '{escaped}' has control characters"):
         ImagePathsData([], ["cat", name], 8, (0.5,), (0.5,), 1.0)
 
@@ -75,7 +75,7 @@ def test_counts():
         ({"dgo": 1, "dog": 500, "cat": 500}, "the class 'dgo' (images: 1) may be a typo of 'dog' (500)"),
         ({"dogg": 1, "dog": 20}, "may be a typo of 'dog'"),
         ({"elephnat": 2, "elephant": 60}, "may be a typo of 'elephant'"),
-        # so many images are no typo, nor are other words, numbers and single letters
+        # A class of many images, another word, a number or a single letter is no typo.
         ({"dgo": 26, "dog": 500}, None),
         ({"owl": 1, "dog": 500, "ant": 1, "cat": 500}, None),
         ({"Quercus alba": 1, "Quercus rubra": 500}, None),

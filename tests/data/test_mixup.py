@@ -34,7 +34,7 @@ def test_mixup_of_a_fixed_proportion(monkeypatch):
         wanted[LABELS[i]] += 0.7
         wanted[LABELS[i - 1]] += 0.3
         torch.testing.assert_close(targets[i], wanted)
-    torch.testing.assert_close(images, batch(), rtol=0, atol=0)  # the caller's stay as they are
+    torch.testing.assert_close(images, batch(), rtol=0, atol=0)  # The images of the caller stay as they are.
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -84,7 +84,7 @@ def test_smoothing_is_that_of_cross_entropy_and_of_timm(monkeypatch):
     torch.testing.assert_close(
         F.cross_entropy(logits, targets), F.cross_entropy(logits, LABELS, label_smoothing=0.2), rtol=1e-6, atol=1e-6
     )
-    # timm pairs the batch with its reverse; of two images that is the neighbour
+    # timm pairs the batch with its reverse, so each of two images with the other.
     mix = fixed(BatchMix(5, cutmix_alpha=0, label_smoothing=0.1), monkeypatch, 0.35)
     _, targets = mix(batch()[:2], LABELS[:2])
     torch.testing.assert_close(targets, mixup_target(LABELS[:2], 5, lam=0.35, smoothing=0.1))
@@ -97,20 +97,20 @@ def test_off_leaves_the_images_alone():
 
 
 def kinds(mix, count):
-    """How often nothing, mixup and CutMix came out."""
+    """Return how often a batch stays as it is, is mixed by mixup, and by CutMix."""
     counts = np.zeros(3, int)
     images = batch()
     torch.manual_seed(0)
     for _ in range(count):
         out, _ = mix(images, LABELS)
-        # CutMix makes no new pixel
+        # CutMix makes no new pixel.
         old = (out[:, None] == images[None]).all(2).any(1)
         counts[0 if torch.equal(out, images) else 2 if old.all() else 1] += 1
     return (counts / count).round(2).tolist()
 
 
 def test_probabilities():
-    # a CutMix of less than a pixel cuts nothing: with alpha 1, (1 - lam) < 1/64 or so, 2 %
+    # A CutMix of less than a pixel cuts nothing; with alpha 1 these are about 2 %, 1 - lam < 1/64.
     assert kinds(BatchMix(5, switch_prob=0.25), 700) == pytest.approx([0.01, 0.75, 0.24], abs=0.05)
     assert kinds(BatchMix(5, prob=0.4, switch_prob=0.5), 700) == pytest.approx([0.61, 0.2, 0.2], abs=0.05)
     assert kinds(BatchMix(5, cutmix_alpha=0), 50) == [0, 1, 0]
@@ -123,14 +123,14 @@ def test_partners_are_random_others_and_the_order_stays():
     images, seen, proportions = torch.eye(5).reshape(5, 1, 1, 5), set(), []
     for _ in range(600):
         out, targets = mix(images, torch.arange(5))
-        torch.testing.assert_close(out.flatten(1), targets)  # image and label of i have the same two parts
+        torch.testing.assert_close(out.flatten(1), targets)  # Images and labels have the same parts.
         proportions.append(float(targets[0, 0]))
         if 0.01 < targets[0, 0] < 0.99:
             assert ((targets > 0).sum(1) == 2).all()
             assert (targets.diagonal() == targets[0, 0]).all()
             seen |= {tuple(row.nonzero().flatten().tolist()) for row in targets}
     assert len(seen) == 10
-    # Beta's mean 1/2 and variance 1 / (4 (2 alpha + 1)).
+    # The Beta distribution has the mean 1/2 and the variance 1 / (4 (2 alpha + 1)).
     assert np.mean(proportions) == pytest.approx(0.5, abs=0.03)
     assert np.var(proportions) == pytest.approx(1 / (4 * 2), abs=0.012)
 

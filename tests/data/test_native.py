@@ -19,7 +19,7 @@ from relvit.utils.seeding import seeded
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 PATCH = (8, 4)
 SHAPES = NativeShapes((40, 20), PATCH, 30)
-# Of photographs: landscape, portrait, square, panoramas.
+# Aspect ratios of photographs: landscape, portrait, square and panorama.
 ASPECTS = [4 / 3] * 7 + [3 / 2] * 5 + [16 / 9] * 2 + [1] * 2 + [3 / 4] * 2 + [9 / 16, 2 / 3, 2.5, 4]
 
 
@@ -110,7 +110,7 @@ def test_images_and_mirror_images_come_back():
 
 
 def write_shapes(root, count):
-    """Pictures of two classes whose aspect ratios are those of photographs."""
+    """Write pictures of two classes, with the aspect ratios of photographs."""
     for split in ("train", "val"):
         for number in range(count):
             folder = root / split / "ab"[number % 2]
@@ -148,7 +148,7 @@ def assert_same(one, other):
 
 
 def test_order_and_augmentation_follow_from_seed_epoch_and_position(shapes):
-    """Whatever the workers, and where a training is resumed."""
+    """Neither the number of workers nor the batch at which a training resumes matters."""
     data = data_of(shapes, max_tokens=16, augment="deit")
     first = list(data.train_dataloader())
     assert_same(list(data_of(shapes, max_tokens=16, augment="deit", num_workers=2).train_dataloader()), first)
@@ -169,7 +169,7 @@ def test_evaluation_is_in_order_and_names_what_it_skips(shapes, tmp_path):
 
 
 def test_images_in_memory(monkeypatch):
-    """One by one, also where they could be transformed by the batch."""
+    """Images in memory are transformed one by one, although batches of one size could be transformed at once."""
     images = StackedImages(torch.randint(256, (5, 32, 32, 3), dtype=torch.uint8), [0] * 5, None)
     data = CIFAR10Data("nowhere", native=True, patch_size=4, batch_size=5, num_workers=0, augment="none")
     images.transform = data.eval_transform

@@ -15,7 +15,7 @@ from relvit.utils.seeding import seeded
 
 ZERO, ONE = (0.0,), (1.0,)
 AUGMENTS = ["none", "shift", "crop-flip", "resized-crop"]
-RICH = ["deit", "three-augment", "three-augment-crop"]  # of three channels
+RICH = ["deit", "three-augment", "three-augment-crop"]  # These need three channels.
 
 
 def photo(height=40, width=56):
@@ -35,7 +35,7 @@ def test_parse_size():
 
 @pytest.mark.parametrize(("stored", "size"), [((300, 4), (4, 32)), ((433, 71), (6, 202)), ((4, 300), (32, 4))])
 def test_the_middle_of_a_very_long_image_is_resized_as_the_whole_would_be(stored, size):
-    """Of black and white pixels, which bicubic filters overshoot: the order of rows and columns matters."""
+    """Bicubic filters overshoot black and white pixels, so the order of rows and columns matters."""
     image = Image.fromarray(np.random.default_rng(0).choice([0, 255], stored).astype(np.uint8))
     timms = create_transform((1, *size), mean=ZERO, std=(1 / 255,), crop_pct=1.0, interpolation="bicubic")
     found, expected = eval_transform(size, ZERO, (1 / 255,))(image), timms(image)
@@ -58,7 +58,7 @@ def test_every_size_comes_out(augment, stored, size):
     [("shift", (16, 32), 2, 4), ("crop-flip", (16, 32), 2, 4), ("shift", (4, 6), 1, 1)],
 )
 def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment, size, down, right):
-    """One white pixel in the middle: seen at every shift of so many rows and columns, and nowhere else."""
+    """A white pixel in the middle comes to every place within that many rows and columns, and nowhere else."""
     row, column = size[0] // 2, size[1] // 2
     values = np.zeros(size, np.uint8)
     values[row, column] = 255
@@ -95,7 +95,7 @@ def test_pickle_and_repr(augment):
 
 
 def results(transform, image, count):
-    """Results of a transform over the seeds 0, 1, ..."""
+    """Yield the results of a transform with the seeds 0, 1, ..."""
     for seed in range(count):
         with seeded(seed):
             result = transform(image)
@@ -103,7 +103,7 @@ def results(transform, image, count):
 
 
 def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
-    """Same policy, same operations with the same magnitudes, same erasing as timm.data.create_transform."""
+    """Policy, operations, magnitudes and erasing are those of timm.data.create_transform."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     ours = train_transform((224, 192), mean, std, "deit").transforms
     timms = create_transform(
@@ -125,7 +125,7 @@ def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
     assert repr(policy).replace(", mmax=9.99", "") == repr(wanted)
     assert [op.hparams for op in policy.ops] == [{**op.hparams, "magnitude_max": 9.99} for op in wanted.ops]
     for op in wanted.ops:
-        op.magnitude_max = 9.99  # see the next test
+        op.magnitude_max = 9.99  # The next test says why.
     for mine, other in zip(results(policy, photo(), 30), results(wanted, photo(), 30), strict=True):
         assert mine.tobytes() == other.tobytes()
     erasing, wanted = ours[-1], timms[-1]
@@ -134,16 +134,16 @@ def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
 
 
 def test_deit_never_asks_pillow_for_zero_bits():
-    """timm's own, clipped at magnitude 10, does so in about two of a hundred such operations."""
+    """timm clips at magnitude 10 and asks for zero bits in about two of a hundred such operations."""
     policy = train_transform(32, ZERO * 3, ONE * 3, "deit").transforms[2]
     (posterize,) = (op for op in policy.ops if "Posterize" in op.name)
     posterize.prob = 1.0
     levels = {len(np.unique(np.asarray(out)[..., 0])) for out in results(posterize, photo(), 400)}
-    assert levels == {2, 4}  # one bit or two: magnitudes below 7.5 are rare
+    assert levels == {2, 4}  # One or two bits remain; magnitudes below 7.5 are rare.
 
 
 def test_three_augment_takes_one_of_three():
-    """Without place and jitter: luminance, inversion from 128 on, or a blur, each in about a third of the results."""
+    """Luminance, inversion from 128 on, and a blur each come in about a third of the results."""
     image = photo()
     policy = next(s for s in train_transform(32, ZERO * 3, ONE * 3, "three-augment").transforms if "Auto" in repr(s))
     grey = np.asarray(ImageOps.grayscale(image).convert("RGB"))
@@ -155,7 +155,7 @@ def test_three_augment_takes_one_of_three():
             counts["grey"] += 1
         elif np.array_equal(out, solarised):
             counts["solarised"] += 1
-        else:  # keeps each channel's mean; radii up to 2 leave less of its noise
+        else:  # A blur keeps the mean of each channel and leaves less of its noise.
             assert np.abs(out.mean((0, 1)) - values.mean((0, 1))).max() < 3
             assert (out.std((0, 1)) <= values.std((0, 1))).all()
             counts["blurred"] += 1
@@ -192,12 +192,12 @@ def test_colour_jitter_is_honoured(augment):
     values = brightness(0.4)
     assert 59 <= min(values) < 70
     assert 130 < max(values) <= 141
-    # what comes along by itself
+    # These augmentations have a jitter of their own, or none.
     assert (max(brightness(None)) > 120) == (augment == "three-augment")
 
 
 def test_random_erasing_is_honoured():
-    """A white image normalised to 5: what differs is noise, 2 to 33 % of the area, in a share p of the images."""
+    """White pixels become 5; other values are noise, in 2 to 33 % of the area of a share p of the images."""
     image = Image.new("RGB", (40, 30), (255, 255, 255))
 
     def changes(random_erasing, count):
@@ -209,7 +209,7 @@ def test_random_erasing_is_honoured():
     assert 35 < len(changes(0.5, 100)) < 65
     erased = changes(1.0, 100)
     assert len(erased) == 100
-    assert all(0.015 < noise.shape[1] / (30 * 40) < 0.36 for noise in erased)  # rounded to pixels
+    assert all(0.015 < noise.shape[1] / (30 * 40) < 0.36 for noise in erased)  # Rectangles are rounded to pixels.
     noise = torch.cat(erased, 1) + 5
     assert abs(noise.mean()) < 0.05
     assert noise.std() == pytest.approx(1, abs=0.05)

@@ -1,4 +1,4 @@
-"""Honest command lines, changed at random: each works, or is refused in a line or two; none hangs or shows a traceback.
+"""Command lines changed at random: each works, or is refused in a line or two; none hangs or shows a traceback.
 
     FUZZ_EXAMPLES=200 pytest -m fuzz tests/fuzz -k command_lines
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fuzz
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 12))
 FIT = ["fit", "--data=ImageFolderData", "--data.root=photos", *TINY, "--trainer.fast_dev_run=true", "--runs=runs"]
-# What a user types, of every command that ends by itself.
+# A user types such lines; every command that ends by itself has one.
 HONEST = [
     FIT,
     [*FIT, "--lr", "3e-4", "--epochs", "2", "--model.weight_decay", "0", "--patience", "3"],
@@ -58,7 +58,7 @@ VALUES += [
     "=",
     "x" * 500,
 ]
-# Options of other commands and libraries, and some that begin many processes or take all memory.
+# These are options of other commands and libraries, and some that start many processes or take all memory.
 OPTIONS = ["--gpus", "--epoch", "--output", "--split", "--img-size", "--model.lr", "--config", "--ckpt_path", "--reach"]
 OPTIONS += ["--devices", "--batch_size", "--num_workers", "--resume", "--data", "--model", "--trainer.strategy", "--x"]
 OPTIONS += ["--model.num_classes", "--model.model_kwargs.depth", "--model.model_kwargs.num_heads", "--data.img_size"]
@@ -66,12 +66,12 @@ OPTIONS += ["--model.num_classes", "--model.model_kwargs.depth", "--model.model_
 
 @pytest.fixture
 def place(best, photos, tmp_path, monkeypatch):
-    """A working directory with the files that the lines name."""
+    """Enter a working directory with the files that the lines name."""
     monkeypatch.chdir(tmp_path)
     for name in ("best", "other"):
         shutil.copy(best, f"{name}.ckpt")
     shutil.copytree(photos, "photos")
-    # Without a mistake no temperature is best.
+    # The calibration needs a mistake: without one no temperature is best.
     Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
     return tmp_path
 
@@ -102,14 +102,14 @@ def changed(line, chance):
                 if options:
                     number = chance.choice(options)
                     line[number] = f"{line[number].partition('=')[0]}={chance.choice(VALUES)}"
-    # Whatever was changed, no example trains for long.
+    # No example trains for long, whatever the changes are.
     return [*line, "--trainer.fast_dev_run=true"] if line[0] == "fit" else line
 
 
 def run(line, capfd, monkeypatch):
     """Run a line and return its exit status and output; a hang ends the process."""
     capfd.readouterr()
-    # `--config -` reads it.
+    # `--config -` reads the standard input.
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     faulthandler.dump_traceback_later(120, exit=True)
     try:
@@ -127,17 +127,17 @@ def test_a_changed_line_works_or_is_refused(number, place, capfd, monkeypatch):
     about = f"FUZZ_SEED={SEED}, example {number}: relvit {line}"
     before = sorted(place.rglob("*"))
     status, out, err = run(line, capfd, monkeypatch)
-    # With 1 `check-data` reports broken files, and `calibrate` that no temperature helps.
+    # Status 1 means broken files for `check-data`, and for `calibrate` that no temperature helps.
     assert status in ((0, 1, 2) if line[0] in ("check-data", "calibrate") else (0, 2)), about
     assert "Traceback" not in out + err, f"{about}\n{err}"
     if status == 2:
-        # Progress of what came before the refusal has lines of its own.
+        # Lines before the error may show the progress of earlier steps.
         message = err[err.index("error:") :].strip().splitlines()
         assert len(message) <= 2, f"{about}\n{err}"
         assert "Union" not in err, f"{about}\n{err}"
         assert "\x1b[31m" not in err, about
         assert "\u202e" not in err, about
-        # What was refused has left nothing, and said nothing of a start.
+        # A refused line leaves no file, and does not announce a start.
         assert sorted(place.rglob("*")) == before, about
         assert not re.search(r"parameters\), \d+ classes", out), f"{about}\n{out}"
 

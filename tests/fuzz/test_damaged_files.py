@@ -1,4 +1,4 @@
-"""Damaged and foreign files of every kind that is read: the numbers of the honest file, or refused in a line or two.
+"""Damaged and foreign files of every kind: they give the numbers of the honest file, or are refused in a line or two.
 
 FUZZ_EXAMPLES=400 FUZZ_SEED=31 pytest -m fuzz tests/fuzz/test_damaged_files.py -s
 
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.fuzz
 
 
 class Watch:
-    """Collects the openings of files named secret and the connections, while it is on; hooks stay for ever."""
+    """Collects openings of files named secret, and connections, while it is on; an audit hook stays for ever."""
 
     on, seen = False, ()
 
     def __call__(self, event, arguments):
-        # Worker processes answer over sockets of the machine's own.
+        # Worker processes answer over sockets within the machine.
         if event == "socket.connect" and arguments[0].family == socket.AF_UNIX:
             return
         if self.on and (event == "socket.connect" or (event == "open" and "secret.pth" in str(arguments[0]))):
@@ -62,7 +62,7 @@ def watched():
 
 
 def nested(chance):
-    """Lists that hold one another twice: few bytes, and no end of leaves."""
+    """Return lists that hold one another twice: few bytes, and no end of leaves."""
     value = ["x"]
     for _ in range(chance.randint(20, 60)):
         value = [value, value]
@@ -70,7 +70,7 @@ def nested(chance):
 
 
 class RefusedError(Exception):
-    """What was read is refused."""
+    """The file or the command is refused."""
 
 
 def command(*line):
@@ -92,7 +92,7 @@ def command(*line):
 
 
 def predictions(model):
-    """Predict two pictures, one of which is no image; rows of the table."""
+    """Predict two pictures, one of which is no image; return the rows of the table."""
     Path("pictures").mkdir(exist_ok=True)
     Image.fromarray(picture()[:20]).save("pictures/a.png")
     Path("pictures/b.png").write_bytes(b"no image")
@@ -104,11 +104,11 @@ def predictions(model):
     return rows[1:]
 
 
-# Each kind writes an honest file, or one changed by `chance`, and reads it as its user would.
+# Each function writes an honest file, or one changed by `chance`, and reads it as a user would.
 
 
 def checkpoint(chance, changed):
-    """Bytes of a checkpoint."""
+    """Change bytes of a checkpoint."""
     name, by_command = chance.choice(FAMILIES), chance.random() < 0.3
     content = (FOLDER / name / "checkpoints" / "last.ckpt").read_bytes()
     Path("a.ckpt").write_bytes(damaged(content, chance) if changed else content)
@@ -120,7 +120,7 @@ def checkpoint(chance, changed):
 
 
 def description(chance, changed):
-    """What a checkpoint says of model and data."""
+    """Change the description of model and data in a checkpoint."""
     content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
     if changed and chance.random() < 0.15:
         part = chance.choice(["model", "data"])
@@ -132,7 +132,7 @@ def description(chance, changed):
 
 
 def weights(chance, changed):
-    """Weights that are not finite, or of other shapes, types and names."""
+    """Change weights: infinite values, other shapes, types and names."""
     content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
     state = content["state_dict"]
     content.pop("ema_state_dict", None)
@@ -151,13 +151,13 @@ def weights(chance, changed):
                 state[name] = chance.choice(ODD)
     torch.save(content, "a.ckpt")
     found = predictions("a.ckpt")
-    # Whatever had been changed was not noticed.
+    # A change must not go unnoticed.
     assert not changed
     return found
 
 
 def onnx_file(chance, changed):
-    """An ONNX file that was cut, or says other things of itself: inside, or, as files of 0.2, beside."""
+    """Cut an ONNX file, or change its description, which is in the file or, in version 0.2, beside it."""
     import onnx
 
     model = onnx.load_from_string(gzip.decompress((FOLDER / "onnx" / "model.onnx.gz").read_bytes()))
@@ -176,7 +176,7 @@ def onnx_file(chance, changed):
 
 
 def folder(chance, changed):
-    """A published folder."""
+    """Change the files of a published folder."""
     shutil.rmtree("published", ignore_errors=True)
     shutil.copytree(FOLDER / "published", "published")
     config, tensors = Path("published/config.json"), Path("published/model.safetensors")
@@ -192,7 +192,7 @@ def folder(chance, changed):
 
 
 def image_list(chance, changed):
-    """Lists of images in a CSV file, in an odd encoding or with odd cells."""
+    """Change bytes of a list of images in a CSV file."""
     rows = [f"{label}/{number}.png,{label}" for label in ("cat", "dog", "owl") for number in range(4)]
     content = "\n".join(["path,label", *rows]).encode() + b"\n"
     for name in rows:
@@ -206,7 +206,7 @@ def image_list(chance, changed):
 
 
 def archive(chance, changed):
-    """Bytes of a tar archive: the images that are read are those that were stored, or some are left out with a word."""
+    """Change bytes of a tar archive."""
     pixels = {}
     stored = io.BytesIO()
     with tarfile.open(fileobj=stored, mode="w") as tar:
@@ -230,7 +230,7 @@ def archive(chance, changed):
 
 
 def run(chance, changed):
-    """Records of a run that is resumed."""
+    """Change the records of a run that is resumed."""
     shutil.rmtree("run", ignore_errors=True)
     shutil.copytree(FOLDER / "tables", "run")
     name = chance.choice(["run.json", "metrics.csv", "summary.json", "config.yaml"])
@@ -248,12 +248,12 @@ def run(chance, changed):
 
 
 KINDS = [checkpoint] * 6 + [description] * 4 + [weights] * 2 + [onnx_file, folder, folder, image_list, archive, archive]
-# Each takes seconds.
+# Each of these examples takes seconds.
 KINDS += [run]
 
 
 def read(kind, chance, changed):
-    """What is computed of the file and None, or None and why it is refused; a hang ends the process, wherever it is."""
+    """Return the numbers of the file and None, or None and why it is refused; a hang ends the process."""
     found = refusal = None
     faulthandler.dump_traceback_later(120, exit=True)
     try:
@@ -275,7 +275,7 @@ def test_damaged_and_foreign_files_compute_the_same_or_are_refused(tmp_path, mon
     tally = Tally("damaged and foreign files")
     for number, chance in examples(20):
         kind = chance.choice(KINDS)
-        # The same draws choose the honest file; only the changes differ.
+        # The twin draws the same honest file; only the changes differ.
         twin = random.Random()
         twin.setstate(chance.getstate())
         try:

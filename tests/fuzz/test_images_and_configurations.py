@@ -1,4 +1,4 @@
-"""Images and configurations that are valid, then changed at random: each is accepted, or refused in one line.
+"""Images and configurations changed at random: each is accepted, or refused in one line.
 
 FUZZ_EXAMPLES=400 FUZZ_SEED=31 pytest -m fuzz tests/fuzz/test_images_and_configurations.py -s
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fuzz
 
 
 def images():
-    """Small images of every format and mode that is read, some stored in several ways."""
+    """Yield small images of every format and mode that is read, some stored in several ways."""
     noise = random.Random(0).randbytes(4 * 30 * 22)
     rgba = Image.frombytes("RGBA", (30, 22), noise).filter(ImageFilter.GaussianBlur(2))
     modes = {mode: rgba.convert(mode) for mode in ("1", "L", "LA", "P", "RGB", "CMYK")} | {"RGBA": rgba}
@@ -46,7 +46,7 @@ def images():
 
 
 def configurations():
-    """Yield the configurations that come with relvit, with what their headers ask for on the command line."""
+    """Yield the configurations that come with relvit, with the arguments that their headers ask for."""
     for path in shipped_configs().values():
         content = path.read_bytes().replace(b"root: null", b"root: photos")
         yield content if "data" in yaml.safe_load(content) else content + b"data: DigitsData\n"
@@ -68,7 +68,7 @@ def read(path):
 
 
 def accepts(target, path, content):
-    """Whether a file with this content is accepted; a refusal has one line, and a hang ends the process."""
+    """Return True if a file with this content is accepted; a refusal has one line, and a hang ends the process."""
     path.write_bytes(content)
     refusal = None
     faulthandler.dump_traceback_later(60, exit=True)
@@ -98,7 +98,7 @@ def fuzz(name, target, path, drawn):
 def test_images(tmp_path):
     files = list(images())
     assert all(accepts(read, tmp_path / "image", content) for content in files)
-    # Formats keep sizes near the start.
+    # Image formats keep sizes near the start of a file.
     drawn = ((number, damaged(chance.choice(files), chance, near_start=0.5)) for number, chance in examples(200))
     fuzz("images", read, tmp_path / "image", drawn)
 

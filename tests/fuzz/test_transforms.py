@@ -1,4 +1,4 @@
-"""Images of random shapes through relvit's evaluation transform: the pixels of timm's own.
+"""Images of random shapes: relvit's evaluation transform gives the pixels of timm's.
 
 FUZZ_EXAMPLES=4000 FUZZ_SEED=32 pytest tests/fuzz/test_transforms.py -s
 """
@@ -15,19 +15,19 @@ import relvit
 from relvit.data import eval_transform
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "of_0_2"
-# relvit resizes by the bicubic filter alone; for each of its protocols, what timm calls the same.
+# relvit resizes by the bicubic filter alone. These are timm's names of its protocols.
 PROTOCOLS = {"crop": "center", "resize": "squash", "field": "center"}
-# Pixels that timm resizes an image to, beyond which an example would take gigabytes.
+# No example resizes an image to more pixels: it would take too long.
 MOST = 10**6
 
 
 def draw_side(random, most):
-    """From 1 on, small sides as often as large ones."""
+    """Draw a side from 1 on, small ones as often as large ones."""
     return min(most, int(most ** random.random()) + random.randint(0, 2))
 
 
 def draw_image(random, channels):
-    """Noise, or a smooth picture, of any shape, some of them lines."""
+    """Draw noise, or a smooth picture, of any shape, sometimes a line."""
     height, width = draw_side(random, 600), draw_side(random, 600)
     if random.random() < 0.15:
         height, width = random.choice([(height, 1), (1, width), (height, 2), (3, width)])
@@ -39,11 +39,11 @@ def draw_image(random, channels):
 
 
 def draw(random):
-    """An image, and the arguments of `eval_transform`."""
+    """Draw an image and the arguments of `eval_transform`."""
     channels = random.choice([1, 3, 3])
     image = draw_image(random, channels)
     while True:
-        # Of a model, whose images are no lines.
+        # The images of a model are no lines.
         side = draw_side(random, 400)
         size = side, random.choice([side, max(1, min(400, int(side * 16 ** random.uniform(-1, 1))))])
         crop_pct = random.choice([1.0, 0.875, 0.9, 0.95, 0.56, random.uniform(0.2, 1)])
@@ -55,13 +55,13 @@ def draw(random):
 
 
 def pixels_of(values, mean, std):
-    """The 8-bit pixels (H, W, C) before normalisation, and how far from whole numbers they are."""
+    """Return the 8-bit pixels (H, W, C) before normalisation, and their distance from whole numbers."""
     found = (values.double().permute(1, 2, 0).numpy() * np.array(std) + np.array(mean)) * 255
     return found.round().astype(int), float(np.abs(found - found.round()).max())
 
 
 def compare(ours, timms, mean, std, most):
-    """None, or how the pixels differ by more than `most`."""
+    """Describe how the pixels differ by more than `most`, or return None."""
     if ours.shape != timms.shape:
         return f"shape {tuple(ours.shape)} and {tuple(timms.shape)}"
     (found, rest), (expected, other) = (pixels_of(values, mean, std) for values in (ours, timms))
@@ -72,7 +72,7 @@ def compare(ours, timms, mean, std, most):
 
 
 def is_long(image, size, crop_pct):
-    """Whether only the middle of the image is resized, whose edges Pillow knows in single precision."""
+    """Return True if only the middle of the image is resized; Pillow knows its edges in single precision."""
     cover = eval_transform(size, (0.5,), (0.5,), crop_pct).transforms[0]
     whole, made = cover.sizes(image.size[::-1])
     return whole != made
@@ -109,7 +109,7 @@ def test_images_of_random_shapes_are_transformed_as_by_timm():
 @pytest.mark.fuzz
 @pytest.mark.parametrize("family", ["tables", "aft_full", "retrofitted"])
 def test_what_a_model_tells_timm_transforms_images_as_its_predictor(family):
-    """By `pretrained_cfg`, which a published folder has too, and `resolve_model_data_config`."""
+    """timm reads `pretrained_cfg`, which a published folder has too, by `resolve_model_data_config`."""
     predictor, tally = relvit.load(FIXTURES / family / "checkpoints" / "last.ckpt"), Tally(f"transforms of {family}")
     timms = create_transform(**resolve_model_data_config(predictor.model))
     for number, random in examples(20):

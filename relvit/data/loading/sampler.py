@@ -66,7 +66,7 @@ class TrainSampler(DistributedSampler[Any]):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
-            # Images are repeated, fewer than num_replicas of them, where all processes are to get equally many.
+            # Fewer than num_replicas images may come twice, so that all processes get equally many.
             chosen = torch.randperm(self.count, generator=generator)[torch.arange(distinct) % self.count]
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)

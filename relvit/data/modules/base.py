@@ -87,11 +87,11 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # This says whether `--data` offers the class.
+    # `--data` offers the class if this is true.
     chosen_by_name: ClassVar[bool] = True
-    # This says what to do about unreadable images; modules that read files have an argument for it.
+    # What to do about unreadable images is an argument of the modules that read files.
     on_error: OnError = "error"
-    # This says whether an image has any number of labels, none included.
+    # An image may have any number of labels, none included, if this is true.
     multi_label: bool = False
 
     def __init__(

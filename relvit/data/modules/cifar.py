@@ -186,8 +186,7 @@ class CIFAR10Data(CIFARData):
 
 
 class CIFAR100Data(CIFARData):
-    """CIFAR-100 (Krizhevsky 2009): 32 x 32 colour images of 100 classes (the fine labels), 500 each to train and 100 to
-    test.
+    """CIFAR-100 (Krizhevsky 2009): 32 x 32 colour images of 100 fine classes, 500 each to train and 100 to test.
 
     Arguments and files are those of :class:`CIFARData`.
     """

@@ -95,7 +95,7 @@ class ImageFilesData(ImageData):
 
     @abstractmethod
     def _has_own(self, split: Split) -> bool:
-        """Whether the data have images of their own for train, val or test."""
+        """Return True if the data have images of their own for train, val or test."""
 
     @abstractmethod
     def _samples(self, split: Split) -> list[tuple[ImageSource, Label]]:
@@ -211,7 +211,7 @@ class ImageFilesData(ImageData):
         return f"{len(labels):,} training images{held_out}: {counts_text(class_counts(labels, self.class_names))}"
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
-        """Describe what may be wrong with the classes of train, of which each has so many images."""
+        """Describe likely mistakes in the classes of train by their numbers of images."""
         return doubtful_classes(counts)
 
     @cached_property
@@ -224,7 +224,7 @@ class ImageFilesData(ImageData):
         labels = [label for _, label in samples]
         if rank_zero_only.rank == 0:
             for doubt in self._doubts(class_counts(labels, self.class_names)):
-                # The caller is `cached_property`, of which a warning says nothing.
+                # The caller is `cached_property`, so the warning names this line.
                 warnings.warn(doubt, stacklevel=1)
         if self._has_own("val"):
             return samples, []

@@ -1,4 +1,4 @@
-"""Tar archives: which files are found, that hostile archives do no harm, and every kind of damage."""
+"""Tar archives: the files that are found, hostile archives, and every kind of damage."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from relvit.data import UnreadableImageError, load_rgb
 from relvit.data.archives.tar import members
 
-# Sparse files are not stored in one piece.
+# This is the header of a sparse file, which is not stored in one piece.
 SPARSE = {"major": "0", "minor": "1", "map": "0,4", "size": "9"}
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -24,7 +24,7 @@ def in_folder(folder, count):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_contents_of_every_format(kind, tmp_path):
-    """Contents and order as tarfile extracts them; names longer than a header, not ASCII, and empty files."""
+    """Contents and order are as tarfile extracts them: long names, names beyond ASCII, and empty files."""
     names = ["a.png", "d/" + "long/" * 30 + "b.png", "d/ü.png", "empty", "x" * 90 + ".png"]
     contents = [bytes([i]) * length for i, length in enumerate((1, 511, 512, 0, 5000))]
     file = write_tar(tmp_path / "a.tar", list(zip(names, contents, strict=True)), format=FORMATS[kind])
@@ -58,7 +58,7 @@ def test_labels_are_those_of_timm(tmp_path):
 
 
 def test_archives_in_an_archive(tmp_path):
-    """As the official training images of ImageNet."""
+    """The official training images of ImageNet come as archives in an archive."""
     inner = []
     for name, value in GREY.items():
         write_tar(tmp_path / "inner" / f"{name}.tar", [(f"{name}_{i}.JPEG", png(value)) for i in range(3)])
@@ -68,7 +68,7 @@ def test_archives_in_an_archive(tmp_path):
     assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
     assert str(data.dataset("train").samples[0][0]) == f"{file}/ant.tar/ant_0.JPEG"
     assert data_of(root=str(file), val_split="train").dataset("train").samples == data.dataset("train").samples
-    # the same archives side by side are classes, too
+    # The same archives side by side in a folder are classes, too.
     data = data_of(name="inner", root=str(tmp_path), val_split="train")
     assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
     write_tar(tmp_path / "broken.tar", [("ant.tar", inner[0][1][:700])])
@@ -87,17 +87,17 @@ def test_splits_are_folders_or_archives(tmp_path):
     for data in (one, two):
         assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
         assert fits(data.dataset("val")) == [0, 0, 1, 1, 2, 2]
-    # only what is needed is looked at
+    # An archive that is not needed is not opened.
     (tmp_path / "two" / "train.tar").write_bytes(b"broken")
     assert len(data_of(**two.init_args()).dataset("val")) == 6
     with pytest.raises(
         ValueError, match=r"no folder or archive 'vall' .* \(did you mean 'val'\?\); it holds 'all', 't"
     ):
         data_of(root=one.root, val_split="vall").dataset("val")
-    # the place that a checkpoint remembers can be changed, by another root or another path
+    # Another root or another name replaces the place that a checkpoint remembers.
     for change in ({"root": str(tmp_path / "two")}, {"name": str(tmp_path / "two")}):
         assert data_of(**one.init_args() | change).dataset("val").samples == two.dataset("val").samples
-    # other splits are not taken for train
+    # A folder of another split is not taken for train.
     with pytest.raises(ValueError, match=r"no folder or archive 'train' .*; it holds 'all', 'training', 'val'"):
         data_of(name=str(write_tar(tmp_path / "b.tar", [*in_folder("all/training", 3), *in_folder("all/val", 2)])))
 
@@ -181,7 +181,7 @@ def test_pickles_beside_an_archive_are_not_read(tmp_path):
 
 
 def test_cut_anywhere(tmp_path):
-    """Only what is missing behind the first block of the end is no loss."""
+    """Only bytes behind the first block of the end may be missing."""
     file = write_tar(tmp_path / "all.tar", in_folder("x", 1), format=tarfile.PAX_FORMAT)
     content = file.read_bytes()
     with tarfile.open(file) as archive:
@@ -209,21 +209,21 @@ def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
             file.write_bytes(changed)
             with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
                 members(str(file))
-    # a size below zero would lead back to the same header for ever
+    # A size below zero would lead back to the same header for ever.
     header = bytearray(content[:512])
     header[124:136] = b"\xff" * 11 + b"\x00"
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
     file.write_bytes(bytes(header) + content[512:])
     with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
         members(str(file))
-    # two archives in one file
+    # One file holds two archives.
     file.write_bytes(content + content)
     with pytest.raises(ValueError, match=r"what comes after byte .* is no header"):
         members(str(file))
 
 
 def with_size(header, size, kind):
-    """A header that claims so many bytes, with a right check sum."""
+    """Return a header that claims that many bytes and has a correct check sum."""
     header = bytearray(header)
     header[124:136] = b"%011o\0" % size if size < 8**11 else b"\x80" + size.to_bytes(11, "big")
     header[156:157] = kind
@@ -238,7 +238,7 @@ SIZES = [10**6, 8**11 - 1, 2**40, 2**62, 2**63 - 512, 2**63 - 1, 2**64, 2**87]
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
 @pytest.mark.parametrize("nested", [False, True])
 def test_sizes_that_no_file_has(kind, nested, tmp_path):
-    """Of files, and of headers for longer names, which tarfile reads whole."""
+    """The sizes are those of files, and of headers for longer names, which tarfile reads whole."""
     content = write_tar(tmp_path / "inner.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT).read_bytes()
     file = tmp_path / "a.tar"
     for size in SIZES:
@@ -249,7 +249,7 @@ def test_sizes_that_no_file_has(kind, nested, tmp_path):
             file.write_bytes(spoilt)
         with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
             members(str(file), nested=True)
-    # What it should be.
+    # The archive itself is read.
     file.write_bytes(content)
     assert len(members(str(file), nested=True)) == 3
 

@@ -1,4 +1,4 @@
-"""Every case of broken and odd input has the outcome of the list in tests/support, and so has the document."""
+"""Every case of broken and odd input has the outcome that the list in tests/support and the document name."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from relvit.data.images.folders import image_files, walk_once
 
 @pytest.fixture(autouse=True)
 def _no_hanging():
-    """To open a pipe would wait for ever."""
+    """End a test that waits for ever, as it would on opening a pipe."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
     signal.alarm(60)
     yield
@@ -38,16 +38,16 @@ def test_images(case, tmp_path):
         assert str(caught.value).startswith(f"cannot read image {path}: ")
         return
     image = load_rgb(str(path))
-    assert type(image) is Image.Image  # detached from the file
+    assert type(image) is Image.Image  # The image is detached from its file.
     assert (image.mode, image.size) == ("RGB", case.size)
-    # GIF keeps the colours in a palette of its own.
+    # GIF has a palette of its own, which rounds colours.
     assert np.abs(np.subtract(image.getpixel((0, 0)), case.pixel)).max() <= (1 if path.suffix == ".gif" else 0)
     values = eval_transform(8, (0.0,) * 3, (1.0,) * 3)(image)
     assert values.shape == (3, 8, 8)
 
 
 def test_a_long_image_keeps_its_middle():
-    """Half of the ends would be black, the middle is white."""
+    """The middle is white, and the ends are black."""
     stripe = np.zeros((1, 30_000, 3), np.uint8)
     stripe[:, 14_000:16_000] = 255
     assert eval_transform(8, (0.0,) * 3, (1.0,) * 3)(Image.fromarray(stripe)).min() == 1
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
 
 def test_every_ending_is_read_and_documented(tmp_path):
     text = DOCUMENT.read_text()
-    assert set(IMAGE_ENDINGS) >= set(IMG_EXTENSIONS)  # those of torchvision
+    assert set(IMAGE_ENDINGS) >= set(IMG_EXTENSIONS)  # These are the endings that torchvision reads.
     for ending in IMAGE_ENDINGS:
         assert f"`{ending}`" in text
         mode = {".pbm": "1", ".pgm": "L"}.get(ending, "RGB")

@@ -14,7 +14,7 @@ from broken_input import IMAGES
 from PIL import Image
 from stored_images import write as write_stored
 
-from relvit.data import ImageListData, ImageNetData, ReaderData, load_rgb
+from relvit.data import ImageNetData, ReaderData, load_rgb
 
 
 def pixels(path):
@@ -27,7 +27,7 @@ def saved(image, path, **options):
 
 
 def png(path, width, depth, colour, row, transparent):
-    """A PNG of one row, for kinds that Pillow does not write."""
+    """Write a PNG of one row, of a kind that Pillow does not write."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -70,7 +70,7 @@ def test_alpha_hides_the_colour_below(tmp_path):
 @pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 is the first to read such a file")
 def test_premultiplied_grey(tmp_path):
     path = saved(Image.merge("LA", [Image.new("L", (1, 1), 20), Image.new("L", (1, 1), 51)]), tmp_path / "a.tif")
-    # Pillow does not write it: turn the TIFF tag ExtraSamples (338) from 2, straight alpha, to 1, premultiplied
+    # Pillow does not write it, so the TIFF tag ExtraSamples (338) turns from 2, straight alpha, to 1, premultiplied.
     straight, premultiplied = (struct.pack("<HHIH", 338, 3, 1, kind) for kind in (2, 1))
     stored = path.read_bytes()
     assert stored.count(straight) == 1
@@ -157,16 +157,16 @@ def test_files_are_closed(tmp_path):
     assert image.getpixel((0, 0)) == (0, 0, 0)
 
 
-# File: how a viewer shows its upper left and lower right pixels.
+# The upper left and the lower right pixel of each file, as a viewer shows them.
 ODD = {"turned.png": ([255] * 3, [0] * 3), "transparent.png": ([255] * 3, [1, 2, 3])}
 
 
 def write_odd(folder):
     folder.mkdir(parents=True)
     exif = Image.Exif()
-    exif[0x0112] = 6  # the first stored row is shown as the right column
+    exif[0x0112] = 6  # The first stored row is shown as the right column.
     stored = np.zeros((4, 6), np.uint8)
-    stored[3, 0] = 255  # so the lower left corner comes to the upper left
+    stored[3, 0] = 255  # The lower left corner comes to the upper left.
     Image.fromarray(stored).save(folder / "turned.png", exif=exif)
     rgba = np.full((6, 4, 4), (1, 2, 3, 255), np.uint8)
     rgba[0, 0] = (200, 0, 0, 0)
@@ -174,18 +174,15 @@ def write_odd(folder):
 
 
 def test_every_data_module_of_files_decodes_so(tmp_path):
-    """Turned and transparent images, of test and of predict."""
+    """The images of test and of predict are turned, or transparent."""
     options = {"img_size": (6, 4), "num_workers": 0, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
     names = ["n00000001", "n00000002"]
     for name in names:
         write_odd(tmp_path / "test" / name)
-    rows = [f"test/{name}/{file},{name}" for name in names for file in ODD]
-    (tmp_path / "test.csv").write_text("\n".join(["path,label", *rows]) + "\n")
     files = [(f"{name}/{file}", (tmp_path / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
     stored = write_stored("tar", tmp_path / "tar", {"test": files})
     for data in (
         ImageNetData(str(tmp_path), **options),
-        ImageListData(test=str(tmp_path / "test.csv"), class_names=names, **options),
         ReaderData(**stored, test_split="test", class_names=names, **options),
     ):
         for split in ("test", "predict"):

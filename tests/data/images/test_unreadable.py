@@ -21,7 +21,8 @@ def test_the_error_comes_out_of_a_worker(tmp_path):
     (tmp_path / "a.jpg").touch()
     with pytest.raises(UnreadableImageError) as caught:
         load_rgb(tmp_path / "a.jpg")
-    handed_on = ExceptionWrapper((type(caught.value), caught.value, caught.tb))  # as a loader's worker does it
+    # A worker of a loader hands errors on in this way.
+    handed_on = ExceptionWrapper((type(caught.value), caught.value, caught.tb))
     with pytest.raises(UnreadableImageError, match=r"a\.jpg: the file is empty"):
         handed_on.reraise()
 
@@ -36,7 +37,7 @@ def test_training_batches_stay_full_and_labels_right(tmp_path, workers):
         assert len(images) == 4
         assert (images[:, 0, 0, 0] * 255).round().tolist() == [GREY[data.class_names[label]] for label in batch]
         labels += batch.tolist()
-    # ant's 001 gives way to 002; cat's 003, the last, to the first of all, an ant
+    # The next image replaces ant 001, and the first of all, an ant, replaces cat 003, the last.
     assert Counter(labels) == {0: 5, 1: 4, 2: 3}
     assert set(data.unreadable["train"]) == {str(path) for path in bad}
     assert set(data.unreadable["train"].values()) == {"it is not an image, or of an unknown format"}
@@ -61,7 +62,7 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, batch_size):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_several_devices_get_equally_many_batches(tmp_path, cache):
-    """The first device's share, ants and bees 0 and 2 of each, is all broken: empty batches stand in."""
+    """All images of the first device, numbers 0 and 2 of each class, are broken: it gets empty batches instead."""
     root = make(tmp_path, train=1, val={"ant": 4, "bee": 4})
     spoil(*(tmp_path / "val" / name / f"00{i}.png" for name in ("ant", "bee") for i in (0, 2)))
     counts = []
@@ -94,7 +95,7 @@ def test_other_mistakes_are_not_skipped(tmp_path):
 
 @pytest.fixture(scope="module")
 def skipping(photos, tmp_path_factory):
-    """A folder with three broken files and no val, and the folder of a training that skipped them."""
+    """Train on a folder with three broken files and no val; return the folder of images and that of the run."""
     root = shutil.copytree(photos, tmp_path_factory.mktemp("broken") / "photos")
     shutil.rmtree(root / "val")
     spoil(root / "train" / "cat" / "0.jpg", root / "train" / "owl" / "5.jpg", root / "test" / "dog" / "1.jpg")
@@ -104,7 +105,7 @@ def skipping(photos, tmp_path_factory):
 
 def test_a_run_lists_what_it_skipped_and_put_aside(skipping, run):
     root, folder = skipping
-    # depending on the split the broken training files are in train or val
+    # The split decides whether the broken training files are in train or in val.
     found = {row["path"]: row for row in rows(folder / "unreadable.csv")}
     assert set(found) == {f"{root}/train/cat/0.jpg", f"{root}/train/owl/5.jpg", f"{root}/test/dog/1.jpg"}
     assert found[f"{root}/test/dog/1.jpg"]["split"] == "test"
@@ -127,7 +128,7 @@ def test_a_skipped_image_is_reported_once(tmp_path, capsys):
     record = DataRecord(None)
     data.unreadable["train"] = {"a.jpg": "broken"}
     record.teardown(trainer, None, "fit")
-    # The test of the best checkpoint behind it meets nothing more.
+    # The test of the best checkpoint, which follows, meets no further broken file.
     data.unreadable["test"] = {}
     record.teardown(trainer, None, "test")
     assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1

@@ -34,9 +34,9 @@ def cifar(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
-    """As Python starts them from 3.14 on: they share no memory with the run. Files skipped, batches from memory."""
+    """Python 3.14 starts workers in this way by default: they share no memory with the run."""
     forkserver._forkserver._stop()
-    # Starting the tracker lets stop signals through, often before the server starts.
+    # The tracker starts first, since its start unblocks the stop signals.
     resource_tracker.ensure_running()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
@@ -59,7 +59,7 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
 
 
 class Frozen(Dataset):
-    """The number of objects that the collector of the process never frees."""
+    """A dataset whose item is the number of objects that the garbage collector of the process never frees."""
 
     def __len__(self):
         return 1
@@ -85,7 +85,7 @@ def test_workers_outlive_signals_that_stop_the_run(folder):
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
         for worker in workers:
             os.kill(worker.pid, number)
-    # Nine images in fours; the last one is left out.
+    # Nine images make two batches of four; the last image is left out.
     assert len(list(batches)) == 2
     assert all(worker.is_alive() for worker in workers)
 
@@ -107,6 +107,6 @@ abandoned = []
 
 
 def _abandon(data):
-    # Referred to until Python ends, as by the traceback of an error.
+    # The list refers to the iterator until Python ends, as the traceback of an error would.
     abandoned.append(iter(data.train_dataloader()))
     next(abandoned[0])

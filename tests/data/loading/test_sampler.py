@@ -23,7 +23,7 @@ LABELS = [0] * 90 + [1] * 9 + [2]
 
 
 def images(sampler):
-    """Which images, in order."""
+    """The indices of the images in order."""
     return [item.index for item in sampler]
 
 
@@ -38,7 +38,7 @@ def test_class_weights_are_scikit_learns_balanced():
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("count", [7, 30, 2])
 def test_copies_and_processes(replicas, repeats, count):
-    """All processes together have what one alone would have, dealt in turn; copies follow one another in it."""
+    """All processes together have the images of a single process, dealt in turn; copies follow one another."""
     parts = [images(TrainSampler(count, None, repeats, replicas, rank, seed=4)) for rank in range(replicas)]
     assert [len(part) for part in parts] == [-(-count // replicas)] * replicas
     dealt = [index for step in zip(*parts, strict=True) for index in step]
@@ -49,7 +49,7 @@ def test_copies_and_processes(replicas, repeats, count):
     if repeats == 1:
         assert set(dealt) == set(range(count))
     if repeats == replicas == 3 and count == 30:
-        assert [set(parts[0]) == set(part) for part in parts] == [True] * 3  # each copy on a device of its own
+        assert [set(parts[0]) == set(part) for part in parts] == [True] * 3  # Each copy is on another device.
 
 
 def test_order_follows_seed_and_epoch_alone():
@@ -64,7 +64,7 @@ def test_order_follows_seed_and_epoch_alone():
     running = iter(sampler)
     sampler.set_epoch(1)
     assert images(sampler) == order(seed=1, epoch=1)
-    # What runs already is epoch 0's, order, augmentation and all.
+    # The iterator that was there before keeps the order and the augmentation of epoch 0.
     items = list(running)
     assert [item.index for item in items] == order(seed=1, epoch=0)
     assert {item.epoch for item in items} == {0}
@@ -82,7 +82,7 @@ def test_balance_and_repeats_of_a_folder(tmp_path):
     for epoch in range(20):
         loader.sampler.set_epoch(epoch)
         counts.update(data.dataset("train").targets[index] for index in images(loader.sampler))
-    # 840 images of probability 1/3: deviation 14
+    # The standard deviation of the number of 840 images with probability 1/3 is 14.
     assert [counts[c] for c in range(3)] == pytest.approx([280] * 3, abs=60)
     assert data.class_weights is None
     assert sorted(Counter(torch.cat([y for _, y in data.val_dataloader()]).tolist()).values()) == [1, 1, 1]

@@ -65,7 +65,7 @@ def test_processes_have_the_same_sizes_and_together_every_image_once(replicas):
     for batches in zip(*parts, strict=True):
         assert len({(batch.size, len(batch.indices)) for batch in batches}) == 1
     seen = Counter(item.index for part in parts for batch in part for item in batch.indices)
-    # But for the last row of sizes, which need not be complete.
+    # Images of the last row of sizes may be missing, which need not be complete.
     assert len(seen) >= 1120 - 56 * replicas
     assert max(seen.values()) <= 2
     # The order of the images is that of a training at one size, and so are the positions that seed augmentation.
@@ -167,7 +167,7 @@ def test_compile_makes_one_graph_for_each_size_and_then_no_more(images):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     sizes = [8, 16, 24]
-    # Not by monkeypatch, which leaves the option without a default.
+    # monkeypatch would leave the option without a default.
     with torch._dynamo.config.patch(recompile_limit=1):
         trained(images, [Count()], compile="eager", data={"train_sizes": sizes, "batch_size": 8}, limit_val_batches=0)
     assert made == [len(sizes)] * 2

@@ -44,7 +44,7 @@ def test_images_and_labels_of_every_split(cifar10, tmp_path):
             found[split].append(index)
     assert sorted(found["train"] + found["val"]) == list(range(60))
     assert data.held_out() == [(f"cifar10/train/{i:05d}", train_labels[i]) for i in found["val"]]
-    assert np.bincount(data.dataset("val").targets).tolist() == [1] * 10  # round(6 * 0.1), at least 1
+    assert np.bincount(data.dataset("val").targets).tolist() == [1] * 10  # round(6 * 0.1) images, and at least 1
     assert isinstance(data.test_dataloader().dataset, InMemoryBatches)
     images, labels = next(iter(data.test_dataloader()))
     assert [to_uint8(image, data).tobytes() for image in images] == [i.tobytes() for i in cifar10["test_batch"][0]]
@@ -64,7 +64,7 @@ def test_cifar100_has_fine_labels(tmp_path, monkeypatch):
 
 
 def test_damaged_files_are_unpacked_again_or_named(cifar10, tmp_path):
-    """By their MD5 sums, before torchvision unpickles them."""
+    """torchvision compares MD5 sums before it unpickles a file."""
     data_of(tmp_path)
     folder, archive = tmp_path / CIFAR10.base_folder, tmp_path / CIFAR10.filename
     (folder / "test_batch").write_bytes(b"damaged")
@@ -99,7 +99,7 @@ def test_a_damaged_or_missing_list_of_classes_is_named(cifar10, tmp_path):
 
 
 def test_download_is_torchvisions(cifar10, tmp_path, monkeypatch):
-    """Asked for once, with the published address; afterwards the files serve."""
+    """torchvision is asked once, with the published address; afterwards the files are there."""
     archive = tmp_path / CIFAR10.filename
     elsewhere = archive.rename(tmp_path / "elsewhere")
     asked = []

@@ -1,4 +1,4 @@
-"""DigitsData: the fixed split, the values, and the arguments that a checkpoint keeps."""
+"""DigitsData: the fixed split, the values, and wrong arguments."""
 
 import numpy as np
 import pytest

@@ -47,18 +47,18 @@ def test_classes_right_in_the_root_are_the_training_images(tmp_path):
     assert data.class_names == ["ant", "bee", "cat"]
     assert (len(data.dataset("train")), len(data.dataset("val")), data.has_test) == (45, 15, False)
     fits(data.dataset("train"))
-    # Put aside are those that would be if the folder were called train.
+    # The images that are put aside are the same as if the folder were called train.
     (tmp_path / "photos").rename(tmp_path / "train")
     other = paths(data_of(tmp_path, val_fraction=0.25).dataset("val"))
     assert [path.replace("/photos/", "/train/") for path in paths(data.dataset("val"))] == other
     (tmp_path / "train").rename(tmp_path / "photos")
     with pytest.raises(ValueError, match=r"no test folder in .*; move the class folders into .*photos.train and add"):
         data.setup("test")
-    # With a checkpoint's classes; all images are to be predicted.
+    # A checkpoint knows the classes; then all images can be predicted.
     again = data_of(root, class_names=["cat", "bee", "ant"], val_fraction=0.25)
     assert set(paths(again.dataset("val"))) == set(paths(data.dataset("val")))
     assert len(predicted(again)) == 60
-    # Not so with one folder of images, or folders of folders.
+    # One folder of images, or folders of folders, are no training images.
     for name in ("ant", "bee"):
         shutil.rmtree(tmp_path / "photos" / name)
     with pytest.raises(FileNotFoundError, match=r"no train folder in .* holds 'cat'; expected .* or two class folders"):
@@ -106,11 +106,11 @@ def test_split_depends_on_its_own_seed_only(tmp_path):
     np.random.seed(99)
     assert paths(data_of(root).dataset("val")) == first
     assert paths(data_of(root, split_seed=1).dataset("val")) != first
-    # and neither on where the folder is
+    # The split does not depend on where the folder is, either.
     shutil.copytree(root, tmp_path / "b")
     moved = paths(data_of(str(tmp_path / "b")).dataset("val"))
     assert [path.replace(str(tmp_path / "b"), root) for path in moved] == first
-    # an image more in one class changes nothing in the others
+    # One more image in one class changes nothing in the others.
     add(tmp_path / "a" / "train" / "ant", count=31)
     later = paths(data_of(root).dataset("val"))
     assert [path for path in later if "ant" not in path] == [path for path in first if "ant" not in path]

@@ -50,7 +50,7 @@ def test_the_automatic_split_is_stratified_and_goes_by_the_written_paths(root, t
     )
     assert sorted(other.held_out()) == sorted(held_out)
     assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **AS_STORED).held_out()) != sorted(held_out)
-    # what the run folder keeps can be given as a list
+    # The list that a run folder keeps can be given as the list of val.
     again = write(root / "val.csv", [(path, data.class_names[label]) for path, label in held_out])
     assert ImageListData(data.train, again, **AS_STORED).dataset("val").samples == data.dataset("val").samples
 
@@ -75,7 +75,7 @@ def test_numbers_as_labels(root):
     data = ImageListData(write(root / "train.csv", rows), **AS_STORED)
     assert data.class_names == ["2", "9", "10"]
     fits(data.dataset("train"), ("cat", "bee", "ant"))
-    # positions in class_names
+    # Numbers are positions in class_names here.
     number = {"ant": "2", "bee": "0", "cat": "1"}
     rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
     data = ImageListData(write(root / "train.csv", rows), class_names=["bee", "cat", "ant"], **AS_STORED)
@@ -163,7 +163,7 @@ HONEST_LISTS = [
     ('path,label\nx.png,"Washington, D.C."\n"a, b.png",cat\n', [("x.png", "Washington, D.C."), ("a, b.png", "cat")]),
     ("label,path\ncat,x.png\n", [("x.png", "cat")]),
     ('path, label\nx.png, "Washington, D.C."\n', [("x.png", "Washington, D.C.")]),
-    # Of columns that are ignored several may have one name, or none; so may empty cells behind them.
+    # Columns that are ignored may share a name or have none, and empty cells may follow the last column.
     ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),
     ("path,label\nx.png,cat,,\n", [("x.png", "cat")]),
     ("label,label,path\ncat,dog,x.png\n", [("x.png", "")]),
@@ -188,7 +188,7 @@ def test_one_image_under_two_spellings(root, tmp_path_factory):
 
 
 def test_paths_are_opened_as_they_are_written(root, monkeypatch):
-    """Behind a link to a folder `..` is the parent of that folder."""
+    """`..` behind a link to a folder is the parent of that folder."""
     (root / "near").mkdir()
     (root / "near" / "link").symlink_to(root / "train")
     monkeypatch.chdir(root / "near")
@@ -214,7 +214,7 @@ def test_images_of_train_in_val_or_test(root, recwarn):
         "images",
     ]
     recwarn.clear()
-    # Images of their own, and those that are put aside.
+    # Lists without images of train, and images that are put aside, cause no warning.
     own = write(root / "val.csv", rows_of("test", {"bee": 2}))
     ImageListData(train, own, own, **AS_STORED).setup("fit")
     ImageListData(train, test=own, **AS_STORED).setup("fit")
@@ -237,7 +237,7 @@ def test_wrong_arguments(root):
     test = write(root / "test.csv", [("test/cat/000.png", "cat"), ("test/cat/001.png", "cats")])
     with pytest.raises(ValueError, match=r"line 3: unknown class 'cats' \(did you mean 'cat'\?\)"):
         ImageListData(train, test=test).dataset("test")
-    # Before the training, too.
+    # The error comes before a training, too.
     with pytest.raises(ValueError, match="line 3: unknown class 'cats'"):
         ImageListData(train, test=test).setup("fit")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
@@ -248,7 +248,7 @@ SEVERAL = ["ant;bee", "", "bee", "cat ; ant;", "cat", "bee;ant;bee"]
 
 
 def several(root, labels, name="train.csv", **options):
-    """A list of images with several labels."""
+    """Write a list of images with several labels."""
     rows = [(f"train/ant/{i:03d}.png", label) for i, label in enumerate(labels)]
     return ImageListData(write(root / name, rows), label_separator=";", **AS_STORED | options)
 
@@ -263,7 +263,7 @@ def test_several_labels(root):
     hot = [[float(c in label) for c in range(3)] for _, label in data.samples("val")]
     assert labels.dtype == torch.bool
     assert labels.float().tolist() == hot
-    # Of train by numbers as well, where all are numbers.
+    # Labels may be numbers, where all of a list are.
     assert data.samples("test") == [(f"{root}/test/cat/000.png", (1, 2))]
     assert type(data)(**data.init_args()).samples("train") == data.samples("train")
     report = check_data(data, processes=1)

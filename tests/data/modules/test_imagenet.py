@@ -12,7 +12,7 @@ WNIDS = ["n01440764", "n02012849", "n03126707"]
 def test_names_from_torchvisions_file_or_none(tmp_path):
     for wnid in WNIDS:
         add(tmp_path / "val" / wnid)
-    assert ImageNetData(str(tmp_path)).class_names == WNIDS  # from val, where there is no train
+    assert ImageNetData(str(tmp_path)).class_names == WNIDS  # There is no train, so the classes come from val.
     words = {"n01440764": ("tench", "Tinca tinca"), "n02012849": ("crane",), "n03126707": ("winch", "crane")}
     torch.save((words, []), tmp_path / "meta.bin")
     assert ImageNetData(str(tmp_path)).class_names == ["tench", "crane", "winch"]

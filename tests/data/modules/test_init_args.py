@@ -1,4 +1,4 @@
-"""The arguments that a checkpoint keeps of a data module: through JSON they build the same one."""
+"""Arguments of data modules in a checkpoint: after a way through JSON they build the same module."""
 
 import json
 

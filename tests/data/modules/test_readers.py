@@ -1,4 +1,4 @@
-"""ReaderData: the same promises for Hugging Face datasets, WebDataset shards and tar archives; the command line."""
+"""ReaderData: the same tests for Hugging Face datasets, WebDataset shards and tar archives; the command line."""
 
 import json
 import pickle
@@ -43,10 +43,10 @@ def test_a_part_of_train_is_put_aside_whatever_the_order(kind, tmp_path):
     assert sorted(fits(data.dataset("train")) + fits(data.dataset("val"))) == [0] * 10 + [1] * 10 + [2] * 10
     images = {str(image) for split in ("train", "val") for image, _ in data.dataset(split).samples}
     assert len(images) == 30
-    if kind != "wds":  # whose names are those of the shards, and the order decides about these
+    if kind != "wds":  # The names of these images depend on the shards, and so on the order.
         other = data_of(**write(kind, tmp_path / "b", {"train": files[::-1]}), val_fraction=0.3)
         assert sorted(other.held_out()) == sorted(held_out)
-    # The arguments that a checkpoint keeps build the same module.
+    # The arguments in a checkpoint build the same module.
     arguments = json.loads(json.dumps(data.init_args()))
     again = ReaderData(**arguments | {"balance": "loss"})
     assert again.held_out() == held_out
@@ -68,7 +68,7 @@ def test_class_names_of_a_checkpoint_keep_their_order(kind, tmp_path):
         data_of(**places, test_split="test", class_names=["ant", "bee", "cats"]).dataset("test")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         data_of(**places, class_names=[*GREY, "dog"]).dataset("train")
-    # nothing is looked for before it is used
+    # No file is looked for before a split is used.
     gone = {key: value.replace(str(tmp_path), "/gone") for key, value in places.items()}
     data = data_of(**gone, class_names=order, test_split="test")
     with pytest.raises((ValueError, FileNotFoundError), match="/gone"):
@@ -92,13 +92,13 @@ def test_unreadable_images(kind, tmp_path):
     assert len(next(iter(data.train_dataloader()))[1]) == 6
     report = check_data(data_of(**places, val_fraction=0.5), processes=2 if kind == "wds" else 1)
     assert {bad["path"].split("/", 1)[1][-11:] for bad in report["bad"]} == found.keys()
-    # one grey and size per class
+    # All images of a class are equal.
     assert len(report["duplicates_across"]) == (1 if kind == "tar" else 2)
 
 
 @pytest.fixture
 def greys_of_all_kinds(tmp_path):
-    """The same 60 images in each format, in use in this process."""
+    """Write the same 60 images in each format, and read one of each in this process."""
     datasets = []
     for kind in KINDS:
         data = data_of(**write(kind, tmp_path / kind, {"train": grey_files(20)}), val_split="train")
@@ -116,7 +116,7 @@ def test_loader_workers(greys_of_all_kinds):
 
 
 def test_datasets_are_handed_to_spawned_workers(greys_of_all_kinds):
-    """By pickle, which takes no open file, and without the images."""
+    """Pickle takes no open file, and the pickle holds no image."""
     content = pickle.dumps(greys_of_all_kinds)
     assert png(GREY["bee"]) not in content
     copy = pickle.loads(content)
@@ -192,7 +192,7 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     arguments = [f"--data.{key}={value}" for key, value in places.items()]
     runs = tmp_path / "runs"
     arguments += ["--data.test_split=test", f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]
-    # the configuration is that of class folders
+    # This is the configuration of class folders.
     assert main(["fit", "--config=folder", "--data=ReaderData", *arguments]) == 0
     (folder,) = runs.iterdir()
     best = folder / "checkpoints" / "best.ckpt"

@@ -1,4 +1,4 @@
-"""Every kind of broken or odd image and folder, with the result.
+"""Every kind of broken or odd image and folder, with its outcome.
 
 `python tests/support/data/broken_input.py` writes the tables of docs/broken_input.md.
 """
@@ -80,7 +80,7 @@ def exif(orientation: int) -> Image.Exif:
 
 
 def listen(path: Path) -> None:
-    # Sockets have short names; one that is closed stays in its folder.
+    # Names of sockets must be short, so the folder is entered; a closed socket stays in its folder.
     here = os.getcwd()
     os.chdir(path.parent)
     with socket.socket(socket.AF_UNIX) as found:
@@ -228,7 +228,7 @@ FOLDERS = [
 
 
 def table() -> str:
-    """The lists as two tables of Markdown."""
+    """Return the lists as two tables of Markdown."""
     lines = ["| image | result |", "|---|---|"]
     lines += [f"| {case.kind} | {_outcome(case.outcome, case.reason)} |" for case in IMAGES]
     lines += ["", "| folder | result |", "|---|---|"]

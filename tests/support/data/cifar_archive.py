@@ -14,7 +14,7 @@ def md5(path):
 
 
 def make_archive(monkeypatch, folder, dataset_class, labels_key, batches, names):
-    """Write an archive as the authors', with other images, and give torchvision its sums. Images and labels by file."""
+    """Write an archive like the authors' and give torchvision its MD5 sums; return images and labels by file."""
     generator = np.random.default_rng(0)
     base = folder / "made" / dataset_class.base_folder
     base.mkdir(parents=True)

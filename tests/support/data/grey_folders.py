@@ -5,7 +5,7 @@ from PIL import Image
 from relvit.data import ImageFolderData
 
 GREY = {"ant": 10, "bee": 100, "cat": 200}
-# Options of data modules by which images keep their values.
+# With these options of a data module images keep their values.
 AS_STORED = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
 
 
@@ -16,7 +16,7 @@ def add(folder, value=0, count=1, size=(6, 4)):
 
 
 def make(root, **counts):
-    """``make(root, train=10, val={'bee': 2})``: images per class, of all classes or of those named."""
+    """Write images: ``make(root, train=10, val={'bee': 2})`` has 10 of each class in train, and 2 bees in val."""
     for split, count in counts.items():
         for name, n in (count if isinstance(count, dict) else dict.fromkeys(GREY, count)).items():
             add(root / split / name, GREY[name], n)
@@ -28,7 +28,7 @@ def data_of(root, **options):
 
 
 def fits(dataset, names=tuple(GREY)):
-    """The labels of a dataset, each checked by the pixels."""
+    """Return the labels of a dataset, each checked by the pixels."""
     for image, label in dataset:
         assert round(float(image[0, 0, 0]) * 255) == GREY[names[label]]
     return dataset.targets

@@ -23,7 +23,7 @@ TINY = [
 
 
 def write_photos(root: Path, splits=("train", "val", "test"), count=6) -> Path:
-    """Noisy pictures of one colour per class, of mixed sizes: root/split/class/number.jpg."""
+    """Write noisy pictures of mixed sizes, one colour per class, as root/split/class/number.jpg."""
     generator = np.random.default_rng(0)
     for split in splits:
         for name, colour in CLASSES.items():

@@ -21,12 +21,12 @@ def png(value, size=(6, 4)):
 
 
 def grey_files(count):
-    """``ant/000.png`` and so on, with its content and class, so many of each class."""
+    """List ``ant/000.png`` and so on, with content and class, that many of each class."""
     return [(f"{name}/{i:03d}.png", png(value), name) for name, value in GREY.items() for i in range(count)]
 
 
 def write_tar(path, files, **options):
-    """A tar archive of names and contents."""
+    """Write a tar archive of names and contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as archive:
         for name, content in files:
@@ -37,7 +37,7 @@ def write_tar(path, files, **options):
 
 
 def write_shards(pattern, samples, **options):
-    """Shards by WebDataset's own writer."""
+    """Write shards by the writer of webdataset."""
     Path(pattern).parent.mkdir(parents=True, exist_ok=True)
     with webdataset.ShardWriter(str(pattern), verbose=0, **options) as writer:
         for sample in samples:
@@ -45,7 +45,7 @@ def write_shards(pattern, samples, **options):
 
 
 def write_parquet(path, files, label=None):
-    """A Parquet file as `datasets` writes it, of (file name, content, label); `label`: the feature of the labels."""
+    """Write (file name, content, label) to a Parquet file by `datasets`; `label` is the feature of the labels."""
     import datasets
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def write_parquet(path, files, label=None):
 
 
 def write(kind, root, splits):
-    """Splits of (name, content, class) in one of the formats; the arguments that name them, but for the splits."""
+    """Write splits of (name, content, class) in a format; return the arguments that name the data."""
     match kind:
         case "hfds":
             for split, files in splits.items():
