@@ -200,16 +200,13 @@ class _Bounded:
 
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
     """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
-    bounded = _Bounded(stream)
     # Names that cannot be decoded stay different and printable.
-    with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
+    with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
             # This keeps memory bounded, since tarfile collects the headers of all members.
             archive.members.clear()
             if archive.offset <= info.offset:
                 raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")
-            if info.isreg() and archive.offset > bounded.length:
-                raise tarfile.ReadError(f"a header that leads beyond the end, at byte {start + info.offset}")
             name = prefix + "/".join(part for part in info.name.split("/") if part not in ("", "."))
             if info.isdir():
                 continue

@@ -141,8 +141,9 @@ def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
 def test_files_are_closed(tmp_path):
     good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
     bad = []
-    by_reason = {case.reason: case for case in IMAGES if case.reason and "right" not in case.kind}
-    for number, case in enumerate(by_reason.values()):
+    # The file that may not be read, and the bomb, which is slow, are left out.
+    left_out = ("no right to read it", "decompression bomb: few bytes, 14,000 x 14,000 pixels")
+    for number, case in enumerate(case for case in IMAGES if case.reason and case.kind not in left_out):
         (tmp_path / str(number)).mkdir()
         bad.append(case.write(tmp_path / str(number)))
     with warnings.catch_warnings():
