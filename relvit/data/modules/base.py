@@ -62,8 +62,10 @@ class ImageData(LightningDataModule, ABC):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of each channel by which the images are normalised, in units of the range 0..1.
-        std: Standard deviation of each channel, in the same units.
+        mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: that of the
+            data (of image files ImageNet's), and in a training on the command line that of the pretrained weights, if
+            it starts from some.
+        std: Standard deviation of each channel, in the same units; None: likewise.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
         color_jitter: Strength of the colour jitter in training; none: as `augment` has it.
@@ -87,6 +89,8 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
+    # The mean and the standard deviation of each channel where None is given, with pixels in 0..1.
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]
     # `--data` offers the class if this is true.
     chosen_by_name: ClassVar[bool] = True
     # What to do about unreadable images is an argument of the modules that read files.
@@ -103,8 +107,8 @@ class ImageData(LightningDataModule, ABC):
         img_size: int | tuple[int, int],
         augment: Augment,
         crop_pct: PositiveShare,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
         batch_size: BatchSize = 64,
         num_workers: Workers = 2,
         color_jitter: NonNegativeFloat | None = None,
@@ -139,7 +143,7 @@ class ImageData(LightningDataModule, ABC):
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
         self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
         self.img_size: tuple[int, int] = self.shape.img_size
-        self.normalise_by(mean, std)
+        self.normalise_by(self.channels[0] if mean is None else mean, self.channels[1] if std is None else std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
         # A test evaluates this split.

@@ -47,9 +47,6 @@ class CIFARData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of red, green and blue, in units of the range 0..1; None: that of the training images, and in a
-            training on the command line that of the pretrained weights, if it starts from some.
-        std: Standard deviation of each, in the same units; None: likewise.
         val_fraction: Share of each class of train that is put aside, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
         class_names: None, or the class names of a checkpoint, which must be the data's own.
@@ -60,8 +57,6 @@ class CIFARData(ImageData):
     """
 
     dataset_class: ClassVar[type[CIFAR10]]
-    # The mean and the standard deviation of each channel, with pixels in 0..1.
-    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]
 
     def __init__(
         self,
@@ -70,8 +65,6 @@ class CIFARData(ImageData):
         img_size: int | tuple[int, int] = 32,
         augment: Augment = "crop-flip",
         crop_pct: float = 1.0,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
         class_names: list[str] | None = None,
@@ -90,8 +83,6 @@ class CIFARData(ImageData):
             img_size=img_size,
             augment=augment,
             crop_pct=crop_pct,
-            mean=self.channels[0] if mean is None else mean,
-            std=self.channels[1] if std is None else std,
             **options,
         )
 

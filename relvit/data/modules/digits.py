@@ -13,10 +13,6 @@ from relvit.data.modules.base import ImageData, Split
 from relvit.data.transforms import Augment
 
 DIGITS_CLASSES = [str(digit) for digit in range(10)]
-# These are the statistics of the 1,257 training images, with pixels in 0..1.
-DIGITS_MEAN = (0.3049319887,)
-DIGITS_STD = (0.3756725775,)
-
 _SPLIT_SEED = 0
 
 
@@ -45,9 +41,6 @@ class DigitsData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of the pixels, in units of the range 0..1; None: that of the training images, and in a training on
-            the command line that of the pretrained weights, if it starts from some on grey images.
-        std: Standard deviation of the pixels, in the same units; None: likewise.
         num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
         class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
         options: See :class:`relvit.data.ImageData`.
@@ -56,13 +49,14 @@ class DigitsData(ImageData):
         ValueError: An argument out of its range, or other class names.
     """
 
+    # These are the statistics of the 1,257 training images.
+    channels = ((0.3049319887,), (0.3756725775,))
+
     def __init__(
         self,
         img_size: int | tuple[int, int] = 8,
         augment: Augment = "shift",
         crop_pct: float = 1.0,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         num_workers: int = 0,
         class_names: list[str] | None = None,
         **options: Any,
@@ -74,8 +68,6 @@ class DigitsData(ImageData):
             img_size=img_size,
             augment=augment,
             crop_pct=crop_pct,
-            mean=DIGITS_MEAN if mean is None else mean,
-            std=DIGITS_STD if std is None else std,
             num_workers=num_workers,
             **options,
         )

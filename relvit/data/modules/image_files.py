@@ -24,9 +24,6 @@ from relvit.utils.messages import check_choice, listing
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import OpenShare, check_ranges
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 
 class ImageFilesData(ImageData):
     """Images from files, or stored images, read as RGB by :func:`relvit.data.load_rgb`.
@@ -39,9 +36,6 @@ class ImageFilesData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of red, green and blue, in units of the range 0..1; None: ImageNet's, and in a training on the
-            command line that of the pretrained weights, if it starts from some.
-        std: Standard deviation of red, green and blue, in the same units; None: likewise.
         val_fraction: Share of each class of train that is put aside where there is no val, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
         on_error: What to do about a file that cannot be read: 'error' stops and names it; 'skip' goes on, in training
@@ -59,6 +53,9 @@ class ImageFilesData(ImageData):
             too many images for the cache.
     """
 
+    # These are the statistics of ImageNet.
+    channels = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
     def __init__(
         self,
         class_names: Sequence[str],
@@ -67,8 +64,6 @@ class ImageFilesData(ImageData):
         img_size: int | tuple[int, int] = 224,
         augment: Augment = "resized-crop",
         crop_pct: float = 0.9,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
         on_error: OnError = "error",
@@ -88,8 +83,6 @@ class ImageFilesData(ImageData):
             img_size=img_size,
             augment=augment,
             crop_pct=crop_pct,
-            mean=IMAGENET_MEAN if mean is None else mean,
-            std=IMAGENET_STD if std is None else std,
             **options,
         )
 

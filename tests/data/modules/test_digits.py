@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from relvit.data import DigitsData
-from relvit.data.modules.digits import DIGITS_MEAN, DIGITS_STD, _digits
+from relvit.data.modules.digits import _digits
 
 SPLITS = ("train", "val", "test")
 
@@ -27,8 +27,8 @@ def test_split_is_stratified_disjoint_and_the_same_whatever_the_seed():
 def test_values_labels_and_statistics():
     images, _, indices = _digits()
     pixels = images[indices["train"]] / 255
-    assert pixels.mean() == pytest.approx(DIGITS_MEAN[0], abs=1e-9)
-    assert pixels.std() == pytest.approx(DIGITS_STD[0], abs=1e-9)
+    assert pixels.mean() == pytest.approx(DigitsData().mean[0], abs=1e-9)
+    assert pixels.std() == pytest.approx(DigitsData().std[0], abs=1e-9)
     data = DigitsData(mean=(0.0,), std=(1.0,))
     bunch = load_digits()
     for position, index in enumerate(indices["test"][:5]):
