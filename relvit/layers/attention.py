@@ -18,8 +18,8 @@ from relvit.ops.inputs import AttentionInputs, checked
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# A plan shows each term by its letter in `rel_terms`; free channels, which have none there, are 'c'. Logits per row and
-# column that the position computes itself are those of its key term.
+# A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column are a key
+# term that the position has multiplied with the queries itself.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
@@ -41,22 +41,22 @@ def attend_with(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attend with a layer's relative terms between its projections: relvit's own layer and those of timm.
+    """Attend with the relative terms of a layer, of relvit's own attention or of timm's.
 
-    With q and k as they are projected and R the rotation, where there is one,
+    With projected queries q and keys k, and the rotation R of a rotary embedding,
 
         logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
 
-    so tables act on vectors that are not rotated, which do not depend on a token's own coordinates.
+    so tables act on unrotated vectors, which do not depend on a token's own coordinates.
 
     Args:
-        layer: a `GridAttention`.
-        x: (B, Nq, dim), the tokens that attend, or what else the layer's position reads.
-        projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that they attend to. Norms that
-            return float32 under autocast are rotated in float32, as in timm.
-        grid: where the tokens that attend are.
-        key_grid: where the others are; None: they are the same.
-        rotate: maps queries or keys and their grid to rotated ones.
+        layer: the layer, which has the position.
+        x: (B, Nq, dim), the input of the layer's position.
+        projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to.
+            float32 queries and keys, which norms return under autocast, are rotated in float32, as in timm.
+        grid: grid of the queries.
+        key_grid: grid of the keys; None: that of the queries.
+        rotate: maps queries or keys and their grid to rotated ones; None: there is no rotation.
         attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
     Returns:
@@ -84,14 +84,14 @@ class GridAttention(Mixer):
     Attributes:
         position: module that maps a `Grid` to `RelativeTerms`, such as `RelativePosition2d`; None: plain attention.
         backend: see `relvit.ops.relative_attention`; may be set at any time.
-        prefix_bias: `PrefixBias`; timm's layers have the attribute only where they have one.
+        prefix_bias: `PrefixBias` or None; a retrofitted layer of timm may lack the attribute.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
-        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: to all.
-        block_window: rows and columns of the windows that the block around it cuts, whatever the image. None: it cuts
-            none.
+        window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: tokens
+            attend to all others.
+        block_window: rows and columns of the windows that the block cuts in every image; None: the block cuts none.
     """
 
-    # These have no values, which PyTorch would find before the modules of the same names.
+    # These annotations have no values: PyTorch would find a value before the module of the same name.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str
@@ -128,7 +128,7 @@ class GridAttention(Mixer):
 
     def heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put heads before tokens in projections (B, N, heads, head_dim), and normalise queries and keys."""
-        # The fused projection is unbound before it is transposed: backward then stacks gradients in its own order.
+        # The fused projection is unbound before the transposition: backward then stacks gradients in the same order.
         query, key, value = (part.transpose(1, 2) for part in projected)
         return self.q_norm(query), self.k_norm(key), value
 
@@ -155,7 +155,7 @@ class GridAttention(Mixer):
         )
 
     def example(self, grid: Grid) -> AttentionInputs:
-        """Return inputs as they are for the tokens of a grid, of which only tables have numbers."""
+        """Return inputs of attention for the tokens of a grid; only the tables hold numbers."""
         if self.block_window is not None:
             grid = Grid(*self.block_window)
         elif self.window is not None:
@@ -163,7 +163,7 @@ class GridAttention(Mixer):
         weight = self.proj.weight
         like = {"device": weight.device, "dtype": weight.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Positions that depend on tokens need no more of them than their width.
+        # Of the tokens, positions read only the width here.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         return AttentionInputs(vectors, vectors, vectors, terms, grid)
 
@@ -171,8 +171,8 @@ class GridAttention(Mixer):
 class RelativeAttention(GridAttention, Attention):
     """timm's `Attention` with `relvit.ops.relative_attention` between its projections.
 
-    All parameters and options are those of `timm.layers.Attention` (so its weights load), plus a position module. The
-    tables act on queries after `q_norm`.
+    All parameters and options are those of `timm.layers.Attention` (so timm's weights load), plus a position module.
+    Tables act on queries after `q_norm`.
 
     Args:
         dim: width of the tokens.
@@ -181,13 +181,11 @@ class RelativeAttention(GridAttention, Attention):
         **kwargs: see `timm.layers.Attention`.
 
     Attributes:
-        rope: module that rotates queries and keys, `RotaryEmbedding2d`; position tables meet those that are not
-            rotated. None: they are not. For the others see `GridAttention`.
+        rope: module that rotates queries and keys, `RotaryEmbedding2d`; None: there is no rotation.
 
     Raises:
-        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` made for other
-            heads.
-        TypeError: a `position` that is no module, such as the class of one.
+        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` for other heads.
+        TypeError: a `position` that is no module, such as a class.
     """
 
     def __init__(
@@ -220,10 +218,10 @@ class RelativeAttention(GridAttention, Attention):
         """Map (B, N, dim) tokens to (B, N, dim).
 
         Args:
-            x: tokens of `grid`.
-            grid: where they are.
+            x: the tokens.
+            grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`.
             memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows.
-            key_grid: where the tokens of `memory` and `x` are; offsets go from those of `grid` to these.
+            key_grid: places of the tokens in `memory` and `x`; None: `grid`.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

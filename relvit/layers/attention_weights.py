@@ -13,13 +13,13 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# Where a thread records them, by the `attn_drop` of the layer: no state of a module.
+# The record of a thread, by each layer's `attn_drop`. Threads share modules, so it is not kept in a module.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 
 @contextmanager
 def record_logit_inputs() -> Iterator[dict[nn.Module, AttentionInputs]]:
-    """Record, by the `attn_drop` of each layer that runs uncompiled, what its logits are computed from."""
+    """Record the inputs of attention of each layer that runs uncompiled, by the layer's `attn_drop`."""
     token = _RECORD.set({})
     try:
         yield _RECORD.get()
@@ -32,14 +32,14 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
     """Compute the weights by which `relvit.ops.relative_attention` adds up values, without gradients.
 
     Args:
-        inputs: the arguments of the operation; the values are not looked at.
+        inputs: the arguments of the operation; values are ignored.
 
     Returns:
-        (B, heads, Nq, Nk), float32, or float64 for such queries; rows are queries and sum to 1.
+        (B, heads, Nq, Nk), float32, or float64 for float64 queries; rows are queries and sum to 1.
     """
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
-    # The weighted average of unit vectors is the weights.
+    # The weighted average of unit vectors consists of the weights.
     units = torch.eye(key.shape[2], dtype=dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     inputs = inputs._replace(value=units, terms=inputs.terms._replace(value=None), dropout_p=0.0)
     with without_autocast(query.device):
@@ -47,10 +47,10 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
 
 
 def show_weights(attn_drop: nn.Module, inputs: AttentionInputs) -> None:
-    """Call a layer's `attn_drop` with its weights, as timm's attention does where it is not fused, for hooks there.
+    """Call a layer's `attn_drop` with the attention weights if the module has hooks, as timm's unfused attention does.
 
-    Hooks on that module are how `timm.utils.AttentionExtract(method='hook')` gets attention maps. Without hooks, and in
-    compiled graphs, nothing is computed. `record_logit_inputs` gets the arguments themselves.
+    Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. In compiled graphs nothing is
+    computed.
     """
     if torch.compiler.is_compiling():
         return

@@ -38,8 +38,8 @@ class GridBlock(Block):
 
         Args:
             x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
-            branch: 'mixer' or 'mlp': return that branch alone, not added to `x`, as `reversible_blocks` wants it.
-            memory: (B, M, dim), further inputs of this block to which the tokens of `RelativeAttention` attend too.
+            branch: 'mixer' or 'mlp': return this branch alone, not added to `x`, for `reversible_blocks`.
+            memory: (B, M, dim), earlier inputs of this block, to which the tokens of `RelativeAttention` attend, too.
         """
         if branch == "mlp":
             return self.mlp_branch(x)
@@ -52,7 +52,7 @@ class GridBlock(Block):
         return x + self.mlp_branch(x)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
-        """Compute what the MLP adds to (B, N, dim) tokens."""
+        """Compute the MLP's branch of (B, N, dim) tokens, not added to the tokens."""
         chunk = self.mlp_chunk
         x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
         return self.drop_path2(self.ls2(x))
@@ -65,11 +65,11 @@ class MixerBlock(GridBlock):
         dim: width of the tokens.
         num_heads: number of heads.
         mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
-            dtype=)`; its `forward` has the arguments of `RelativeAttention`'s.
-        **kwargs: see `timm.models.vision_transformer.Block`; what is about projections is handed to the mixer.
+            dtype=)`; the mixer's `forward` has the arguments of `RelativeAttention.forward`.
+        **kwargs: see `timm.models.vision_transformer.Block`; the mixer gets the arguments of projections.
 
     Raises:
-        TypeError: a `mixer` that makes none, such as a module: every block has its own.
+        TypeError: a `mixer` that cannot be called to make one for each block, such as a module.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RelativeBlock(GridBlock):
         **kwargs: see `timm.models.vision_transformer.Block`.
 
     Raises:
-        TypeError: a `position` that makes none, such as a module: every block has its own.
+        TypeError: a `position` that cannot be called to make one for each block, such as a module.
         ValueError: `rope` or `prefix_bias` for another attention than `RelativeAttention`.
     """
 

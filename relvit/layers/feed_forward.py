@@ -1,4 +1,4 @@
-"""Chunked feed-forward: the MLP of a block some tokens at a time, with the same numbers in bounded memory."""
+"""Chunked feed-forward of Reformer: the MLP of a block for some tokens at a time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
 def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> Tensor:
     """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` tokens of all samples at a time.
 
-    Where gradients are computed, backward recomputes one chunk after the other, with the same random numbers: it keeps
-    `x` alone. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
+    Training keeps `x` alone: backward recomputes one chunk after the other, with the same random numbers. Source:
+    Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
 
     Args:
         norm, mlp: modules that work on each token alone, see `check_chunk`.
@@ -49,11 +49,11 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return mlp(norm(tokens))
 
     if is_exporting() or isinstance(x, torch.fx.Proxy):
-        # A graph must serve all numbers of tokens.
+        # A graph must serve any number of tokens.
         return compute(x)
     chunk = compute
     if torch.is_grad_enabled():
-        # Random states are kept only where dropout needs them: the state of a generator is larger than a small chunk.
+        # Only dropout needs the state of the generator, which is larger than a small chunk.
         random = mlp.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
         chunk = partial(recomputed, compute, preserve_rng_state=random)
     return torch.cat([chunk(tokens) for tokens in x.flatten(0, 1).split(mlp_chunk)]).unflatten(0, x.shape[:2])

@@ -18,21 +18,20 @@ def resample_embedding(
 ) -> Tensor:
     """Interpolate an embedding per patch, bicubic with antialiasing, as timm's `resample_abs_pos_embed`.
 
-    `torch.nn.functional.interpolate` cannot be compiled for sizes that vary (PyTorch 2.15: its bicubic backward). Two
-    products with weights (new, old) can.
+    The backward of PyTorch's bicubic interpolation cannot be compiled for sizes that vary (PyTorch 2.15). Two products
+    with weights (new, old) can.
 
     Args:
         embedding: (1, prefix + h w, dim), patches in raster order.
         old_size: rows and columns, h and w, of the embedding's grid.
         new_size: rows and columns, H and W, of the wanted grid.
         prefix: number of leading tokens, which keep their embedding.
-        cut: how many rows and columns of the new grid are wanted, from the top left; None: all.
-        mirror: instead of interpolating, lay the embedding in the centre of the new grid as it is, and continue it by
-            mirroring it at its edges (a smaller grid has the centre alone).
+        cut: numbers of rows and columns of the new grid to return, from the top left; None: all.
+        mirror: instead of interpolating, lay the unchanged embedding in the centre of the new grid, and mirror it at
+            its edges (a smaller grid gets the centre alone).
 
     Returns:
-        (1, prefix + H W, dim), with H and W of `cut` if it is given, dtype of the embedding; computed in float32 at
-        least, autocast or not.
+        (1, prefix + H W, dim), with H and W of a given `cut`, dtype of the embedding; computed in float32 at least.
     """
     weights = mirror_weights if mirror else bicubic_weights
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
@@ -49,10 +48,10 @@ def resample_embedding(
 
 
 def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
-    """Compute what each of `old` points contributes to the first `wanted` of `new` ones; each row adds up to 1.
+    """Compute the weights of `old` points in the first `wanted` of `new` points; each row adds up to 1.
 
-    Keys' cubic kernel (1981, with a = -1/2), as wide as the larger distance between points, as in PyTorch with
-    `antialias=True`.
+    The kernel is the cubic one of Keys (1981, with a = -1/2), as wide as the larger distance between points, as in
+    PyTorch with `antialias=True`.
     """
     count = new if wanted is None else wanted
     ours, theirs = torch.arange(count, device=device)[:, None], torch.arange(old, device=device)
@@ -65,14 +64,14 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
 
 
 def mirror_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
-    """Compute such weights where the `old` points lie in the centre of `new` ones and are mirrored beyond their edges.
+    """Compute the weights of `old` points that lie in the centre of `new` points and are mirrored at their edges.
 
-    Each row has a single 1. The outermost points come twice, as pixels do where an image is mirrored at its border.
+    Each row has a single 1. The outermost points come twice, as in NumPy's padding 'symmetric'.
     """
     count = new if wanted is None else wanted
-    # Numbers that are divided are never negative, since some runtimes of exported programs round those towards zero.
+    # No negative number is divided, since some runtimes of exported programs round quotients towards zero.
     before = (new + old) // 2 - old
-    # Odd: twice the distance of a point's middle from the first edge, at which negative ones are mirrored.
+    # These odd numbers are twice the distance of a point's middle from the first edge, which mirrors negative ones.
     place = (2 * (torch.arange(count, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

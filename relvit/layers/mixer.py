@@ -1,4 +1,4 @@
-"""`Mixer`: the base of modules through which tokens exchange information, and the plan of what one computes; `Leaf`."""
+"""`Mixer`, the base of token mixers such as attention; `LayerPlan`, how a layer is computed; `Leaf` for torch.fx."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from relvit.ops import Grid
 
 
 class LayerPlan(NamedTuple):
-    """Plan of a layer: what it does with the positions of tokens.
+    """How a layer computes attention with positions, for `relvit explain`.
 
     Attributes:
         layer: name of the module.
-        position: class of the position module, '' for none; of attention-free mixers, the class of the mixer.
+        position: class of the position module, '' for none; for attention-free mixers, the class of the mixer.
         terms: letters as in `rel_terms`, and 'c' for free channels.
-        backend: which backend computes the layer, '' for mixers without a choice.
-        reason: why this backend.
-        width: of the vectors of a head, and as augmented by 'fused'.
-        keeps: what is kept for backward, besides inputs and output.
-        parameters: of the position module, or of an attention-free mixer.
+        backend: name of the backend, '' for mixers without a choice.
+        reason: why this backend is chosen.
+        width: width of a head's vectors, and the width as augmented by 'fused'.
+        keeps: tensors kept for backward, besides inputs and output.
+        parameters: number of parameters of the position module, or of an attention-free mixer.
     """
 
     layer: str
@@ -37,7 +37,7 @@ class LayerPlan(NamedTuple):
 
 @register_notrace_module
 class Leaf(nn.Module):
-    """Base of modules that symbolic tracing (torch.fx) keeps whole, since they look at sizes."""
+    """Base of modules that symbolic tracing (torch.fx) keeps whole, since they read sizes."""
 
 
 class Mixer(Leaf):
@@ -46,23 +46,23 @@ class Mixer(Leaf):
     A mixer of your own needs no base.
 
     Attributes:
-        lacks: what a model with this mixer cannot do, with the reason; see `relvit.models.lack`.
+        lacks: what a model with this mixer cannot do, with the reason; see `relvit.models.depth.lack`.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
-        """Return what the mixer of this name computes on a grid, with gradients or without, on a kind of device."""
+        """Return how the mixer of this name computes a grid, with gradients if `training`, on a kind of device."""
         kind = type(self).__name__
         reason = f"{kind} replaces attention to all tokens"
         return LayerPlan(name, kind, "", "", reason, (self.head_dim,) * 2, "", count_parameters(self))
 
     def learned_bias(self, grid: Grid) -> Tensor | None:
-        """Return the bias of an attention-free mixer: by offset (heads, rows, columns), or of all pairs (N, N)."""
+        """Return the bias of an attention-free mixer by offset, (heads, rows, columns), or of all pairs, (N, N)."""
         return None
 
     def refuse_mask(self, attn_mask: Tensor | None) -> None:
-        """Raise ValueError for a mask, of mixers that have none."""
+        """Raise ValueError for a mask, in mixers without masks."""
         if attn_mask is not None:
             raise ValueError(f"{type(self).__name__} has no attn_mask: padding goes into the grid's `valid`")
 

@@ -1,4 +1,4 @@
-"""Patch embedding for images whose sides are multiples of the patch; the error for others names the nearest sizes."""
+"""Patch embedding for images of any size; other sides than multiples of the patch are refused, the nearest named."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from relvit.ops.tracing import is_compiling, is_exporting
 class AnySizePatchEmbed(Leaf, PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
-    The original formats its error messages in advance, which makes sizes constants of a compiled graph. For arguments
-    see `timm.layers.PatchEmbed`.
+    timm formats its error messages in advance, which makes sizes constants of a compiled graph. For arguments see
+    `timm.layers.PatchEmbed`.
 
     Attributes:
-        cropped_size: A size that is allowed although it is no multiple of the patch; the convolution then leaves out
-            the rest at the lower and the right edge. None allows no such size.
+        cropped_size: one size that is allowed although it is no multiple of the patch: the convolution leaves out the
+            rest at the lower and the right edge.
 
     Raises:
-        TypeError, ValueError: The input of `forward` is no batch of images, see `check_images`, or its sides are no
-            multiples of the patch and `dynamic_img_pad` does not pad them.
+        TypeError, ValueError: in `forward`, an input that is no batch of images, see `check_images`, or sides that are
+            no multiples of the patch without `dynamic_img_pad`.
     """
 
     cropped_size: tuple[int, int] | None = None
@@ -50,8 +50,8 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 class GridPatchEmbed(AnySizePatchEmbed):
     """`AnySizePatchEmbed` for blocks that take rows and columns.
 
-    In a compiled model it accepts any sides and leaves out the rest at the edges, as timm's `PatchEmbed` does: if a
-    graph knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any size.
+    A compiled model accepts any sides and leaves out the rest at the edges, as timm's `PatchEmbed` does: if a graph
+    knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class PatchSizes(Leaf):
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
 
-    A graph of ONNX holds no checks, and its convolution would silently leave out the rest at the edges.
+    An ONNX graph holds no checks, and its convolution would silently leave out the rest at the edges.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size
@@ -102,8 +102,8 @@ def check_images(images: Tensor, in_chans: int) -> None:
     """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
 
     Raises:
-        TypeError: The images are no tensor, or a tensor of integers.
-        ValueError: The tensor has other dimensions, or another number of channels.
+        TypeError: images that are no tensor, or a tensor of integers.
+        ValueError: other dimensions, or another number of channels.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")
@@ -123,12 +123,8 @@ def check_divisible(
     """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`."""
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
-    _check_side("height", x.shape[-2], patch_size[0], advice)
-    _check_side("width", x.shape[-1], patch_size[1], advice)
-
-
-def _check_side(name: str, size: int, patch: int, advice: str) -> None:
-    if size % patch != 0:
-        below = size - size % patch
-        near = f"{below} or {below + patch}" if below else f"{patch}"
-        raise ValueError(f"image {name} {size} is not a multiple of the patch size {patch}: use {near} ({advice})")
+    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
+        if size % patch != 0:
+            below = size - size % patch
+            near = f"{below} or {below + patch}" if below else f"{patch}"
+            raise ValueError(f"image {name} {size} is not a multiple of the patch size {patch}: use {near} ({advice})")

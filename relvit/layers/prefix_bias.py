@@ -1,4 +1,4 @@
-"""Learned bias between prefix tokens and patches, which have no offset."""
+"""Learned attention bias of BEiT between prefix tokens (class token, registers) and patches, which have no offset."""
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,15 @@ from relvit.ops import Channels, Grid, num_tokens
 class PrefixBias(nn.Module):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 
-    One from prefix tokens to patches, one from patches to prefix tokens, one between prefix tokens. Source: the last
-    three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254), there for the class
-    token alone. As `Channels`: two per query and key.
+    Source: the last three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254),
+    there for the class token alone.
 
     Args:
         num_heads: number of heads.
 
     Attributes:
-        weight: (3, num_heads), in this order; zeros at first, with which there is no bias.
+        weight: (3, num_heads), from prefix tokens to patches, from patches to prefix tokens, between prefix tokens;
+            zeros at first.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class PrefixBias(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set all to zero."""
+        """Set the biases to zero."""
         nn.init.zeros_(self.weight)
 
     # PyTorch and timm call this name for modules made on the meta device.
@@ -50,7 +50,7 @@ def prefix_channels(weight: Tensor, grid: Grid, key_grid: Grid) -> Channels:
         for tokens in (grid, key_grid)
     )
     to_patch, to_prefix, between = weight[:, :, None].unbind(0)
-    # The channels of a query say what it is: (1, 0) for a prefix token, (0, 1) for a patch.
+    # The channels of a query are (1, 0) for a prefix token and (0, 1) for a patch.
     met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
     return Channels(
         torch.stack((query, 1 - query), dim=-1)[None, None],

@@ -1,4 +1,4 @@
-"""Attention of retrofitted models: subclasses of timm's attention classes that add relative positions."""
+"""Retrofitted attention of timm's plain ViTs and Eva, with relative positions; BEiT and Swin: `timm_relpos.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from relvit.ops import Grid
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
 
-    timm's blocks hand both on untouched, so the grid reaches every attention explicitly, and no block needs a class of
-    its own.
+    timm's blocks hand these arguments on untouched, so the grid reaches every attention without a block class of
+    relvit's.
     """
 
     grid: Grid
@@ -28,7 +28,7 @@ class GridArgument(NamedTuple):
 class TimmRelativeAttention(GridAttention):
     """Mixin before one of timm's attention modules: relative terms between its projections, see `attend_with`.
 
-    All parameters and options are timm's, plus a position module, which acts on queries and keys after their norms.
+    Parameters and options are timm's, plus a position module, which acts on queries and keys after their norms.
 
     Attributes:
         num_kv_groups: query heads that share a head of keys and values.
@@ -51,7 +51,7 @@ class TimmRelativeAttention(GridAttention):
             attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
         Raises:
-            TypeError: neither `rope` nor `attn_mask` is a `GridArgument`: the model around is not retrofitted.
+            TypeError: neither `rope` nor `attn_mask` is a `GridArgument`, as in a model that is not retrofitted.
         """
         grid, rope, attn_mask = _split_arguments(rope, attn_mask)
         assert rope is None or self.window is None, "set_reach cuts no windows in models with a rotary embedding"
@@ -71,7 +71,7 @@ class TimmRelativeAttention(GridAttention):
         # The keys of timm's `EvaAttention`, BEiT and Swin V2 have no trained bias.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         qkv = self.qkv(x)
-        # timm adds most of these biases inside `F.linear`, which would pass by an adapter in the place of `qkv`.
+        # timm adds most of these biases inside `F.linear`, which would bypass an adapter (LoRA) in the place of `qkv`.
         qkv = qkv + bias.to(qkv.dtype)
         return self.heads(*qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2))
 

@@ -1,4 +1,4 @@
-"""Retrofitted attention of BEiT, Swin and relpos ViTs, with tables of their own; plain ViTs: `timm_attention.py`."""
+"""Retrofitted attention of timm's BEiT, Swin and relpos ViTs, which have tables; plain ViTs: `timm_attention.py`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from relvit.ops.checks import int_pair
 
 
 class TimmOwnRelative(TimmRelativeAttention):
-    """`TimmRelativeAttention` with what only some of timm's attention classes have."""
+    """`TimmRelativeAttention` for classes of timm without a gate, an inner norm and a `head_dim`."""
 
     gate = None
 
     def norm(self, x: Tensor) -> Tensor:
-        """Return the tokens as they are: there is no such norm."""
+        """Return the tokens unchanged."""
         return x
 
     @property
@@ -37,7 +37,7 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
     """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
 
     def forward(self, x: Tensor, shared_rel_pos: GridArgument) -> Tensor:
-        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos)
 
 
@@ -48,26 +48,26 @@ class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
-        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid in place of a shared bias."""
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos_bias)
 
 
 class TimmRelativeWindows(TimmOwnRelative):
-    """Mixin before Swin's attention: blocks cut, shift and mask windows themselves, and call it with all of them."""
+    """Mixin before Swin's attention, whose blocks cut, shift and mask windows and call it with all of them at once."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map (B n, rows columns, dim) tokens in n windows to the same shape; `mask` (n, N, N) is added to logits."""
+        """Map (B n, rows columns, dim) tokens of n windows to the same shape; `mask` (n, N, N) is added to logits."""
         if mask is not None:
             mask = mask.repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None]
         return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
 
     def set_window_size(self, window_size: int | Sequence[int]) -> None:
-        """Change the size of the windows; tables stay as they are, clipped beyond their edge."""
+        """Change the size of the windows; tables stay the same, clipped beyond their edge."""
         self.window_size: tuple[int, int] = int_pair("window_size", window_size, 1)
         self.block_window: tuple[int, int] | None = self.window_size
 
     def _init_buffers(self) -> None:
-        """Set the bias of keys, which timm does not train; timm's other buffer belongs to its own tables."""
+        """Set the bias of keys, which timm does not train, to zero."""
         if getattr(self, "k_bias", None) is not None:
             self.k_bias.zero_()
 

@@ -13,9 +13,9 @@ class AbsoluteEmbedding:
     """Mixin before one of timm's models: adds its `pos_embed`, a parameter or None, to images of every size.
 
     Attributes:
-        mirrored_grid: rows and columns of the grid in training, at whose edges the embedding is mirrored; None: it is
-            interpolated to the grid of the image. `relvit.models.set_reach` sets this attribute.
-        no_embed_class: prefix tokens have no entry in the embedding.
+        mirrored_grid: rows and columns of the grid in training, at whose edges the embedding is mirrored; None: the
+            embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets this attribute.
+        no_embed_class: whether prefix tokens have no entry in the embedding.
     """
 
     mirrored_grid: tuple[int, int] | None = None
@@ -43,7 +43,7 @@ class AbsoluteEmbedding:
 
 
 class TimmAbsoluteEmbedding(AbsoluteEmbedding):
-    """`AbsoluteEmbedding` with timm's interpolation, with which timm's models keep their outputs to the last bit."""
+    """`AbsoluteEmbedding` with timm's interpolation, so that timm's models keep their outputs to the last bit."""
 
     def _interpolated(self, size: tuple[int, int], prefix: int) -> Tensor:
         # Symbolic tracing keeps a call as one node where the function is called as an attribute of timm's module.

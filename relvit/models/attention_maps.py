@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,18 +35,18 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
-    Each layer takes N x N numbers per head and image. The model is not changed. Of a block that runs several times, as
-    in `relvit_universal_*`, the weights are those of the last time.
+    Each layer takes N x N numbers per head and image. The model is not changed. A block that runs several times, as in
+    `relvit_universal_*`, returns the weights of its last run.
 
     Args:
-        model: in evaluation mode: a relvit model with attention, a model that `relvit.retrofit` has changed, or one of
-            timm's whose blocks have its `Attention`, `AttentionRope` or `EvaAttention`.
-        images: (B, in_chans, height, width) as the model takes them, normalised.
+        model: in evaluation mode: a relvit model with attention, a retrofitted model, or a model of timm whose blocks
+            have timm's `Attention`, `AttentionRope` or `EvaAttention`.
+        images: (B, in_chans, height, width), normalised for the model.
         layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
 
     Raises:
-        TypeError: a model without attention, or with another kind.
-        ValueError: a model in training mode, a number that no block has, images of another shape.
+        TypeError: a model without attention, or with another kind of attention.
+        ValueError: a model in training mode, a number without a block, images of another shape.
     """
     weights = _record_weights(model, images, layers, Tensor.float)
     return AttentionMaps(weights, patch_grid(model, images.shape[-2:]), model.num_prefix_tokens)
@@ -55,7 +56,7 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
 def _record_weights(
     model: nn.Module, images: Tensor, layers: Sequence[int] | None, keep: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """What `keep` returns of the weights of each layer; see `attention_maps`."""
+    """Apply `keep` to the weights of each layer; see `attention_maps`."""
     attentions = _attentions(model)
     if model.training:
         raise ValueError("attention_maps needs a model in evaluation mode: call model.eval()")
@@ -90,16 +91,15 @@ def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
 
 
 def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
-    """Compute attention rollout, (B, N, N): how much of each input token (columns) is in each output token (rows).
+    """Compute attention rollout, (B, N, N): the share of each input token (columns) in each output token (rows).
 
-    The product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and I the
-    residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
+    It is the product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and
+    I the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
 
     Args: see `attention_maps`.
 
     Raises:
-        TypeError, ValueError: as `attention_maps`.
-        ValueError: blocks that do not run one after the other: the product would be that of another model.
+        TypeError, ValueError: see `attention_maps`; also for blocks that do not run one after the other.
     """
     if why := lack(model, "rollout"):
         raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")
@@ -112,7 +112,7 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention of each block."""
+    """Return the attention of each block."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}; of relvit.load it is the attribute model")
     blocks = list(getattr(model, "blocks", ()))
@@ -139,29 +139,27 @@ def _unknown(model: nn.Module, why: str) -> TypeError:
 
 
 def _name(cls: type) -> str:
-    """Several classes of timm are called Attention."""
+    """Return the full name of a class, since several classes of timm are called Attention."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @contextmanager
 def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the weights with which these layers call their `attn_drop`."""
+    """Record the weights that these layers pass to their `attn_drop`."""
     recorded: dict[nn.Module, Tensor] = {}
-    handles, unfused = [], []
-    for attention in attentions:
 
-        def record(_module: nn.Module, given: tuple[Tensor], attention: nn.Module = attention) -> None:
-            recorded[attention] = keep(given[0])
+    def record(attention: nn.Module, _module: nn.Module, given: tuple[Tensor]) -> None:
+        recorded[attention] = keep(given[0])
 
-        handles.append(attention.attn_drop.register_forward_pre_hook(record))
-        # timm's layers pass their weights to `attn_drop` unless they are fused, relvit's where `attn_drop` has hooks.
-        if not isinstance(attention, GridAttention) and attention.fused_attn:
-            unfused.append(attention)
-            attention.fused_attn = False
+    handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
+    # timm's layers only pass weights to `attn_drop` if they are not fused; relvit's do so if `attn_drop` has hooks.
+    unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
+    for layer in unfused:
+        layer.fused_attn = False
     try:
         yield recorded
     finally:
         for handle in handles:
             handle.remove()
-        for attention in unfused:
-            attention.fused_attn = True
+        for layer in unfused:
+            layer.fused_attn = True

@@ -1,4 +1,4 @@
-"""Base classes of relvit's models: timm's Vision Transformer, which hands every block the grid of its tokens."""
+"""Base classes of relvit's models: timm's Vision Transformer, handing every block the grid of its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 
 
 class NoTorchScript:
-    """Mixin before one of timm's models: `torch.jit.script` is refused."""
+    """Mixin before one of timm's models that refuses `torch.jit.script`."""
 
     def __prepare_scriptable__(self) -> nn.Module:
         # PyTorch calls this method before it scripts a module.
@@ -40,10 +40,10 @@ class NoTorchScript:
 
 
 class TablesWithoutDecay:
-    """Mixin before one of timm's models: position modules and mixers name the parameters that take no weight decay."""
+    """Mixin before one of timm's models that exempts the parameters named by positions and mixers from weight decay."""
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: timm's, and all tables of positions."""
+        """Return the names of parameters without weight decay: timm's, and those of positions and mixers."""
         tables = {
             f"{name}.{table}"
             for name, module in self.named_modules()
@@ -54,15 +54,15 @@ class TablesWithoutDecay:
 
 
 class GridForward(AbsoluteEmbedding):
-    """Mixin before timm's `VisionTransformer`: makes the `Grid` at the patch embedding and hands it to every block.
+    """Mixin before timm's `VisionTransformer` that makes the `Grid` at the patch embedding and hands it to every block.
 
-    The model has `dynamic_img_size`, and where patches are dropped, `PatchDropoutWithIndices`. Its `_run_block` calls a
-    block.
+    The model has `dynamic_img_size`, `PatchDropoutWithIndices` if it drops patches, and a method `_run_block` that
+    calls a block.
 
     Attributes:
-        depth_plan: how blocks are applied.
-        segmenter: computes images part by part; None: they are computed as a whole.
-        own_segmenter: the same, whatever `relvit.models.set_reach` sets.
+        depth_plan: applies the blocks.
+        segmenter: computes images part by part; None: the model computes whole images.
+        own_segmenter: the segmenter of the model's arguments, to which `set_reach(model, 'trained')` returns.
     """
 
     depth_plan: Depth = Depth()
@@ -70,11 +70,16 @@ class GridForward(AbsoluteEmbedding):
     own_segmenter: Segmenter | None = None
 
     def embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Grid]:
-        """Embed images (B, in_chans, height, width) as tokens (B, N, embed_dim), and return the grid of the tokens.
+        """Embed images (B, in_chans, height, width), or a native batch, as tokens (B, N, embed_dim) with their grid.
 
-        A native batch is taken, too, see `relvit.models.sizes.native.embed_native`. `keep`: see `forward_features`.
+        For native batches see `relvit.models.sizes.native.embed_native`, for `keep` see `forward_features`.
         """
-        x, grid = embed_native(self, x) if isinstance(x, dict) else self._embed_images(x)
+        if isinstance(x, dict):
+            x, grid = embed_native(self, x)
+        else:
+            x = self.patch_embed(x)
+            grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+            x = self._pos_embed(x)
         if self.pos_embed is None:
             x = self.pos_drop(x)
         if keep is not None:
@@ -86,11 +91,6 @@ class GridForward(AbsoluteEmbedding):
                 grid = keep_patches(grid, kept)
         return self.norm_pre(x), grid
 
-    def _embed_images(self, x: Tensor) -> tuple[Tensor, Grid]:
-        x = self.patch_embed(x)
-        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
-        return self._pos_embed(x), grid
-
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.embed_tokens(x)
         # timm applies the dropout together with an absolute embedding only.
@@ -99,7 +99,7 @@ class GridForward(AbsoluteEmbedding):
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
         """Pool tokens (B, N, embed_dim) and classify them.
 
-        Padding of a native batch is left out: give `patch_valid` (B, patches), or the dictionary that
+        To leave out the padding of a native batch, give `patch_valid` (B, patches), or the dictionary that
         `forward_features` returns.
         """
         if isinstance(x, dict):
@@ -121,10 +121,10 @@ class GridForward(AbsoluteEmbedding):
 
         Args:
             x: the images.
-            attn_mask, is_causal: see `relvit.ops.relative_attention`; the mask is of the tokens that are kept.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`; the mask is for the kept tokens.
             keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
-                tokens not counted. They keep their places on the grid. The outputs are those that the whole image has
-                at these patches where attention to all others is masked. None: all patches.
+                tokens not counted. They keep their places on the grid: the outputs equal those of the whole image with
+                attention to all other patches masked. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.
@@ -136,7 +136,7 @@ class GridForward(AbsoluteEmbedding):
                 raise ValueError(
                     f"keep is for whole images, and this model computes them in parts ({name}): see set_reach"
                 )
-            # An exported graph serves all sizes, so it cannot have a piece for each part of an image.
+            # An exported graph serves all sizes, so it masks other parts of an image instead of cutting the image.
             if not is_exporting():
                 return self.segmenter.features(self, x, attn_mask, is_causal)
             attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
@@ -191,7 +191,7 @@ class GridForward(AbsoluteEmbedding):
         return patches if intermediates_only else (self.norm(x), patches)
 
     def _count_steps(self) -> int:
-        """Count the states that `_run_steps` can take; models that override `_run_steps` override this, too."""
+        """Count the states that `_run_steps` can take; a model that overrides one method overrides both."""
         return self.depth_plan.count(self)
 
     def _run_steps(
@@ -207,11 +207,11 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
-            `reversible` that is not boolean, or for a class with a depth of its own.
+            `reversible` that is not boolean, or that is for a class with a depth of its own.
         TypeError: an `mlp_chunk` that is no integer.
     """
 
-    # Arguments that cannot be chosen in a model of this class, and why.
+    # Arguments that a user of this class cannot choose -> the reason.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -247,7 +247,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
-            # timm's `PatchDropout` does not return which patches stayed, so their coordinates would be lost.
+            # timm's `PatchDropout` does not return the indices of the patches that stay.
             self.patch_drop: nn.Module = PatchDropoutWithIndices(
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
@@ -260,10 +260,10 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
 
     @classmethod
     def depth_for(cls, arguments: Mapping[str, Any]) -> Depth:
-        """Return how a model with these arguments applies its blocks.
+        """Return the depth of a model with these arguments.
 
         Raises:
-            ValueError: an argument chooses another depth than that of a class with one of its own.
+            ValueError: an argument chooses a depth, and the class has a depth of its own.
         """
         chosen = next((name for name in DEPTHS if arguments.get(name)), None)
         if chosen is None:
@@ -277,23 +277,23 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Resample absolute embeddings for another image or patch size; without them every size works already."""
+        """Resample absolute embeddings for another image or patch size; models without embeddings take every size."""
         super().set_input_size(img_size, patch_size)
         if self.axial is not None:
             self.axial.set_grid_size(self.patch_embed.grid_size)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in backward from its input, which is kept.
+        """Recompute each block in backward from its input.
 
         Raises:
-            ValueError: the model recomputes them already.
+            ValueError: the depth of the model recomputes blocks already.
         """
         if enable and (why := self.depth_plan.lacks.get("checkpointing")):
             raise ValueError(why)
         super().set_grad_checkpointing(enable)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as `nn.Module.compile`, and what no graph of the whole model holds."""
+        """Compile as `nn.Module.compile`, and the parts that no graph of the whole model holds."""
         super().compile(*args, **kwargs)
         self.depth_plan.compile(self, *args, **kwargs)
 

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from relvit.ops import Grid
 
-# A mixer that does not declare what it lacks is taken to lack these.
+# What a mixer without a declaration `lacks` cannot do.
 UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
 
 
 class Depth:
-    """Way through the blocks of a model: one after the other. Other ways are subclasses, without parameters.
+    """Application of a model's blocks, one after the other. Subclasses, without parameters, apply them in other ways.
 
     Attributes:
-        lacks: what a model cannot do with it, with the reason; see `lack`.
+        lacks: what a model with this depth cannot do, with the reason; see `lack`.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -36,7 +36,7 @@ class Depth:
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens (B, N, dim) of state `last`, and those of the states of the numbers `take`, from 0.
+        """Compute the tokens (B, N, dim) of state `last`, and those of the states numbered in `take`, from 0.
 
         Blocks are called as `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient
         checkpointing.
@@ -49,17 +49,17 @@ class Depth:
         return x, taken
 
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile what no graph of the whole model holds, with the arguments of `nn.Module.compile`: here nothing."""
+        """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# Other depths by the boolean argument of a model that chooses them; rooms of `relvit.families` add theirs.
+# Other depths, by the boolean argument of a model that chooses the depth; rooms of `relvit.families` add theirs.
 DEPTHS: dict[str, Depth] = {}
 
 
 def lack(model: nn.Module, need: str) -> str | None:
-    """Return why a model cannot do something, as its first part that cannot says, or None: it can.
+    """Return the reason why a model cannot do something, or None if it can.
 
-    Parts are its depth, its segmenter and the mixers of its blocks, each with a mapping `lacks`.
+    The depth, the segmenter and the mixers of the blocks give reasons in their mapping `lacks`.
 
     Args:
         model: any model.

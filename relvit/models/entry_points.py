@@ -15,7 +15,7 @@ from relvit.models.base import GridVisionTransformer
 from relvit.utils.messages import did_you_mean
 from relvit.utils.ranges import Range, compare
 
-# These models set these arguments of timm's class themselves.
+# relvit's models set these arguments of timm's class themselves.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 # timm's class does not check these numbers.
 RANGES = {name: Range(1) for name in ("in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads")}
@@ -26,9 +26,9 @@ RANGES |= {
 
 
 def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
-    """Refuse arguments that neither a model's class nor timm's has, that cannot be chosen, or are out of range.
+    """Refuse arguments that are unknown to a model's class and to timm's, that cannot be chosen, or are out of range.
 
-    `dynamic_img_size=True` is taken out of `given`: configurations shared with timm's models may hold it.
+    The function removes `dynamic_img_size=True` from `given`: configurations shared with timm's models may hold it.
     """
     if given.get("dynamic_img_size") is True:
         del given["dynamic_img_size"]
@@ -92,11 +92,11 @@ def entry_point(
     """Make the function that timm calls to create a model, and register it with timm.
 
     Args:
-        name: of the model.
-        model_class: its class.
+        name: name of the model.
+        model_class: class of the model.
         filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
         arguments: completes the arguments of a call by those of the model.
-        module: where timm finds the `default_cfgs`; None: in the module of the class.
+        module: name of the module in which timm finds the `default_cfgs`; None: the module of the class.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:

@@ -1,4 +1,4 @@
-"""Build any timm model by name, a foreign file's too: arguments are checked first, its weights must fit in memory."""
+"""Build any model of timm by name: check the arguments first, and that the weights fit in memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
 
-# Arguments of timm's builders, which choose the weights that are loaded. A description of a model may never hold them,
-# whether a user, a checkpoint, a published folder or the hub gives the description.
+# Arguments of timm's builders, which choose the weights that are loaded. No description of a model may hold them: the
+# description may come from a user, a checkpoint, a published folder or the hub.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}
 # The data module chooses these arguments.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
-# No model has larger numbers or more layers. The size of a model within these limits is measured in bytes.
+# No model has larger numbers or more layers. Within these limits the bytes of a model are counted.
 LARGEST, DEEPEST = 10**6, 1000
 
 
@@ -47,12 +47,12 @@ def build_model(
         in_chans: channels of the images.
         img_size: size of the images, for models that take it as an argument.
         model_kwargs: further arguments of the model's class.
-        retrofit: give a timm model relative positions with these arguments of `relvit.retrofit`, {} for its defaults;
-            None: leave it as it is.
+        retrofit: arguments of `relvit.retrofit`, {} for its defaults, to give a timm model relative positions; None: no
+            retrofit.
 
     Raises:
-        ValueError: an unknown model or argument; the message holds the nearest right name. A model that cannot be
-            retrofitted, or is larger than the memory, or cannot be built with these arguments.
+        ValueError: an unknown model or argument (the message has the nearest name); a model that cannot be retrofitted,
+            is larger than the memory, or cannot be built with these arguments.
     """
     kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
@@ -76,11 +76,11 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    # Without further arguments the model is one that exists, so its size is not measured.
+    # A registered model without further arguments is not measured.
     check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()
-    # timm's classes check few of their arguments, so that wrong ones fail in many ways.
+    # timm's classes check few of their arguments, so wrong ones fail in many ways.
     except (AssertionError, ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise
@@ -91,9 +91,9 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
     """Refuse a description of a model that chooses which weights are loaded, as a file from elsewhere may.
 
     Args:
-        name: of the model.
-        arguments: of the model. Of a model of the name `retrofitted` they hold the name of another one.
-        source: where the arguments are, for the message.
+        name: name of the model.
+        arguments: arguments of the model; those of the model `retrofitted` hold the name of another model.
+        source: what holds the arguments, for the message.
 
     Raises:
         ValueError: an unknown model, or an argument of timm's builder.
@@ -112,9 +112,8 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
     """Refuse a model larger than the memory, as a broken or hostile checkpoint or configuration may ask for one.
 
     Args:
-        build: makes the model; it is called on the meta device, where tensors take no memory. None: only the numbers
-            are checked.
-        arguments: of the model, whose numbers are checked first: also on the meta device layers take time.
+        build: makes the model on the meta device, where tensors take no memory. None: only check the numbers.
+        arguments: arguments of the model. Their numbers are checked first, since layers take time on the meta device.
 
     Raises:
         ValueError: a number beyond a million, more than a thousand layers in all, or too many bytes of parameters.
@@ -131,7 +130,7 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
     if build is None:
         return
     model = None
-    # The fork keeps the caller's random numbers. Operations that the meta device lacks raise the suppressed errors.
+    # The fork keeps the caller's random numbers. Operations without a meta kernel raise the suppressed errors.
     with (
         torch.random.fork_rng(devices=[]),
         contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError),
@@ -149,7 +148,7 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
 
 
 def _numbers(name: str, given: Any) -> Iterator[tuple[str, float]]:
-    """All numbers in nested dictionaries and lists, with their names."""
+    """Yield all numbers in nested dictionaries and lists, with their names."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             yield from _numbers(f"{name}.{key}" if name else str(key), value)
@@ -161,7 +160,7 @@ def _numbers(name: str, given: Any) -> Iterator[tuple[str, float]]:
 
 
 def model_arguments(name: str) -> set[str]:
-    """Return the names of all arguments of a model; empty where its class is not known without building it.
+    """Return the names of all arguments of a model; empty if its class is not known before the model is built.
 
     Raises:
         ValueError: an unknown model.
@@ -185,6 +184,6 @@ def model_arguments(name: str) -> set[str]:
 
 
 def _model_class(name: str) -> type | None:
-    """The return type of a registered model's function."""
+    """Return the return type of a registered model's function."""
     made = get_type_hints(timm.model_entrypoint(name.split(".", 1)[0])).get("return")
     return made if inspect.isclass(made) else None

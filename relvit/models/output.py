@@ -1,4 +1,4 @@
-"""`TrainingOutput`: what a model may return in training besides the logits."""
+"""`TrainingOutput`: the logits of a model in training, with a distillation token's logits and further losses."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TrainingOutput(NamedTuple):
 
 
 def training_output(output: Any) -> TrainingOutput:
-    """Return what a model has returned in training as a `TrainingOutput`.
+    """Convert the output of a model in training to a `TrainingOutput`.
 
     Args:
-        output: logits, timm's pair of logits from a class token and a distillation token, or what has `losses`.
+        output: logits, timm's pair of logits from a class token and a distillation token, or an object with `losses`.
     """
     if hasattr(output, "losses"):
         return TrainingOutput(output.logits, output.logits, output.losses)

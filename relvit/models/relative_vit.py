@@ -1,6 +1,6 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-# There is no `from __future__ import annotations`, since torch.fx writes the annotations of `forward` into its code.
+# This module has no `from __future__ import annotations`: torch.fx writes the annotations of `forward` into its code.
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,38 +35,37 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
-            'slopes-euclidean' (the same of the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
+            'slopes-euclidean' (the same for the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
             `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
             'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), 'lookhere' (heads
-            that see one direction each, `LookHerePosition2d`), or a class of your own or a `functools.partial` of one,
+            that see one direction each, `LookHerePosition2d`), or a class of yours or a `functools.partial` of it,
             called as `position(head_dim, num_heads, device=, dtype=)` for each block, and with
-            `layer=(index, depth)` where it has an argument of this name.
-        rope: rotary embedding of queries and keys besides: '' (none), 'axial' or 'mixed' (learned frequencies), see
+            `layer=(index, depth)` if it has an argument of this name.
+        rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, none for slopes and 'xl', which reach over the whole grid. Other positions do not have it.
+            7 for tables, no clipping for slopes and 'xl'. Other positions lack this argument.
         rel_terms, shared_heads, layout, bucketing: for tables alone, see `RelativePosition2d`.
-        rel_init_std: standard deviation that initialises what a position learns; 0 starts as plain attention; None: the
+        rel_init_std: standard deviation that initialises a learned position; 0 starts as plain attention; None: the
             default of the position, 0.1 for tables.
-        pos_embed: absolute embedding besides, learned for `img_size`: '' (none), 'learn' (one vector per patch,
+        pos_embed: additional absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
-            per row plus one per column); see `AxialPositionEmbedding`. Prefix tokens have one in 'learn' alone.
-        class_token: prepend a class token; it has no position.
+            per row plus one per column); see `AxialPositionEmbedding`. Only with 'learn' do prefix tokens have one.
+        class_token: prepend a class token, which has no position.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
-        patch_drop_rate: share of patches dropped in training; those that stay keep their coordinates.
+        patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
-            ones; see `relvit.families.transformer_xl.set_bands`. None: images as a whole.
-        memory_rows: rows of patches before a band that are remembered; None: all.
+            bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
+        memory_rows: rows of patches before a band that the memory holds; None: all.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
             `reversible`: training in memory that does not grow with the depth, see `relvit.families.reversible`;
-            `mlp_chunk`: tokens for which a block's MLP is computed at a time, None: all, see
-            `relvit.layers.feed_forward`.
+            `mlp_chunk`: number of tokens in a chunk of the MLP, see `relvit.layers.feed_forward`.
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not
-            for this position, or in `forward` an image whose sides are no multiples of the patch.
+            for this position; in `forward`, an image whose sides are no multiples of the patch.
         TypeError: an unknown argument, a `position` that makes no modules.
     """
 
@@ -163,7 +162,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_xl_small": SMALL | {"position": "xl"},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
-    # These are for images of 32 px such as CIFAR's.
+    # The next two are for images of 32 px such as CIFAR's.
     "relvit_tiny_patch4_32": TINY | PATCH4_32,
     "relvit_small_patch4_32": SMALL | PATCH4_32,
     "test_relvit": TEST,

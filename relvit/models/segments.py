@@ -1,4 +1,4 @@
-"""`Segmenter`: how a model computes an image part by part instead of as a whole."""
+"""`Segmenter`: protocol of objects with which a model computes an image part by part, such as bands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Segmenter(Protocol):
     """Protocol of a model's `segmenter`, an object without parameters.
 
     Attributes:
-        lacks: what a model cannot do with it, with the reason; see `relvit.models.depth.lack`.
+        lacks: what a model with this segmenter cannot do, with the reason; see `relvit.models.depth.lack`.
     """
 
     lacks: ClassVar[Mapping[str, str]]

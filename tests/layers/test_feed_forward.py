@@ -74,6 +74,11 @@ def test_models_have_it(name):
     assert_same(*results, atol=1e-10)
 
 
+def test_an_exported_model_computes_the_mlp_in_one_piece():
+    model, x = small(depth=1, mlp_chunk=4).eval(), images()
+    assert_same(torch.export.export(model, (x,)).module()(x), model(x), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -1,6 +1,5 @@
-"""`resample_embedding` against PyTorch's antialiased bicubic interpolation and timm's."""
+"""`resample_embedding` against PyTorch's antialiased bicubic interpolation and timm's; mirrored: `test_mirror.py`."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,25 +26,6 @@ def test_is_the_antialiased_bicubic_interpolation_of_pytorch(size):
         assert torch.equal(out[:, :prefix], table[:, :prefix])
         # timm rounds to float32 on the way.
         torch.testing.assert_close(out, resample_abs_pos_embed(table, size, OLD, prefix), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("size", [(5, 9), (3, 6), (8, 12), (11, 40), (40, 9)], ids=str)
-def test_mirrored_is_numpys_symmetric_padding_of_the_centre(size):
-    table = embedding()
-    out = resample_embedding(table, OLD, size, prefix=2, mirror=True)
-    patches = table[0, 2:].unflatten(0, OLD).numpy()
-    for axis, (old, new) in enumerate(zip(OLD, size, strict=True)):
-        if new >= old:
-            before = (new - old) // 2
-            widths = [(0, 0)] * 3
-            widths[axis] = (before, new - old - before)
-            patches = np.pad(patches, widths, mode="symmetric")
-        else:
-            first = -((new - old) // 2)
-            patches = patches.take(range(first, first + new), axis)
-    expected = torch.from_numpy(patches).flatten(0, 1)
-    assert torch.equal(out[0, 2:], expected)
-    assert torch.equal(out[0, :2], table[0, :2])
 
 
 def test_gradients():

@@ -81,14 +81,14 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_takes_any(kwargs, m
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e5  # in KiB
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "kwargs", "retrofit"),
-    [("test_vit", 10**9, {}, None), ("test_vit", 7, {}, {"max_distance": 10**9}),
-     ("test_resnet", 7, {"layers": [600, 600, 1, 1]}, None)],
-)  # fmt: skip
-def test_numbers_anywhere_among_the_arguments_are_checked(name, classes, kwargs, retrofit):
-    with pytest.raises(ValueError, match="cannot be meant"):
-        build_model(name, classes, model_kwargs=kwargs, retrofit=retrofit)
+def test_numbers_anywhere_among_the_arguments_are_checked():
+    for name, classes, kwargs, retrofit in (
+        ("test_vit", 10**9, {}, None),
+        ("test_vit", 7, {}, {"max_distance": 10**9}),
+        ("test_resnet", 7, {"layers": [600, 600, 1, 1]}, None),
+    ):
+        with pytest.raises(ValueError, match="cannot be meant"):
+            build_model(name, classes, model_kwargs=kwargs, retrofit=retrofit)
 
 
 def test_the_check_changes_no_random_numbers(monkeypatch):

@@ -52,10 +52,9 @@ def test_a_masked_encoder_is_the_whole_one_under_a_mask_of_keys(case):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-9 * scale, msg=name)
 
 
-@pytest.mark.parametrize("name", ["test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
+@pytest.mark.parametrize("name", ["test_relvit", "test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
 def test_it_is_what_patch_dropout_drops(name):
-    """These have no masks of keys, and share the way of `patch_drop_rate`, which is tested with them."""
-    model = small(name, patch_drop_rate=0.5).double()
+    model = small(name, patch_drop_rate=0.5, class_token=True, pos_embed="axial").double()
     kept = []
     model.patch_drop.register_forward_hook(lambda module, given, output: kept.append(output[1]))
     seed_everything(0, verbose=False)

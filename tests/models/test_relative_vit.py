@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 from draws import brute_force
-from timm.models.vision_transformer import VisionTransformer
 from vits import NAMES, groups_of, images, small
 
 from relvit.families.reversible import ReversibleDepth
@@ -48,23 +47,6 @@ def test_features_equal_brute_force_attention_in_every_block(prefix, size, rel_t
         tokens = tokens + attn.proj(mixed.transpose(1, 2).flatten(2))
         tokens = tokens + block.mlp(block.norm2(tokens))
     torch.testing.assert_close(model.forward_features(x), model.norm(tokens), rtol=0, atol=1e-10)
-
-
-def test_dropped_patches_keep_their_coordinates():
-    model = build(patch_drop_rate=0.5, class_token=True, max_distance=2).train()
-    x = doubles(32, 24)
-    torch.manual_seed(3)
-    tokens, grid = model.embed(x)
-    assert tokens.shape[1] == 1 + 6
-    for block in model.blocks:
-        tokens = block(tokens, grid)
-    kept = grid.coords[..., 0] * 3 + grid.coords[..., 1] + 1
-    kept = torch.cat((torch.zeros(2, 1, dtype=torch.long), kept), dim=1)
-    # The same patches kept by a mask instead: attention to all others forbidden.
-    mask = torch.zeros(2, 1, 1, 13, dtype=torch.bool).scatter(-1, kept[:, None, None, :], True)
-    masked = model.eval().forward_intermediates(x, attn_mask=mask, output_fmt="NLC", return_prefix_tokens=True)[1][-1]
-    full = torch.cat((masked[1], masked[0]), dim=1)
-    torch.testing.assert_close(tokens, full.gather(1, kept[..., None].expand(-1, -1, 12)), rtol=0, atol=1e-10)
 
 
 def test_padding_to_whole_patches_is_an_option_and_otherwise_an_error():
@@ -140,27 +122,6 @@ def test_axial_model_is_the_plain_one_with_the_embedding_added(pos_embed, extra)
     # The tables' own size, smaller and larger, both larger.
     for size in ((24, 16), (8, 40), (40, 72)):
         torch.testing.assert_close(model(doubles(*size)), plain(doubles(*size)), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("no_embed_class", [False, True])
-def test_learned_embedding_is_timms(no_embed_class):
-    model = build(pos_embed="learn", no_embed_class=no_embed_class, class_token=True, reg_tokens=2)
-    for size in ((24, 16), (16, 40)):
-        patches = model.patch_embed(doubles(*size))
-        expected = VisionTransformer._pos_embed(model, patches)
-        # timm's interpolation goes through float32.
-        atol = 0 if size == (24, 16) else 1e-6
-        torch.testing.assert_close(model._pos_embed(patches), expected, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("pos_embed", AXIAL)
-def test_dropped_patches_take_their_embedding_along(pos_embed):
-    model = build(pos_embed=pos_embed, class_token=True, patch_drop_rate=0.5)
-    x = doubles(40, 24)
-    full, _ = model.embed(x)
-    tokens, grid = model.train().embed(x)
-    kept = 1 + 3 * grid.coords[..., 0] + grid.coords[..., 1]
-    torch.testing.assert_close(tokens[:, 1:], full.gather(1, kept[..., None].expand(-1, -1, 12)), rtol=0, atol=0)
 
 
 def test_axial_tables_belong_to_the_stem_and_take_no_weight_decay():

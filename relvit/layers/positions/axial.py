@@ -1,4 +1,4 @@
-"""Learned absolute positions, one vector per row and one per column: Reformer's axial embedding."""
+"""Reformer's axial position embedding: a learned absolute embedding of one vector per row and one per column."""
 
 from collections.abc import Sequence
 
@@ -16,16 +16,15 @@ COMBINES = ("concat", "sum")
 
 
 class AxialPositionEmbedding(Leaf, LearnedPosition):
-    """One vector per row and one per column of the grid, put together for each patch.
+    """Absolute embedding from one vector per row and one per column of the grid.
 
     A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
     Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
 
-    Every grid is served, each axis on its own. Where it has no more rows than the table, its rows use the table's first
-    ones. Where it has more, the table is stretched as by `torch.nn.functional.interpolate(mode='linear',
-    align_corners=False)`.
+    Each axis serves every size: a grid with no more rows than the table uses the table's first rows; for a larger grid
+    the table is stretched as by `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
 
     >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
     >>> embedding(make_grid(3, 12)).shape
@@ -35,8 +34,8 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         dim: width of the tokens.
         grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
         combine: 'concat' or 'sum'.
-        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, with an odd
-            channel for the column.
+        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, an odd channel
+            to the column.
         init_std: see `LearnedPosition`.
 
     Raises:
@@ -84,14 +83,14 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         return {"rows", "cols"}
 
     def set_grid_size(self, grid_size: int | Sequence[int]) -> None:
-        """Replace the tables by those of a grid of this size, on which the embedding stays the same."""
+        """Replace the tables by tables of this size, with which the embedding of a grid of this size stays the same."""
         for name, size in zip(("rows", "cols"), int_pair("grid_size", grid_size, 1), strict=True):
             table = getattr(self, name)
             index = torch.arange(size, device=table.device)
             setattr(self, name, nn.Parameter(look_up(table.detach(), index, size), table.requires_grad))
 
     def forward(self, grid: Grid) -> Tensor:
-        """Compute the embedding of each patch, none for prefix tokens: (P, dim), or (B, P, dim) with such coords.
+        """Compute the embedding of patches, (P, dim), or (B, P, dim) for coords of each image; prefix tokens have none.
 
         Coordinates outside the grid get the nearest vector.
         """
@@ -119,8 +118,8 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     Returns:
         (*index.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
     """
-    # One expression serves slices and stretches, without a condition on sizes, so that one graph serves all sizes.
-    # Positions are integers, in units of 1 / step, which makes slices exact.
+    # One expression without a condition on sizes serves slices and stretches, so one graph serves all sizes. Positions
+    # are integers, in units of 1 / step, which makes slices exact.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length

@@ -1,4 +1,4 @@
-"""`Position`, the base of relative position modules; what attention asks of any; `stretch`, tables between entries."""
+"""`Position`, the base of relative position modules; functions on any position; `stretch` interpolates tables."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from relvit.ops.tracing import is_compiling
 
 
 class Position(nn.Module):
-    """Base of relative position modules: a module from where tokens are to `RelativeTerms`.
+    """Base of relative position modules, which compute `RelativeTerms` from the grid of the tokens.
 
-    A position implements `forward(grid)`, or `terms` where it depends on the tokens. Every block makes one of its own,
-    called as `position(head_dim, num_heads, device=, dtype=)`, whether it uses these arguments or not. A module without
-    this base needs no more than that and `forward(grid)`.
+    A position implements `forward(grid)`, or `terms` where it depends on the tokens. Every block makes a position of
+    its own, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments. A
+    module without this base only needs `forward(grid)`.
 
     Attributes:
-        needs_tokens: the terms depend on tokens or are free channels, so that there are no tables to look at.
+        needs_tokens: the terms depend on tokens or are free channels, so there are no tables.
         needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
-            `relvit.families.transformer_xl.set_bands` refuses them.
-        trained_grid: rows and columns of patches in training: in images of another size offsets are divided by the
-            ratio of sizes, see `relvit.models.set_reach`. None: they are not. A position that cannot be stretched in
-            this way has no such attribute.
+            `relvit.families.transformer_xl.set_bands` refuses such positions.
+        trained_grid: rows and columns of patches in training: in images of another size, offsets are divided by the
+            ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches. A position that cannot be
+            stretched lacks this attribute.
     """
 
     needs_tokens: ClassVar[bool] = False
@@ -43,8 +43,8 @@ class LearnedPosition(nn.Module):
     """Base of positions with parameters: relative positions and absolute embeddings.
 
     Args:
-        init_std: standard deviation of the truncated normal that initialises the parameters or, of a network, those of
-            the last layers; 0: zeros, with which an attention layer computes what it computes without a position.
+        init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
+            network; 0: zeros, with which a layer starts as plain attention.
 
     Raises:
         ValueError: a negative standard deviation.
@@ -61,7 +61,7 @@ class LearnedPosition(nn.Module):
         initialise(self.parameters(), self.init_std)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters, for PyTorch and timm: they call it for modules made on the meta device."""
+        """Initialise all parameters; PyTorch and timm call this method for modules made on the meta device."""
         self.init_weights()
 
 
@@ -75,7 +75,7 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
 
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    """Compute the terms of a position, with this base or without: see `Position.terms`."""
+    """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`."""
     terms = position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
     if terms.query_bias is None and hasattr(position, "content_bias"):
         # The compiler cannot trace a warning.
@@ -102,14 +102,14 @@ def is_stretchable(position: nn.Module) -> bool:
 
 
 def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
-    """Return whether a position stretches its tables for a grid: not at the trained size, where they stay as they are.
+    """Return whether a position stretches its tables for a grid; at the trained size the tables stay the same.
 
     Args:
         grid: of the tokens.
-        trained_grid: rows and columns of patches in training; None: tables are used as trained at every size.
+        trained_grid: see `Position`.
 
     Raises:
-        ValueError: a batch with padding, whose images differ in size, while tables serve all of them.
+        ValueError: a batch with padding, whose images differ in size, so no table serves all of them.
     """
     if trained_grid is None:
         return False
@@ -129,9 +129,9 @@ def axis_offsets(
 
     Args:
         grid: of the tokens.
-        trained_grid: rows and columns in training, to count offsets in trained patches; None: they stay.
-        max_distance: where offsets are clipped then, for rows and columns; None: nowhere.
-        like: has the device of the result, which is float64 for such a tensor and otherwise float32.
+        trained_grid: see `Position`.
+        max_distance: distances, for rows and columns, at which the stretched offsets are clipped; None: no clipping.
+        like: a tensor on the device of the result, which is float64 for a float64 tensor and otherwise float32.
 
     Raises:
         ValueError: see `is_stretched`.
@@ -148,17 +148,17 @@ def axis_offsets(
 
 
 def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
-    """Interpolate a table so that its row for the offset d has what the trained one has at d * trained / size.
+    """Interpolate a table so that its row for the offset d equals the trained table at d * trained / size.
 
-    With f(d) the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance k
-    on, the new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). The table of
-    'piecewise' is expanded first, to one row for each offset up to the 4k at which the last one begins; so the new
-    table is in any case one for 'clip'.
+    Let f(d) be the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance
+    k on. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). A table of
+    'piecewise' is first expanded to one row for each offset up to 4k, where its last row begins, so the new table is
+    always one for 'clip'.
 
     Args:
         table: 2k + 1 rows along `axis`.
         axis: counted from the end, -1 or less.
-        size: of the grid along that axis, in patches; may be a symbol.
+        size: size of the grid along that axis, in patches; may be a symbolic integer.
         trained: the same in training.
         bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
 

@@ -1,4 +1,4 @@
-"""Continuous position bias of Swin Transformer V2: a small network of the logarithms of both offsets."""
+"""Continuous position bias of Swin Transformer V2: a bias that a small network computes from both offsets."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MODES = ("cr", "swin")
 
 
 class ContinuousPosition2d(LearnedPosition, Position):
-    """A bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
+    """Bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 
     b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
 
@@ -24,17 +24,17 @@ class ContinuousPosition2d(LearnedPosition, Position):
     - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the
       last layer, as in the authors' code.
 
-    Both axes meet in G, so the table is a joint one, computed for the grid at hand. Parameters have the names of timm's
-    `RelPosMlp` (and with `mlp.fc1` for `cpb_mlp.0` and `mlp.fc2` for `cpb_mlp.2` of the authors').
+    Both axes enter G, so the table is joint, and is computed for each grid. Parameters have the names of timm's
+    `RelPosMlp`; `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2` of the authors.
 
     Args:
         head_dim: not used, see `Position`.
         num_heads: number of heads.
         mode: 'cr' or 'swin'.
         hidden_dim: width of the network.
-        window: rows and columns of patches by which 'swin' scales offsets, one number for both or (rows, columns): of
-            the window, or image, in training.
-        init_std: see `LearnedPosition`; of 'swin', 0 makes the bias 8 for all pairs of patches.
+        window: rows and columns of patches in the window, or image, of the training, by which 'swin' scales offsets;
+            one number for both or (rows, columns).
+        init_std: see `LearnedPosition`; with 'swin', 0 makes the bias 8 for all pairs of patches.
 
     Raises:
         ValueError: an unknown mode, a window below 2, a standard deviation out of range.

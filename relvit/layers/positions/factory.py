@@ -1,4 +1,4 @@
-"""Choose, build and check an attention layer's position module, by name or class; tell it its block's number."""
+"""Choose, build and check the position module of an attention layer, by name or class."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "low-rank": LowRankPosition2d,
     "lookhere": LookHerePosition2d,
 }
-# All learned positions have this argument; `retrofit` calls it by the first name and models by the second.
+# `retrofit` calls the argument of all learned positions by the first name, models call it by the second.
 INIT_STD = ("init_std", "rel_init_std")
 
 
 def position_factory(
     position: str | Callable[..., nn.Module], owner: Callable[..., Any], **tables: Any
 ) -> Callable[..., nn.Module]:
-    """Return what builds position modules, for `make_position`.
+    """Return the factory of position modules, for `make_position`.
 
     Args:
-        position: a name in `POSITIONS`, or a class of one's own.
-        owner: class or function whose arguments a user has chosen.
-        **tables: those of its arguments that are for 'tables' alone, or for all that are learned, in `INIT_STD`.
+        position: a name in `POSITIONS`, or a class of the user.
+        owner: class or function that a user calls, whose signature has the defaults.
+        **tables: arguments of the owner for 'tables' alone, or, named in `INIT_STD`, for all learned positions.
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.
@@ -72,7 +72,7 @@ def accepts(position: str, argument: str) -> bool:
 
 
 def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.Module]:
-    """Give `layer=(index, depth)` to a factory that accepts it: 0 to the first position that it makes, and so on."""
+    """Give `layer=(index, depth)` to a factory that accepts this argument; the first position that it makes gets 0."""
     if not callable(factory) or "layer" not in inspect.signature(factory).parameters:
         return factory
     index = count()
@@ -83,7 +83,7 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
     """Build a position module for an attention layer, on its device and in its dtype.
 
     Raises:
-        TypeError: a `factory` that makes no position module, or is one.
+        TypeError: a `factory` that is a module, or makes no position module.
     """
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     weight = attn.proj.weight
@@ -93,7 +93,7 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
 
 
 def check_maker(name: str, given: object, arguments: str, example: str) -> None:
-    """Raise TypeError for what makes no modules, such as a module: every block has its own."""
+    """Raise TypeError for an argument that cannot be called to make a module for each block, such as a module."""
     if isinstance(given, nn.Module) or not callable(given):
         kind = f"a module {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
         raise TypeError(
@@ -103,9 +103,11 @@ def check_maker(name: str, given: object, arguments: str, example: str) -> None:
 
 
 def check_position(position: object, head_dim: int, num_heads: int) -> None:
-    """Raise TypeError for what is no position module, ValueError for one whose tables do not fit the heads.
+    """Call a position with a grid of one patch.
 
-    The module is called with a grid of one patch.
+    Raises:
+        TypeError: the position is no position module.
+        ValueError: its tables do not fit the heads.
     """
     if not isinstance(position, nn.Module):
         kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)

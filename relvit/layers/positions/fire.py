@@ -1,4 +1,4 @@
-"""FIRE's relative positions: a small network of the logarithm of the offset, divided by that of the image's size."""
+"""FIRE's relative positions: a bias that a small network computes from the offset relative to the image's size."""
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,14 @@ from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
 class FirePosition2d(LearnedPosition, Position):
-    """A bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
+    """Bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
         u(d, size) = sign(d) psi(|d|) / psi(max(|L|, size - 1)),   psi(x) = log(|c x| + 1)
 
-    with a network f of one hidden layer and ReLU, and a learned c and L, of each axis. The quotient has one range at
-    all sizes beyond L, so large images interpolate. It is the paper's formula for the last token of a sequence, whose
-    position is size - 1; in an image, where keys come before and after the query, all tokens share that divisor, and
-    the sign distinguishes both sides.
+    with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. Beyond the size L the quotient
+    u has the same range at all sizes, so large images interpolate. The divisor is the paper's for the last token of a
+    sequence, at position size - 1; here all tokens share it, and the sign distinguishes keys before and after a query.
 
     Args:
         head_dim: not used, see `Position`.
@@ -27,7 +26,7 @@ class FirePosition2d(LearnedPosition, Position):
         init_std: see `LearnedPosition`.
 
     Attributes:
-        trained_grid: see `Position`; where it is set, u has the trained size.
+        trained_grid: see `Position`; it replaces the size in u.
 
     Raises:
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
@@ -93,7 +92,7 @@ class FirePosition2d(LearnedPosition, Position):
         """Compute u of all offsets of an axis, (offsets, 1)."""
         c, threshold = self.c[axis].to(offsets.dtype), self.threshold[axis].to(offsets.dtype)
         farthest = threshold.abs().clamp(min=size - 1)
-        # The authors' code adds as much, so that c = 0 has a divisor.
+        # The authors' code adds 1e-6, too, which keeps the divisor positive for c = 0.
         divisor = torch.log1p((c * farthest).abs()) + 1e-6
         # The paper's offset is i - j, query minus key.
         quotient = -offsets.sign() * torch.log1p((c * offsets).abs()) / divisor

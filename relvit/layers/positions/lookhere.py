@@ -8,12 +8,12 @@ from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.utils.constants import KeepConstants
 
-# A finite number, since a table's entries are multiplied by 0 where a backend has no use for them. Beside it no other
-# logit counts, and half precision can represent it.
+# This number hides a key, and half precision can represent it. It is finite, since backends multiply unused entries of
+# a table by 0.
 HIDDEN = -1e4
 
-# (dy, dx) of unit vectors. A head sees a key where the offset to the key has no negative product with either of two
-# vectors: half of the image where both are the same one, a quarter, or an eighth.
+# Pairs of vectors (dy, dx). A head sees a key whose offset has no negative product with either vector of a pair: half
+# of the image if both vectors are the same, otherwise a quarter or an eighth.
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 VIEWS = {
     180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],
@@ -32,23 +32,20 @@ class LookHerePosition2d(KeepConstants, Position):
     """LookHere: a bias -m sqrt(dy^2 + dx^2), and keys outside of a head's field of view are hidden.
 
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
-    edges, so that every token sees itself. The slope m is the product of a slope of the head and one of the layer,
-    which falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper:
-    eight see the directions, with slopes 1/2 (the first four) and 1/4, and four see everything, with slopes 1/4, 1/16,
-    1/64 and 1/256. Any other number n of heads has 4 (n // 6) directed ones, at least four, and the others see
-    everything; their slopes continue in the same way. Four heads, for which the paper has no layout, all are directed.
-
-    Called with a `Grid` it returns the `RelativeTerms` for `relvit.ops.relative_attention`, a bias alone: a joint
-    table (num_heads, 2 H - 1, 2 W - 1) whose hidden entries are -1e4.
+    edges, so every token sees itself. The slope m is the product of a slope of the head and one of the layer, which
+    falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight look
+    in the directions, with slopes 1/2 (the first four) and 1/4, and four see everything, with slopes 1/4, 1/16, 1/64
+    and 1/256. Of any other number n of heads, 4 (n // 6) are directed, at least four, and the others see everything;
+    their slopes continue in the same way. The paper has no layout for four heads: here all four are directed.
 
     Args:
-        head_dim: This is not used; position modules are made by `position(head_dim, num_heads, device=, dtype=)`.
-        num_heads: The number of heads, at least 4.
-        view: The field of view of a directed head in degrees: 180, 90, or, with at least eight directed heads, 45.
-        layer: The number of the layer, from 0 on, and the number of all layers, see `position_factory`.
+        head_dim, dtype: not used, see `Position`.
+        num_heads: number of heads, at least 4.
+        view: field of view of a directed head in degrees: 180, 90, or, with at least eight directed heads, 45.
+        layer: number of the layer, from 0 on, and number of all layers.
 
     Raises:
-        ValueError: too few heads, an unknown view, or a layer that is none.
+        ValueError: too few heads, an unknown view, or a layer out of range.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class LookHerePosition2d(KeepConstants, Position):
         index, depth = self.layer
         first, last = LAYER_SLOPES
         of_layer = first + (last - first) * index / max(1, depth - 1)
-        directed = directed_heads(self.num_heads)
+        directed = max(4, 4 * (self.num_heads // 6))
         views = [VIEWS[self.view][head % len(VIEWS[self.view])] for head in range(directed)]
         slopes = [2.0 ** -(head // 4 + 1) for head in range(directed)]
         everywhere = self.num_heads - directed
@@ -98,7 +95,7 @@ class LookHerePosition2d(KeepConstants, Position):
     reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the bias, a joint table (num_heads, 2 H - 1, 2 W - 1)."""
+        """Return the bias, a joint table (num_heads, 2 H - 1, 2 W - 1), hidden entries -1e4."""
         dy, dx = axis_offsets(grid, None, None, self.slopes)
         dy, dx = dy[:, None], dx[None]
         rows, cols = (self.views[..., axis, None, None] for axis in (0, 1))
@@ -108,8 +105,3 @@ class LookHerePosition2d(KeepConstants, Position):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, view={self.view}, layer={self.layer}"
-
-
-def directed_heads(num_heads: int) -> int:
-    """Return how many heads see one direction alone: 8 of 12 and of 16, 4 of 6, as in the paper, and 4 of 4."""
-    return max(4, 4 * (num_heads // 6))

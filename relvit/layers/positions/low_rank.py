@@ -1,4 +1,4 @@
-"""FlashBias's positions: factors of rank r of any bias between two tokens, as free channels of queries and keys."""
+"""FlashBias's low-rank positions: factors of a bias between any two places, as free channels of queries and keys."""
 
 from collections.abc import Sequence
 
@@ -14,21 +14,21 @@ from relvit.ops.grid import batched_coords
 
 
 class LowRankPosition2d(LearnedPosition, Position):
-    """A bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
+    """Bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
-    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): every bias of rank r is r more channels of queries
-    and keys, and biases such as Swin's are nearly of low rank; `load_bias` takes one over.
+    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): a bias of rank r is r more channels of queries and
+    keys, and biases such as Swin's are nearly of low rank; `load_bias` factorises a given bias.
 
-    A grid with no more rows (or columns) than that of the factors uses the first ones: so a bias by offset stays what
-    it was. For a larger one the factors are interpolated linearly, each axis on its own: the bias is
-    stretched over the image. The paper has one size.
+    A grid with no more rows (or columns) than the factors uses the first rows, so a bias by offset stays the same. For
+    a larger grid the factors are interpolated linearly, each axis on its own, which stretches the bias over the image.
+    The paper has one size.
 
     Args:
         head_dim: not used, see `Position`.
         num_heads: number of heads.
         rank: r.
         grid_size: rows and columns of the factors, one number for both or (rows, columns).
-        init_std: see `LearnedPosition`; of the query's factors alone, while the key's have a deviation of 1.
+        init_std: see `LearnedPosition`; for the query's factors alone, the key's have a deviation of 1.
 
     Raises:
         ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that
@@ -36,7 +36,6 @@ class LowRankPosition2d(LearnedPosition, Position):
         TypeError: a size that is not made of integers.
     """
 
-    # Factors belong to places in the image, and are stretched over larger ones.
     needs_extent = True
     needs_tokens = True
 
@@ -70,13 +69,13 @@ class LowRankPosition2d(LearnedPosition, Position):
 
     @torch.no_grad()
     def load_bias(self, bias: Tensor) -> Tensor:
-        """Set the factors to the best ones of a bias between all patches of the grid; see `factorise_bias`.
+        """Set the factors to the best factors of a bias between all patches of the grid; see `factorise_bias`.
 
         Args:
             bias: (heads, H W, H W), patches in raster order.
 
         Returns:
-            (heads,), the part of the bias that is lost.
+            (heads,), the relative error, see `factorise_bias`.
         """
         rows, columns, heads, rank = self.query.shape
         check_shape("bias", bias, (heads, rows * columns, rows * columns))
@@ -105,8 +104,8 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
 
     Returns:
         `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), dtype of the bias, singular values shared evenly, for
-        `RelativeTerms.channels`; and the error, (heads,) float64: the norm of what is left over (Frobenius), relative
-        to that of the bias; no factors of this rank have a smaller one (Eckart & Young 1936).
+        `RelativeTerms.channels`; and the error, (heads,) float64: the Frobenius norm of the difference, relative to the
+        norm of the bias. No factors of this rank have a smaller error (Eckart & Young 1936).
     """
     left, values, right = torch.linalg.svd(bias.to(torch.float64), full_matrices=False)
     roots = values[:, None, :rank].sqrt()
@@ -126,7 +125,7 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
             )
     of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)
-    # Queries may be outside the grid of the keys.
+    # Queries may lie outside the grid of the keys.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
     return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
 

@@ -14,22 +14,22 @@ class ParabolicPosition2d(LearnedPosition, Position):
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
 
-    over M parabolas per head, with learned directions w_m, p the row and column of a token, a_i = softplus(W_a x_i) and
-    b_i = W_b x_i of the tokens x that enter the attention layer. The sum over m is a quadratic form in p_i - p_j; as
-    inner products of query and key it takes 6 channels at any image size, 1, v^2, vu, u^2, v, u of a key's row v and
-    column u (the authors' ten have the products of a symmetric matrix and the constant twice). Coordinates count from
-    the middle of the grid, which changes nothing but rounding. Between prefix tokens and others there is no parabola;
-    the authors put the class token at (0, 0) and patches from (1, 1) on.
+    over M parabolas per head, with learned directions w_m, the row and column p of a token, and a_i = softplus(W_a x_i)
+    and b_i = W_b x_i of the tokens x that enter the attention layer. The sum over m is a quadratic form in p_i - p_j:
+    an inner product of 6 channels at any image size, for a key at row v and column u 1, v^2, vu, u^2, v, u (the
+    authors' ten channels hold the products of a symmetric matrix and the constant twice). Coordinates count from the
+    middle of the grid, which changes rounding alone. Prefix tokens have no parabola; the authors put the class token at
+    (0, 0) and patches from (1, 1) on.
 
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
         num_heads: number of heads.
-        parabolas: M, the authors' default.
-        init_std: see `LearnedPosition`; of the directions, by default that of the authors' uniform distribution.
+        parabolas: M, by default the authors' number.
+        init_std: see `LearnedPosition`; for the directions, by default that of the authors' uniform distribution.
 
     Attributes:
         directions: (num_heads, M, 2), w, for rows and columns.
-        coefficients: the linear layer of W_a and W_b, as the authors' `ab`.
+        coefficients: linear layer of W_a and W_b, the authors' `ab`.
 
     Raises:
         ValueError: no parabola, a negative standard deviation.
@@ -80,12 +80,12 @@ class ParabolicPosition2d(LearnedPosition, Position):
 def parabolas(
     features: Tensor, directions: Tensor, grid: Grid, key_grid: Grid, trained_grid: tuple[int, int] | None, scale: float
 ) -> Channels:
-    """Compute the 6 channels of (B, N, 2 heads M) features, those of a before those of b; float32 at least."""
+    """Compute the 6 channels from (B, N, 2 heads M) features, a's before b's; float32 at least."""
     dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
     a = F.softplus(a)
-    # Matrix products would be in half precision under autocast, sums are not; each result is (B, heads, N).
+    # Autocast would compute matrix products in half precision, but not sums; each result is (B, heads, N).
     down, across = directions.to(dtype).unbind(-1)
     yy = (a * (down * down)).sum(-1).transpose(1, 2)
     yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)
@@ -107,7 +107,7 @@ def parabolas(
 def _coordinates(
     grid: Grid, key_grid: Grid, trained: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Count rows and columns of tokens from the middle of `key_grid`, (1 or B, 1, N); prefix tokens have any."""
+    """Count rows and columns of tokens from the middle of `key_grid`, (1 or B, 1, N); prefix tokens get any number."""
     y, x = F.pad(batched_coords(grid, device).to(dtype), (0, 0, grid.prefix, 0))[:, None].unbind(-1)
     y, x = y - (key_grid.height - 1) / 2, x - (key_grid.width - 1) / 2
     if trained is not None:

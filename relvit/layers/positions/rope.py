@@ -1,4 +1,4 @@
-"""Rotary embeddings (RoPE) at any image size: relvit's own, and timm's in models that `relvit.retrofit` changes."""
+"""Rotary embeddings (RoPE) at any image size: relvit's own, and timm's in retrofitted models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RotaryEmbedding2d(KeepConstants):
         head_dim: d, a multiple of 4.
         num_heads: number of heads.
         kind: 'axial' or 'mixed'.
-        temperature: None: the paper's, 100 for 'axial' and 10 for 'mixed'.
+        temperature: temperature of the frequencies; None: the paper's, 100 for 'axial' and 10 for 'mixed'.
 
     Attributes:
         frequencies: (2, 1 or num_heads, d / 2) float32 or more, f and then g; a parameter of 'mixed'.
@@ -83,7 +83,7 @@ class RotaryEmbedding2d(KeepConstants):
         options = {"temperature": self.temperature, "device": self.frequencies.device}
         with torch.no_grad():
             if self.kind == "mixed":
-                # timm has the frequencies of x before those of y.
+                # timm puts the frequencies of x before the frequencies of y.
                 self.frequencies.copy_(init_random_2d_freqs(2 * half, 1, heads, **options)[:, 0].flip(0))
             else:
                 bands = freq_bands(half // 2, step=1, **options)
@@ -107,7 +107,7 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens; autocast would round a matrix product.
+        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Autocast would round a matrix product.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
@@ -117,17 +117,17 @@ class RotaryEmbedding2d(KeepConstants):
 
 
 class AnySizeRope:
-    """Mixin before one of timm's rotary embeddings: its stored embedding at the size it has, a computed one at others.
+    """Mixin before one of timm's rotary embeddings: the stored embedding at its own size, a computed one at others.
 
-    timm's own either ignore the size that they are asked for, or compute the embedding at every size, which in other
-    precisions than float32 differs from the stored one.
+    timm's classes either ignore the requested size, or compute the embedding at every size, which differs from the
+    stored one in other precisions than float32.
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return sines and cosines (rows * columns, 2 head_dim) for `shape`, (rows, columns); None: the stored ones."""
+        """Return sines and cosines (rows * columns, 2 head_dim) of a shape (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, dtype)
-        # A graph must serve more than the stored size.
+        # A graph must serve other sizes than the stored one.
         traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, dtype)

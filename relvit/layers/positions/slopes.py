@@ -1,4 +1,4 @@
-"""Fixed relative positions: ALiBi's slopes, a bias without parameters."""
+"""ALiBi's slopes in 2D: a bias without parameters that falls with the distance, Manhattan or Euclidean (CROMA)."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,17 @@ DISTANCES = ("manhattan", "euclidean")
 
 
 class SlopePosition2d(KeepConstants, Position):
-    """A bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
+    """Bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 
-    Slopes m_h are those of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), see `alibi_slopes`; as there, the
-    bias is not scaled. The paper's sequences have one axis. With Manhattan distance the bias splits into rows and
-    columns; -m_h sqrt(dy^2 + dx^2), the Euclidean one of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi"), does
-    not, and takes a joint table.
+    The slopes m_h are those of ALiBi, see `alibi_slopes`; as in ALiBi, whose sequences have one axis, the bias is not
+    scaled. The Manhattan distance is a sum over rows and columns. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA
+    (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no such sum, and takes a joint table.
 
     Args:
         head_dim, dtype: not used, see `Position`.
         num_heads: number of heads.
         max_distance: clip distance of |dy| and |dx| in patches, one for both axes or (rows, columns); None: tables
-            reach over the whole grid, and nothing is clipped.
+            reach over the whole grid.
         distance: 'manhattan' or 'euclidean'.
 
     Raises:
@@ -77,8 +76,8 @@ class SlopePosition2d(KeepConstants, Position):
 def alibi_slopes(num_heads: int) -> list[float]:
     """Compute ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
 
-    For n heads, n a power of two, the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. Otherwise, as in the authors'
-    code, those of the closest lower power of two, then every other one of its double, from the first on.
+    For n heads, n a power of two, they are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. Otherwise, as in the
+    authors' code, they are the slopes of the next lower power of two, then every other slope of twice that power.
     """
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * head / lower) for head in range(1, lower + 1)]

@@ -1,7 +1,7 @@
-"""Learned relative positions: Shaw's tables of clipped offsets, one for rows and one for columns; those of SAM."""
+"""Learned relative positions: Shaw's tables of clipped offsets, per axis or joint; Segment Anything's tables."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTable
 class RelativePosition2d(LearnedPosition, Position):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
-    For every term in `rel_terms` it holds one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
+    Every term in `rel_terms` has one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
     `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. The bias has one
-    number per head, (num_heads, 2k + 1). These tables serve every grid alike; with `trained_grid` they are stretched.
+    number per head, (num_heads, 2k + 1). The same tables serve every grid; with `trained_grid` they are stretched.
 
     Args:
         head_dim: width of one attention head.
@@ -30,8 +30,8 @@ class RelativePosition2d(LearnedPosition, Position):
             queries), 'v' (added to the values), 'b' (bias); '' for none.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
         shared_heads: one set of vectors for all heads, as in the paper.
-        layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors; it
-            separates what sums cannot, and costs more: see the backend 'gathered').
+        layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors,
+            which can hold more than sums, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: see `LearnedPosition`.
 
@@ -83,7 +83,7 @@ class RelativePosition2d(LearnedPosition, Position):
         self.init_weights()
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of all tables: decay would pull positions towards 'everything is equally far'."""
+        """Return the names of all tables."""
         return {name for name, _ in self.named_parameters()}
 
     def forward(self, grid: Grid) -> RelativeTerms:
@@ -113,41 +113,19 @@ class RelativePosition2d(LearnedPosition, Position):
         )
 
 
-class HoldsSamTables(Protocol):
-    """Attention that holds the tables of `SamTables`.
-
-    Attributes:
-        rel_pos_h: (rows, head_dim), vectors by vertical offset, query minus key, which queries meet unscaled.
-        rel_pos_w: likewise by horizontal offset.
-        scale: the factor on the products of queries and keys.
-        table_grid: rows and columns of patches that attended to each other in training, or of a window.
-        trained_grid: see `Position`.
-    """
-
-    rel_pos_h: Tensor
-    rel_pos_w: Tensor
-    scale: float
-    table_grid: tuple[int, int]
-    trained_grid: tuple[int, int] | None
-
-
 class LayerTables:
-    """Base of positions that are a view of tables which a retrofitted attention keeps.
-
-    Names in the state dict, numbers, gradients and the optimiser's state stay those of the source.
+    """Base of positions that read the tables of a retrofitted attention, which keep their names in the state dict.
 
     Args:
         layer: the attention, which has an attribute `trained_grid`, see `Position`.
     """
-
-    layer: Any
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     @property
     def trained_grid(self) -> tuple[int, int] | None:
-        """Rows and columns of patches in training, to stretch tables; None: they are not."""
+        """See `Position`."""
         return self.layer.trained_grid
 
     @trained_grid.setter
@@ -161,11 +139,10 @@ class SamTables(LayerTables):
     Source: decomposed relative positions of MViTv2 (Li et al. 2022, arXiv 2112.01526, section 4.1, eq. 3 and 4).
 
     Args:
-        layer: the attention. Tables without a row for each offset in `table_grid` are interpolated to that number, as
-            the source does.
+        layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold vectors by offset, query minus
+            key, which meet unscaled queries. Tables without a row for each offset in `table_grid`, the rows and columns
+            of the image or window in training, are interpolated to that number, as in the source.
     """
-
-    layer: HoldsSamTables
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield both tables."""

@@ -1,4 +1,4 @@
-"""Check that a model takes images of a size, by one image, before a long run starts; change timm's to take it."""
+"""Check with one image that a model takes images of a size, before a long run; resize timm's models for a size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relvit.models.sizes.run import run_once
 def check_image_size(
     net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
 ) -> None:
-    """Run the model on one black image of this size: no attribute of timm's models holds which sizes they take.
+    """Run the model on one black image of this size: no attribute of timm's models tells which sizes they take.
 
     Args:
         net: a model of timm or relvit; not changed.
@@ -52,12 +52,10 @@ def check_image_size(
 def at_image_size(
     net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
 ) -> nn.Module:
-    """Return the model itself where it takes images of this size, otherwise a copy changed to take them.
+    """Return the model itself if it takes images of this size, otherwise a copy changed by timm's `set_input_size`.
 
-    Models of timm that were built for one size have `set_input_size`, which interpolates position embeddings and
-    tables: the same model with another `img_size`, as timm's evaluation builds it.
-
-    Arguments and errors are those of `check_image_size`; a model without `set_input_size` takes what it takes.
+    That method interpolates position embeddings and tables, as timm's evaluation does for another `img_size`. For
+    arguments and errors see `check_image_size`.
     """
     try:
         check_image_size(net, img_size, in_chans, trained_size)
@@ -73,12 +71,12 @@ def at_image_size(
 
 def patch_size_of(net: nn.Module) -> tuple[int, int]:
     """Return height and width of a model's patches in pixels; (1, 1) for a model without a patch embedding."""
-    # Some models of timm hold one number for both sides.
+    # Some models of timm have one number for both sides.
     return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
 
 
 def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exception | None:
-    """Return the error with which the model fails on one black image, or None: it takes the image."""
+    """Return the error of the model on one black image, or None if it takes the image."""
     like = next(net.parameters())
     try:
         run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))

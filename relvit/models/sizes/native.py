@@ -1,4 +1,4 @@
-"""Batches of images of any shapes, as timm's NaFlex loader makes them: embedding, pooling, and a check of models."""
+"""Native batches of images of any shapes, from timm's NaFlex loader: embedding, pooling, and a check of models."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from relvit.ops import Grid, grid_from_naflex
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
     """Embed the patches of a batch, add prefix tokens and absolute embeddings, and make the grid of the tokens.
 
-    The convolution of the patch embedding is applied to patches as the linear layer that it is. Absolute embeddings are
-    resampled to the rows and columns of each image, as where the image comes alone.
+    The patch embedding is applied as a linear layer. Absolute embeddings are resampled to the rows and columns of each
+    image, as for an image alone.
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
         batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
             'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
-            padding. With 'grid_size', rows and columns that no image exceeds, coordinates are not looked at.
+            padding. With 'grid_size', rows and columns that no image exceeds, coordinates are not checked.
 
     Returns:
         Tokens (B, prefix + N, embed_dim), and their grid.
 
     Raises:
-        ValueError: patches of another size, or a model whose positions belong to grids of one size.
+        ValueError: patches of another size, or a model that needs grids of one size.
     """
     patches, coord, valid = (batch[name] for name in ("patches", "patch_coord", "patch_valid"))
     weight = _projection(model).weight
     # timm's patches have the order (height, width, C).
     weight = weight.permute(0, 2, 3, 1).flatten(1)
-    # The padding may hold NaN, which times zero would be NaN.
+    # The padding may hold NaN, and NaN times zero is NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
@@ -50,7 +50,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     else:
         rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
         grid = grid_from_naflex(coord, valid, rows, columns, prefix)
-    # `_pos_embed` of patches that are zero gives the prefix tokens and the absolute embedding alone.
+    # For patches of zeros, `_pos_embed` returns the prefix tokens and the absolute embedding alone.
     blank = x.new_zeros(1, 1, 1, x.shape[2])
     if model.pos_embed is None and getattr(model, "axial", None) is None:
         return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
@@ -63,7 +63,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
 
 
 def _projection(model: nn.Module) -> nn.Conv2d:
-    """The convolution that embeds patches; refuse models that are made for grids of one size."""
+    """Return the convolution that embeds patches; refuse models that are made for grids of one size."""
     embed, name = model.patch_embed, type(model).__name__
     if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
         raise ValueError(f"{name} takes no native images: its patch embedding {type(embed).__name__} is no projection")
@@ -77,7 +77,7 @@ def _projection(model: nn.Module) -> nn.Conv2d:
 
 
 def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
-    """Pool tokens (B, prefix + N, dim) without padding to (B, dim), as timm's `NaFlexVit`; `valid` (B, N).
+    """Pool tokens (B, prefix + N, dim) to (B, dim), without padding (`valid`, (B, N), is False), as `NaFlexVit`.
 
     Raises:
         ValueError: the model pools by 'prr', which has no mask.

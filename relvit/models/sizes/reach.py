@@ -1,4 +1,4 @@
-"""Reach: how a model with relative attention treats images of another size than it was trained on."""
+"""Reach: treatment of images of another size than in training, by stretched tables, temperature, windows, bands."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"
 
 
 def check_reach(reach: Reach, fixed: bool, path: str) -> None:
-    """Refuse a reach that needs images of one size, where those of the training had not (`fixed` is false).
+    """Refuse a reach that needs images of one size in training, if they had native shapes (`fixed` is False).
 
     Raises:
-        ValueError: the reach does not go with the training of the checkpoint at `path`.
+        ValueError: the checkpoint at `path` was trained on native shapes, which the reach does not allow.
     """
     if not fixed and reach not in ("trained", "logn"):
         raise ValueError(f"reach {reach!r} is for images of one size, and {path} was trained on native shapes")
@@ -31,30 +31,30 @@ def check_reach(reach: Reach, fixed: bool, path: str) -> None:
 def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
     """Choose how relative attention treats images of another size than in training, until chosen again; in place.
 
-    With H x W patches in an image, H0 x W0 in training, and n and n0 tokens likewise, prefix tokens included:
+    Let an image have H x W patches and n tokens, prefix tokens included, and in training H0 x W0 patches and n0 tokens:
 
-    - 'trained', as models are made: offsets are clipped at max_distance patches, and nothing else changes.
+    - 'trained', the default: offsets are clipped at max_distance patches, and nothing else changes.
     - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
       interpolated linearly for that, see `relvit.layers.positions.base.stretch`.
     - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
     - 'stretch-logn': both.
-    - 'windows': tokens attend to those of their own window of H0 x W0 patches, so time and memory grow in proportion to
-      the image; without prefix tokens and rotary embeddings only.
-    - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to those of their own
-      band and of the H0 rows above it, so that memory does not grow with the height; see
+    - 'windows': tokens attend to the tokens of their own window of H0 x W0 patches, so time and memory grow in
+      proportion to the image; only for models without prefix tokens and rotary embeddings.
+    - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to the tokens of their
+      own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
-    - 'mirror': the learned absolute embedding is not interpolated: that of H0 x W0 lies in the centre of the grid as it
-      is, and is mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
+    - 'mirror': the learned absolute embedding of H0 x W0 is not interpolated: it lies in the centre of the grid, and is
+      mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
-    At the trained size all of them compute the same. Rotary embeddings are not changed, and absolute ones by 'mirror'
-    alone: they have rules of their own for other sizes. Names in the state dict stay, and so do gradients, graphs and
-    exports. A position of your own can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and
-    follows it in `forward`.
+    At the trained size all of them compute the same. Rotary embeddings keep their own rules for other sizes, and so do
+    absolute embeddings except with 'mirror'. Names in the state dict stay the same; gradients, graphs and exports work.
+    Your own position can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and its `forward`
+    follows this attribute.
 
     Args:
-        model: a `relvit_*` model with attention, or a timm model after `relvit.retrofit`, but for NaFlexVit.
-        reach: one of these.
+        model: a `relvit_*` model with attention, or a retrofitted timm model, except NaFlexVit.
+        reach: one of the names above.
         trained_size: size of the images in training, in pixels, one number or (height, width); None: `img_size` of the
             model.
 
@@ -62,12 +62,11 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         `model` itself.
 
     Raises:
-        ValueError: an unknown `reach`, or one that the model has nothing for; the model is not changed then.
+        ValueError: an unknown `reach`, or one that the model cannot have; the model is not changed.
     """
     check_choice("reach", reach, get_args(Reach))
-    layers = [part for part in model.modules() if isinstance(part, GridAttention)]
-    # Blocks that cut windows cut them of one size in all images, so these have no reach.
-    layers = [layer for layer in layers if layer.block_window is None]
+    # Blocks that cut windows of one size in all images have no reach.
+    layers = [part for part in model.modules() if isinstance(part, GridAttention) and part.block_window is None]
     trained_grid = trained_keys = window = segmenter = mirrored_grid = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
@@ -124,7 +123,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:
-    """Raise unless there are tables to stretch."""
+    """Raise ValueError for a layer without tables to stretch."""
     tables = position is not None and not needs_tokens(position)
     if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
         raise ValueError(f"{refused} without relative terms: there are no tables to stretch")

@@ -1,4 +1,4 @@
-"""Run a model to its pooled features, or once without changing it, as `image_size.py` does to try a size."""
+"""Run a model up to its pooled features, or once without changing its modes, to try an image size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        # `net(...)` would start the compilation of a model on which `compile` was called.
+        # `net(...)` would start the compilation of a model whose method `compile` was called.
         net.forward(images)
     finally:
         for module, mode in modes:

@@ -1,4 +1,4 @@
-"""Convert checkpoints of other architectures: plain Vision Transformers, DeiT, JAX archives, other relative tables."""
+"""Convert checkpoints of plain ViTs, DeiT, JAX archives and other relative tables; other classes: `transfer.py`."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ PATCHES = "patch_embed.proj.weight"
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 # Only training uses these parts.
 IGNORED = ("head_dist.", "pre_logits.")
-# Prefix of the network's tensors in the state dict of `relvit.training.ImageClassifier`.
+# Prefix of the model's tensors in the state dict of `relvit.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 
@@ -33,30 +33,30 @@ GAMMA = re.compile(r"\.ls[12]\.gamma$")
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, log: bool = True) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
-    timm calls it for `create_model(..., pretrained=True)`; for a file there is
-    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, up to what is
-    called an approximation here:
+    timm calls this function for `create_model(..., pretrained=True)`; for a file use
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, except for the
+    approximations named here:
 
-    - relative tables that the checkpoint does not have are zero; tables of another clip distance get the outermost row
-      repeated (exact), or are cut (exact within the new distance); shared tables are repeated for every head, rows and
-      columns added up where the model has joint tables (both exact);
-    - an absolute embedding is resampled to the model's grid (an approximation at another size), and left out where the
-      model has none (an approximation; the prefix tokens keep theirs, added to the tokens);
-    - tables of iRPE's DeiT go into joint ones (exact), see `relvit.models.weights.irpe`;
-    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`; zero where the checkpoint has none;
-    - a class token is left out where the model has none (an approximation), a distillation token and its head always;
-    - layer scale is multiplied into the weights where the model has none, and one where the checkpoint has none
+    - relative tables that the checkpoint lacks are zero; tables of another clip distance repeat the outermost row
+      (exact), or are cut (exact within the new distance); shared tables are repeated for every head, and rows and
+      columns added up for joint tables of the model (both exact);
+    - an absolute embedding is resampled to the model's grid (an approximation at another size); a model without one
+      leaves it out (an approximation; the part of prefix tokens is added to the tokens);
+    - tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`;
+    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`, and zero if the checkpoint has none;
+    - a model without a class token leaves it out (an approximation); a distillation token and its head are left out;
+    - layer scale is multiplied into the weights of a model without layer scale, and is one if the checkpoint has none
       (exact);
     - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
-    - the last norm goes before or behind the pooling, as the model has it (an approximation, but for token pooling).
+    - the last norm moves before or behind the pooling, as in the model (an approximation, but for token pooling).
 
     timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 
     Args:
-        state_dict: tensors by name, also one wrapped as 'model' or 'state_dict', as DeiT's files are, or with the
+        state_dict: tensors by name, which may be wrapped as 'model' or 'state_dict', as in DeiT's files, or have the
             prefix 'net.' of the raw weights of `relvit fit`.
         model: a relvit model; its weights are not changed, but its `pretrained_cfg` gets the number of classes.
-        log: warn of what is left out.
+        log: whether to warn of tensors that are left out.
 
     Raises:
         ValueError: tables per head for a model that shares them, joint tables for one with separate ones, another clip
@@ -121,12 +121,12 @@ def load_jax_archive(
 
     Args:
         model: a relvit model.
-        path: of the archive.
-        prefix: of the names in it.
-        filter_fn: turns checkpoints of Vision Transformers into the state dict of the model.
+        path: path of the archive.
+        prefix: prefix of the names in the archive.
+        filter_fn: see `checkpoint_filter_fn`.
 
     Raises:
-        ValueError: no .npz archive.
+        ValueError: the file is no .npz archive.
     """
     try:
         names = np.load(path, allow_pickle=False).files
@@ -153,7 +153,7 @@ def load_jax_archive(
 
 
 def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Rename DeiT-III's layer scale; multiply it into the weights, or add ones, where only one side has it."""
+    """Rename DeiT-III's layer scale; if only one side has layer scale, multiply it into the weights, or add ones."""
     for name in list(state):
         state[re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name)] = state.pop(name)
     if not any(map(GAMMA.search, state)):
@@ -167,7 +167,7 @@ def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> No
 
 
 def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> None:
-    """Resample `pos_embed` for the model's grid; its part for prefix tokens is added to them where it has no entry."""
+    """Resample `pos_embed` for the model's grid; add its part for prefix tokens to the tokens if the model has none."""
     if "pos_embed" not in state:
         return
     embedding = state.pop("pos_embed")
@@ -181,25 +181,19 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
         model,
         None if target is None else target.shape[1],
     )
-    parts = dict.fromkeys(lengths)
+    parts: dict[str, Tensor] = {}
     if prefix:
-        split = embedding[:, :prefix].split(list(lengths.values()), dim=1)
-        parts = dict(zip(lengths, split, strict=True))
+        parts = dict(zip(lengths, embedding[:, :prefix].split(list(lengths.values()), dim=1), strict=True))
     if target is None or model.no_embed_class:
         for name, part in parts.items():
-            if part is not None:
-                state[name] = state[name] + part
+            state[name] = state[name] + part
     if target is None:
         return
     new_size = model.patch_embed.grid_size
     patches = resample_abs_pos_embed(embedding[:, prefix:], new_size, old_size, num_prefix_tokens=0)
     if not model.no_embed_class:
         tokens = {"cls_token": model.cls_token, "reg_token": model.reg_token}
-        ahead = [
-            torch.zeros_like(token) if parts.get(name) is None else parts[name]
-            for name, token in tokens.items()
-            if token is not None
-        ]
+        ahead = [parts.get(name, torch.zeros_like(token)) for name, token in tokens.items() if token is not None]
         patches = torch.cat([*ahead, patches], dim=1)
     state["pos_embed"] = patches
 
@@ -210,12 +204,12 @@ def grid_of(
     """Find how many entries of a checkpoint's tensor are for prefix tokens, all or none, and the grid of the rest.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         length: number of its entries.
         tokens: number of prefix tokens in the checkpoint.
         kernel: patch embedding in the checkpoint.
-        model: the model to load.
-        own_length: number of entries in the model's own tensor; None: there is none.
+        model: the model that gets the weights.
+        own_length: number of entries in the model's own tensor; None: the model has no such tensor.
 
     Raises:
         ValueError: no grid fits.
@@ -224,7 +218,7 @@ def grid_of(
         known = get_pretrained_grid_size(model, kernel, length - prefix)
         if known is not None:
             return prefix, known
-    # A tensor as long as the model's own has the model's grid rather than another one of as many patches.
+    # A tensor as long as the model's own has the model's grid rather than another grid of as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -242,7 +236,7 @@ def grid_of(
 
 
 def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Axial tables of the model's grid; zeros where the checkpoint has none."""
+    """Resample axial tables to the model's grid; set them to zero if the checkpoint has none."""
     foreign = not any(name.startswith("axial.") for name in state)
     for name in [name for name in own if name.startswith("axial.")]:
         size = own[name].shape[0]
@@ -275,7 +269,7 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif not held:
-            # Positions of another kind have no neutral value that is known here.
+            # Positions of another kind keep their own values, since no neutral ones are known.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 
 
@@ -306,7 +300,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
 
 
 def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:
-    """The rows for offsets -distance ... distance along `dim`; beyond the table's reach its outermost row."""
+    """Return the rows for offsets -distance ... distance along `dim`; the outermost row repeats beyond the table."""
     reach = (table.shape[dim] - 1) // 2
     if reach == distance:
         return table

@@ -19,14 +19,14 @@ REACH = len(BUCKETS) - 1
 def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     """Convert tables of iRPE (Wu et al. 2021, arXiv 2107.14222; contextual, product method, 50 entries), in place.
 
-    The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores what all keys
-    of a query have in common, so with r elsewhere outputs stay the same: it is subtracted from the table, and added to
-    the layer's own bias of queries (query term) or values (value term). What that adds to a key term, scale *
-    r . a^K_ij, is subtracted as a bias of each pair.
+    The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores an addend
+    that all keys of a query share, so r is subtracted from the table, and added to the layer's own bias of queries
+    (query term) or values (value term), with the same outputs. A key term would change by scale * r . a^K_ij, which is
+    subtracted as a bias of each pair.
 
     Args:
-        state: the state dict; without iRPE's tables nothing is done.
-        model: with joint `RelativePosition2d`.
+        state: the state dict; without iRPE's tables it stays the same.
+        model: a model with joint `RelativePosition2d`.
 
     Raises:
         ValueError: tables of another method, or a model that cannot hold them.
@@ -65,7 +65,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # Offsets of the authors are query minus key, and key minus query where keys meet the table.
+        # The authors' offsets are query minus key, but key minus query in the table that keys meet.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

@@ -1,4 +1,4 @@
-"""Transfer a classifier's weights into another: other classes, image size, channels, or positions only one has."""
+"""Transfer a classifier's weights into one with other classes, image size, channels or positions, with a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
-# Patterns of tensors that no other kind of model can use -> the reason; rooms of `relvit.families` add theirs.
+# Patterns of tensors that no other kind of model can use -> the reason; rooms of `relvit.families` add patterns.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
@@ -27,15 +27,14 @@ ABSOLUTE = "pos_embed"
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict and what is known about its model; None: not known.
+    """State dict of a trained model, and facts about its training; None: not known.
 
     Attributes:
         source: a name for messages.
         state: tensors by name.
         class_names: classes of the classifier in order.
-        input_size: channels, height and width of the images that the model was trained on.
-        mean: normalisation of these images.
-        std: likewise.
+        input_size: channels, height and width of the images in training.
+        mean, std: normalisation of these images.
     """
 
     source: str
@@ -51,12 +50,12 @@ class TransferReport:
     """Names of the tensors of a model that were loaded, and of those that were not.
 
     Attributes:
-        source: where the weights are from.
-        loaded: names of the model's tensors that were loaded, those resized or loaded in part among them.
-        resized: those of another shape in the source: absolute embeddings, tables, patch and input sizes.
-        in_part: those of which only a part was loaded, and which part; the rest is as initialised.
-        new: names of the model's tensors that the source does not have; they are as initialised.
-        skipped: names of the source's tensors that the model does not have, unless others have taken them in.
+        source: see `Weights`.
+        loaded: names of the model's tensors that were loaded, also resized or in part.
+        resized: loaded tensors of another shape in the source: absolute embeddings, tables, patch and input sizes.
+        in_part: tensors of which only a part was loaded, and which part; the rest is as initialised.
+        new: names of the model's tensors that the source lacks; they are as initialised.
+        skipped: names of the source's tensors that are in no tensor of the model.
         reordered: whether the classifier's rows were put into the order of the model's classes.
     """
 
@@ -69,7 +68,7 @@ class TransferReport:
     reordered: bool = False
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the report on one line."""
         text = f"{len(self.loaded)} of {len(self.loaded) + len(self.new)} tensors from {self.source}"
         if self.reordered:
             text += ", the classifier's rows in the order of the classes here"
@@ -89,23 +88,22 @@ class TransferReport:
 
 
 def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str] | None = None) -> TransferReport:
-    """Load what fits of a classifier's weights into another one, in place.
+    """Load the weights of a classifier that fit into another classifier, in place.
 
-    - Sizes are adapted by `relvit.models.checkpoint_filter_fn`, in models of timm by timm's function for the
-      architecture: absolute embeddings, patch sizes, axial tables, clip distances. Input channels as timm adapts them.
-    - The classifier is taken over where both have the same classes, its rows in the order of the model's; it stays as
-      initialised where the names differ, or, without names on either side, their number.
-    - Relative tables that the source does not have are zero in relvit's models and stay as initialised in retrofitted
-      ones.
+    - `relvit.models.checkpoint_filter_fn`, or timm's function for an architecture of timm, adapts sizes: absolute
+      embeddings, patch sizes, axial tables, clip distances. timm's function adapts input channels.
+    - The classifier's rows are loaded in the order of the model's classes if both have the same classes. It stays as
+      initialised if the names differ, or, without names on one side, if the numbers of classes differ.
+    - Relative tables that the source lacks are zero in relvit's models and stay as initialised in retrofitted models.
 
     Args:
         net: the model, built for its own classes and image size.
-        weights: what to load.
+        weights: the weights.
         class_names: classes of the model in order, if they have names.
 
     Raises:
-        ValueError: nothing fits, or a tensor differs in shape that no resizing explains: another width, for instance;
-            weights of an attention-free model for one with attention.
+        ValueError: nothing fits, or a tensor has another shape that no resizing explains, such as another width;
+            weights of an attention-free model for a model with attention.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
@@ -131,7 +129,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture that the weights are of"
         )
-    # Renamed tensors are still the same objects. Tensors that a filter adds are the model's own or constant (zeros).
+    # Renamed tensors stay the same objects. Tensors that a filter adds are the model's own, or constant (zeros).
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:
@@ -166,9 +164,9 @@ def _convert(
     input_size: tuple[int, int, int] | None,
     in_part: dict[str, str],
 ) -> dict[str, Tensor]:
-    """The state dict in the names and sizes of the model; `in_part` receives what is loaded in part."""
+    """Return the state dict in the names and sizes of the model; `in_part` receives tensors loaded in part."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
-        # timm's filters would resize the embedding for one of the model, which `relvit.retrofit` has dropped.
+        # timm's filters would resize the embedding, but `relvit.retrofit` has dropped the model's.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
@@ -185,13 +183,13 @@ def _convert(
 
 
 def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
-    """The function that adapts checkpoints to the model's architecture: the one beside its class, as timm has it."""
+    """Return the function that adapts checkpoints to the model's architecture, found beside its class, as in timm."""
     for cls in type(net).__mro__:
         function = getattr(sys.modules[cls.__module__], "checkpoint_filter_fn", None)
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's files have other names for layer scale. The report says what is left out, so nothing is logged.
+        # DeiT III's files have other names for layer scale. The report names tensors left out, so the log need not.
         wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()
@@ -213,7 +211,7 @@ def _fit_classifier(
     theirs: Sequence[str] | None,
     ours: Sequence[str] | None,
 ) -> bool:
-    """Leave out a classifier of other classes; put the rows of the same ones in order. Whether that moved any."""
+    """Leave out a classifier of other classes; put the rows of the same classes in order. Return if a row moved."""
     heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
     heads = heads if isinstance(heads, tuple) else (heads,)
     parts = {id(parameter) for head in heads for parameter in head.parameters()}
@@ -232,6 +230,6 @@ def _fit_classifier(
 
 
 def _in_short(names: Sequence[str]) -> list[str]:
-    """Names, with those of all blocks as one: 'blocks.*.attn.position.key_rows (12)'."""
+    """Return names with all blocks as one: 'blocks.*.attn.position.key_rows (12)'."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]

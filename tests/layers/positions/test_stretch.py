@@ -120,10 +120,6 @@ def test_at_the_trained_size_tables_stay_bit_by_bit():
     assert terms.bucketing == "piecewise"
     # As in a graph for all sizes.
     assert torch.equal(stretch(position.key_cols, -2, 6, 6, "clip"), position.key_cols)
-    slopes = SlopePosition2d(DIM, HEADS)
-    expected = slopes(make_grid(4, 6)).bias
-    slopes.trained_grid = (4, 6)
-    assert all(map(torch.equal, slopes(make_grid(4, 6)).bias, expected))
 
 
 def test_number_of_rows_and_half_precision():

@@ -2,10 +2,8 @@
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from huggingface_hub.utils import EntryNotFoundError
@@ -82,14 +80,6 @@ def test_from_a_hub_by_name(folder, monkeypatch):
     monkeypatch.setattr(_hub, "hf_hub_download", download)
     again = timm.create_model("hf-hub:someone/relvit@v2", pretrained=True).eval()
     assert again.blocks[0].attn.position.max_distance == (3, 3)
-    assert_same(again(images(16, 40)), model(images(16, 40)), atol=0)
-
-
-def test_safetensors_by_themselves(tmp_path):
-    model = small(layout="joint").eval()
-    path = Path(tmp_path) / "weights.safetensors"
-    safetensors.torch.save_model(model, path)
-    again = timm.create_model("test_relvit", layout="joint", checkpoint_path=str(path), **SMALL).eval()
     assert_same(again(images(16, 40)), model(images(16, 40)), atol=0)
 
 
