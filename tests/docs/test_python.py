@@ -18,8 +18,6 @@ RESULTS = {
 
 # An export takes longest, and `tests/cli/commands` has one a day.
 SLOW = ("docs/sizes.md",)
-# Libraries that only some pages need, with the extra that brings them.
-NEEDS = {"docs/sam.md": ("elsewhere", "transformers", "segment_anything")}
 
 
 @pytest.mark.parametrize(
@@ -30,9 +28,8 @@ def test_blocks_run(page, place, monkeypatch, capsys):
     # Exports take half a minute with all blocks.
     use_one_block(monkeypatch)
     names = {}
-    extra, *libraries = NEEDS.get(page, ("",))
-    for library in libraries:
-        pytest.importorskip(library, reason=f"pip install 'relvit[{extra}]' brings {library}")
+    for library in ("transformers", "segment_anything") if page == "docs/sam.md" else ():
+        pytest.importorskip(library, reason=f"pip install 'relvit[elsewhere]' brings {library}")
     if page == "docs/publish.md":
         publish_model("best.ckpt", "my_model")
     for block in blocks(page, "python"):

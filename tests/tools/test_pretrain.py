@@ -7,10 +7,10 @@ from scripts import load
 
 pytest.importorskip("lightly", reason="pip install 'relvit[lightly]' brings lightly")
 pytestmark = pytest.mark.elsewhere
+pretrain = load("pretrain")
 
 
 def test_a_table_of_probes(tmp_path, capsys):
-    pretrain = load("pretrain")
     write_photos(tmp_path / "photos")
     options = ["--epochs=1", "--batch=6", "--shares", "1.0"]
     pretrain.main([f"--images={tmp_path / 'photos'}", f"--work={tmp_path / 'work'}", *options])
@@ -19,7 +19,6 @@ def test_a_table_of_probes(tmp_path, capsys):
 
 
 def test_the_targets_are_normalised():
-    pretrain = load("pretrain")
     encoder = pretrain.timm.create_model("test_relvit", img_size=32, patch_size=8, num_classes=0, reg_tokens=1)
     mae = pretrain.MaskedAutoencoder(encoder, width=16, depth=1)
     images = torch.randn(2, 3, 32, 32)

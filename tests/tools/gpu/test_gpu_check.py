@@ -14,6 +14,7 @@ from relvit.ops.backends import tiled
 
 gpu_check, gpu_scenes = load("gpu_check"), load("gpu_scenes")
 right = tiled.relative_attention
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @pytest.mark.slow
@@ -25,7 +26,7 @@ def test_all_is_well_on_the_cpu(capsys):
     assert [line.split()[1] for line in lines if line.startswith("skip ")] == ["kernels", "memory", "compiled"]
     printed = "\n".join(lines)
     for backend in ("fused", "tiled", "gathered", "auto"):
-        for dtype in ("float64", "float32", "bfloat16", "float16"):
+        for dtype in DTYPES:
             assert f"ok   far apart, AxisTables qkvb, {backend}, {dtype} " in printed
     assert "ok   cross, JointTable qkvb, gathered, float16 " in printed
 
@@ -35,14 +36,6 @@ def with_a_wrong_gradient(inputs):
     return right(inputs._replace(query=query + 1e-4 * (query - query.detach())))
 
 
-def with_a_leak(inputs):
-    return right(inputs) + 1e-12
-
-
-def with_nan(inputs):
-    return right(inputs) * math.nan
-
-
 def refusing(inputs):
     raise RuntimeError("no kernel\nfor this")
 
@@ -50,11 +43,12 @@ def refusing(inputs):
 @pytest.mark.parametrize(
     ("wrong", "dtypes", "remark"),
     [
-        (with_a_wrong_gradient, ("float64", "float32"), ""),
-        (with_a_leak, ("float64", "float32", "bfloat16"), "result"),
-        (with_nan, ("float64", "float32", "bfloat16", "float16"), ""),
-        (refusing, ("float64", "float32", "bfloat16", "float16"), "RuntimeError: no kernel"),
+        (with_a_wrong_gradient, DTYPES[:2], ""),
+        (lambda inputs: right(inputs) + 1e-12, DTYPES[:3], "result"),
+        (lambda inputs: right(inputs) * math.nan, DTYPES, ""),
+        (refusing, DTYPES, "RuntimeError: no kernel"),
     ],
+    ids=["wrong gradient", "leak", "NaN", "refusal"],
 )
 def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys):
     scenes = {scene.name: scene for scene in gpu_scenes.draw_scenes(quick=True)}

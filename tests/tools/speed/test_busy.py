@@ -1,25 +1,17 @@
 """Times beside other processes: every case is measured alone and beside loops, with both ways to wait."""
 
+from contextlib import nullcontext
+
 import pytest
 from scripts import load
 
+tool = load("busy")
+
 
 def test_the_table_has_medians_of_idle_and_busy_rounds(capsys, monkeypatch):
-    tool = load("busy")
     times = {"SAM block, timm": (1.0, 3.0), "digits epoch": (2.0, 5.0)}
     loops = []
-
-    class Loops:
-        def __init__(self, count):
-            self.count = count
-
-        def __enter__(self):
-            loops.append(self.count)
-
-        def __exit__(self, *error):
-            pass
-
-    monkeypatch.setattr(tool, "busy", Loops)
+    monkeypatch.setattr(tool, "busy", lambda count: nullcontext(loops.append(count)))
     monkeypatch.setattr(tool, "measure", lambda case, environment, steps: times[case][loops[-1] > 0])
     tool.main(["--cases", *times, "--rounds", "2"])
     lines = capsys.readouterr().out.splitlines()
@@ -30,5 +22,4 @@ def test_the_table_has_medians_of_idle_and_busy_rounds(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_it_measures_a_case_in_a_process_of_its_own():
-    tool = load("busy")
     assert 0 < tool.measure("relvit_tiny step", {}, 1) < tool.PATIENCE

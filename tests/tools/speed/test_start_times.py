@@ -4,9 +4,10 @@ import sys
 
 from scripts import load
 
+tool = load("start_times")
+
 
 def test_the_table_compares_with_the_baseline(capsys, monkeypatch):
-    tool = load("start_times")
     times = iter([(9.0, 9.0), (9.0, 9.0), (1.0, 0.5), (3.0, 1.5), (2.0, 1.0), (5.0, 3.0)])
     monkeypatch.setattr(tool, "STARTS", (tool.Start("base", ["pass"]), tool.Start("more", ["pass"], "base", 2)))
     monkeypatch.setattr(tool, "seconds", lambda program: next(times))
@@ -19,7 +20,6 @@ def test_the_table_compares_with_the_baseline(capsys, monkeypatch):
 
 
 def test_it_measures_a_process():
-    tool = load("start_times")
     wall, busy = tool.seconds(["import time; time.sleep(0.2)"])
     assert wall >= 0.2
     assert busy > 0
