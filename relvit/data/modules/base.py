@@ -89,8 +89,8 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # The mean and the standard deviation of each channel where None is given, with pixels in 0..1.
-    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]]
+    # Where mean or std is None, these take their place; a subclass without statistics of its own needs both arguments.
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((), ())
     # `--data` offers the class if this is true.
     chosen_by_name: ClassVar[bool] = True
     # What to do about unreadable images is an argument of the modules that read files.
@@ -106,7 +106,7 @@ class ImageData(LightningDataModule, ABC):
         *,
         img_size: int | tuple[int, int],
         augment: Augment,
-        crop_pct: PositiveShare,
+        crop_pct: PositiveShare = 1.0,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         batch_size: BatchSize = 64,

@@ -46,7 +46,6 @@ class CIFARData(ImageData):
         download: Whether missing files may be downloaded (170 MB).
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
-        crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         val_fraction: Share of each class of train that is put aside, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
         class_names: None, or the class names of a checkpoint, which must be the data's own.
@@ -64,7 +63,6 @@ class CIFARData(ImageData):
         download: bool = True,
         img_size: int | tuple[int, int] = 32,
         augment: Augment = "crop-flip",
-        crop_pct: float = 1.0,
         val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
         class_names: list[str] | None = None,
@@ -77,14 +75,7 @@ class CIFARData(ImageData):
         self.download = download
         self.val_fraction = val_fraction
         self.split_seed = split_seed
-        super().__init__(
-            self.classes,
-            3,
-            img_size=img_size,
-            augment=augment,
-            crop_pct=crop_pct,
-            **options,
-        )
+        super().__init__(self.classes, 3, img_size=img_size, augment=augment, **options)
 
     @property
     @abstractmethod

@@ -40,7 +40,6 @@ class DigitsData(ImageData):
     Args:
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
-        crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
         class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
         options: See :class:`relvit.data.ImageData`.
@@ -56,21 +55,12 @@ class DigitsData(ImageData):
         self,
         img_size: int | tuple[int, int] = 8,
         augment: Augment = "shift",
-        crop_pct: float = 1.0,
         num_workers: int = 0,
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
         check_class_names(class_names, DIGITS_CLASSES, "the digits have")
-        super().__init__(
-            DIGITS_CLASSES,
-            1,
-            img_size=img_size,
-            augment=augment,
-            crop_pct=crop_pct,
-            num_workers=num_workers,
-            **options,
-        )
+        super().__init__(DIGITS_CLASSES, 1, img_size=img_size, augment=augment, num_workers=num_workers, **options)
 
     def missing(self, split: Split) -> str | None:
         """Return None: the digits have every split."""

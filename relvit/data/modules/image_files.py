@@ -77,14 +77,7 @@ class ImageFilesData(ImageData):
         self.on_error: OnError = on_error
         self.cache = cache
         self._own_samples: dict[Split, list[tuple[ImageSource, Label]]] = {}
-        super().__init__(
-            class_names,
-            3,
-            img_size=img_size,
-            augment=augment,
-            crop_pct=crop_pct,
-            **options,
-        )
+        super().__init__(class_names, 3, img_size=img_size, augment=augment, crop_pct=crop_pct, **options)
 
     @abstractmethod
     def _has_own(self, split: Split) -> bool:

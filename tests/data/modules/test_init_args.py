@@ -4,6 +4,7 @@ import json
 
 import pytest
 from grey_folders import make
+from small_training import NoiseImages
 
 from relvit.data import CIFAR100Data, DigitsData, ImageFolderData, ImageListData
 
@@ -34,3 +35,10 @@ def test_init_args_through_json(kind, options, tmp_path, monkeypatch):
     assert (again.class_names, again.mean) == (data.class_names, data.mean)
     if kind is not CIFAR100Data:
         assert list(again.manifest("val")) == list(data.manifest("val")) != []
+
+
+def test_a_data_module_without_statistics_needs_mean_and_std():
+    with pytest.raises(ValueError, match=r"mean is \(\); the images have 3 channels, give 3 numbers"):
+        NoiseImages(3, mean=None)
+    with pytest.raises(ValueError, match=r"std \(\); give one of each per channel"):
+        NoiseImages(3, std=None)
