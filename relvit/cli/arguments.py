@@ -153,10 +153,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
 def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:
     """Yield the name and the value of each option; None for the name of a positional argument, or a missing value.
 
-    Args:
-        words: the command line.
-        hints: the types of the options that are parameters after a `*`. A bool needs no value; a list takes all values
-            that follow, as long as they are of its type.
+    Of the options with type hints, a bool needs no value, and a list takes all values that follow and are of its type.
     """
     waiting = list(words)
     while waiting:

@@ -39,13 +39,8 @@ class Given(NamedTuple):
 def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
     """Find the first option that a parser does not have, or whose value is of another type than the option.
 
-    The parser's own message, which reports all types that it has tried, is the last resort.
-
-    Args:
-        parser: has refused the words.
-        words: the command line, as '--name=value'.
-        namespace: the values with which the options began, such as those of a checkpoint.
-        error: was raised by the parser.
+    The parser's own message, which reports all types that it has tried, is the last resort. The options began with the
+    values of the namespace, such as those of a checkpoint.
 
     Raises:
         UsageError: a configuration cannot be read.

@@ -77,13 +77,7 @@ def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSEr
 
 @contextmanager
 def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> Iterator[None]:
-    """Say why a run could not end as it should, and how to go on where its folder has a checkpoint.
-
-    Args:
-        command: 'fit', 'validate', 'test' or 'predict'.
-        trainer: runs the command.
-        folder: the folder of the results; None: there is none.
-    """
+    """Say why a run of `fit`, `validate`, `test` or `predict` ended early, and how to go on from its checkpoint."""
 
     def can_resume() -> bool:
         return folder is not None and (folder / "checkpoints" / "last.ckpt").is_file()

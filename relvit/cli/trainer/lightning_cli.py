@@ -32,22 +32,15 @@ OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
 
-# Lightning takes any number for these options, or refuses it in other words.
-_POSITIVE, _COUNT = Range(1), Range(0)
-RANGES: dict[str, Range] = {
-    "seed_everything": Range(0, 2**32 - 1),
-    "save_every": _POSITIVE,
-    "patience": _POSITIVE,
-    **dict.fromkeys(("trainer.max_epochs", "trainer.min_epochs"), _POSITIVE),
-    **dict.fromkeys(("trainer.max_steps", "trainer.min_steps"), _POSITIVE),
-    **dict.fromkeys(("trainer.accumulate_grad_batches", "trainer.check_val_every_n_epoch"), _POSITIVE),
-    "trainer.num_nodes": _POSITIVE,
-    **dict.fromkeys((f"trainer.limit_{split}_batches" for split in ("train", "test", "predict")), Range(0, above=True)),
-    "trainer.val_check_interval": Range(0, above=True),
-    **dict.fromkeys(("trainer.gradient_clip_val", "trainer.overfit_batches", "trainer.limit_val_batches"), _COUNT),
-    **dict.fromkeys(("trainer.log_every_n_steps", "trainer.reload_dataloaders_every_n_epochs"), _COUNT),
-    "trainer.num_sanity_val_steps": Range(-1),
+# Lightning takes any number for these options of the trainer, or refuses it in other words.
+_RANGES = {
+    Range(1): "max_epochs min_epochs max_steps min_steps accumulate_grad_batches check_val_every_n_epoch num_nodes",
+    Range(0, above=True): "limit_train_batches limit_test_batches limit_predict_batches val_check_interval",
+    Range(0): "gradient_clip_val overfit_batches limit_val_batches log_every_n_steps reload_dataloaders_every_n_epochs",
+    Range(-1): "num_sanity_val_steps",
 }
+RANGES: dict[str, Range] = {f"trainer.{name}": found for found, names in _RANGES.items() for name in names.split()}
+RANGES |= {"seed_everything": Range(0, 2**32 - 1), "save_every": Range(1), "patience": Range(1)}
 
 
 class RelvitCLI(LightningCLI):
@@ -240,12 +233,8 @@ def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
     """Return the arguments of model and data in a checkpoint, as the values that a parser begins with.
 
-    A file must not choose what is imported: a data module that is none of relvit's has to be asked for.
-
-    Args:
-        checkpoint: describes model and data.
-        asked_data: the value of `--data`; None: it was not given.
-        without: arguments that are left out, such as 'model.img_size'.
+    A file must not choose what is imported: a data module that is none of relvit's has to be asked for, by `--data`.
+    Arguments in `without`, such as 'model.img_size', are left out.
 
     Raises:
         UsageError: the data module was not asked for.
