@@ -31,7 +31,7 @@ def test_help_and_version_load_neither_pytorch_nor_the_package(arguments, capsys
     done = loaded_after(f"{program}; assert status == {0 if arguments else 2}")
     assert {"torch", "timm", "relvit"}.isdisjoint(done.stderr.split())
     # `python -m relvit` says the same.
-    main(arguments)
+    assert main(arguments) == (0 if arguments else 2)
     assert done.stdout == capsys.readouterr().out
     assert arguments != ["--version"] or done.stdout == f"relvit {relvit.__version__}\n"
 

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import QUIET, only, printed, rows, summary
+from command_line import QUIET, evaluate, printed, rows, summary
 
 import relvit
 from relvit.cli import main
@@ -34,7 +34,7 @@ def images_of(split, img_size):
     return [torch.stack([torch.as_tensor(part) for part in parts]) for parts in zip(*data, strict=True)]
 
 
-def evaluated(best, split, img_size, reach):
+def computed(best, split, img_size, reach):
     """Logits of a split's images with that reach, unlike those as trained, and the labels."""
     classifier, (images, labels) = load_classifier(best), images_of(split, img_size)
     with torch.no_grad():
@@ -46,24 +46,23 @@ def evaluated(best, split, img_size, reach):
 
 
 def test_test(best, tmp_path):
-    logits, labels = evaluated(best, "test", 24, "stretch")
-    assert main(["test", best, "--img_size=24", "--reach=stretch", *QUIET, f"--runs={tmp_path}"]) == 0
-    results = summary(only(tmp_path))
+    logits, labels = computed(best, "test", 24, "stretch")
+    results = summary(evaluate("test", best, tmp_path, "--img_size=24", "--reach=stretch"))
     assert (results["reach"], results["img_size"]) == ("stretch", [24, 24])
     assert results["test/loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
 
 
 def test_predict_and_load(best, tmp_path):
-    logits, _ = evaluated(best, "test", 24, "bands")
-    assert main(["predict", best, "--img_size=24", "--reach=bands", *QUIET, f"--runs={tmp_path}"]) == 0
-    found = [float(row["probability"]) for row in rows(only(tmp_path) / "predictions.csv")]
+    logits, _ = computed(best, "test", 24, "bands")
+    folder = evaluate("predict", best, tmp_path, "--img_size=24", "--reach=bands")
+    found = [float(row["probability"]) for row in rows(folder / "predictions.csv")]
     assert found == pytest.approx(logits.softmax(-1).amax(-1).tolist(), abs=1e-5)
     loaded = relvit.load(best, 24, "bands").probabilities(images_of("test", 24)[0])
     torch.testing.assert_close(loaded, logits.softmax(-1), rtol=0, atol=1e-6)
 
 
 def test_validate(best, capsys):
-    logits, labels = evaluated(best, "val", 24, "stretch-logn")
+    logits, labels = computed(best, "val", 24, "stretch-logn")
     assert main(["validate", best, "--img_size=24", "--reach=stretch-logn", *QUIET]) == 0
     assert printed("val/loss", capsys.readouterr().out) == pytest.approx(
         float(F.cross_entropy(logits, labels)), rel=1e-5
@@ -71,7 +70,7 @@ def test_validate(best, capsys):
 
 
 def test_resolutions(best, tmp_path):
-    logits, labels = evaluated(best, "val", 24, "stretch")
+    logits, labels = computed(best, "val", 24, "stretch")
     table = tmp_path / "table.csv"
     options = ["--sizes=[8,24]", "--reach=stretch", f"--output={table}", "--accelerator=cpu"]
     assert main(["resolutions", best, *options]) == 0

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from command_line import QUIET, fit, only, rows
+from command_line import evaluate, fit, rows
 from grey_folders import GREY, make
 from photos import TINY
 from stored_images import KINDS, grey_files, write
@@ -38,11 +38,11 @@ def test_names_of_files(hostile, best, tmp_path, capsys, recwarn):
     out, err = capsys.readouterr()
     assert f"train: {shown}" in out
     assert clean(out + err)
-    assert main(["predict", str(best), str(hostile / "train" / "cat"), f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+    folder = evaluate("predict", best, tmp_path / "p", hostile / "train" / "cat")
     out, err = capsys.readouterr()
     assert clean(out + err)
     # The table has the name as it is, in quotes.
-    (row,) = rows(only(tmp_path / "p") / "unreadable.csv")
+    (row,) = rows(folder / "unreadable.csv")
     assert row["path"] == f"{hostile}/train/cat/{ESCAPE}\nrelvit: all is well.jpg"
 
 
@@ -92,8 +92,7 @@ def test_honest_names(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"6 training images: {', '.join(f'{name} 2' for name in sorted(names.values()))}" in out
     best = folder / "checkpoints" / "best.ckpt"
-    assert main(["predict", str(best), str(root / "test"), f"--runs={tmp_path / 'p'}", *QUIET]) == 0
-    found = rows(only(tmp_path / "p") / "predictions.csv")
+    found = rows(evaluate("predict", best, tmp_path / "p", root / "test") / "predictions.csv")
     assert [row["path"] for row in found] == [
         f"{root}/test/{name}/{name}, \u00e9\u0301.png" for name in sorted(names.values())
     ]

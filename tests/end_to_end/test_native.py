@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from command_line import QUIET, only, rows, summary
+from command_line import QUIET, evaluate, only, rows, summary
 from photos import write_photos
 from PIL import Image
 from processes import Ranks, as_torchrun
@@ -27,14 +27,6 @@ def shapes(tmp_path_factory):
     for name, size in (("owl", (60, 20)), ("another", (20, 50))):
         Image.new("RGB", size, (40, 40, 200)).save(root / "test" / "dog" / f"{name}.png")
     return root
-
-
-def commands(best, root, folder):
-    """Test and predict in folders of their own; return these."""
-    given = [f"--ckpt_path={best}", "--mirror=true", *QUIET]
-    assert main(["test", *given, f"--data.root={root}", f"--runs={folder / 'test'}"]) == 0
-    assert main(["predict", *given, str(root / "test"), f"--runs={folder / 'predict'}"]) == 0
-    return only(folder / "test"), only(folder / "predict")
 
 
 def check(best, root, test, predict):
@@ -75,7 +67,8 @@ def test_one_process(shapes, tmp_path, capsys, options, budget, side):
     # As the last line of the training suggests.
     assert f"relvit validate {best} --data.max_tokens {round(1.5 * budget)}" in text
     assert main(["validate", str(best), "--data.max_tokens=49", *QUIET]) == 0
-    tested, predicted = commands(best, shapes, tmp_path)
+    tested = evaluate("test", best, tmp_path / "test", f"--data.root={shapes}", "--mirror=true")
+    predicted = evaluate("predict", best, tmp_path / "predict", shapes / "test", "--mirror=true")
     check(best, shapes, tested, predicted)
     assert main(["embed", str(best), f"--root={shapes / 'test'}", f"--output={tmp_path / 'x.npz'}"]) == 0
     found = np.load(tmp_path / "x.npz")

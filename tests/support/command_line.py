@@ -19,6 +19,12 @@ def fit(root, runs, *options):
     return only(runs)
 
 
+def evaluate(command, checkpoint, runs, *options):
+    """Run `test` or `predict` on a checkpoint; the folder of its results."""
+    assert main([command, *map(str, (checkpoint, *options)), f"--runs={runs}", *QUIET]) == 0
+    return only(runs)
+
+
 def write_checkpoint_like(path, target, model, model_kwargs, **data):
     """Write `target` like the checkpoint `path`, of another model with random weights, and of data changed so."""
     # Not above, as `tests/conftest.py` imports this file: Lightning takes seconds.

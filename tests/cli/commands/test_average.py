@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from command_line import QUIET, by_hand, only, printed, rows
+from command_line import QUIET, by_hand, evaluate, only, printed, rows
 from photos import CLASSES, TINY
 
 import relvit
@@ -33,8 +33,7 @@ def test_other_commands_take_it(averaged, photos, tmp_path, capsys):
     assert main(["validate", str(path), *QUIET]) == 0
     loss = by_hand(classifier, data.dataset("val"))[1]
     assert printed("val/loss", capsys.readouterr().out) == pytest.approx(loss, rel=1e-4)
-    assert main(["predict", str(path), f"--root={photos / 'test'}", f"--runs={tmp_path / 'predict'}", *QUIET]) == 0
-    table = rows(only(tmp_path / "predict") / "predictions.csv")
+    table = rows(evaluate("predict", path, tmp_path / "predict", photos / "test") / "predictions.csv")
     with torch.no_grad():
         images = torch.stack([image for image, _ in data.dataset("test")])
         probability, label = classifier(images).softmax(-1).max(-1)

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 from cifar_archive import make_archive
-from command_line import QUIET, only, rows
+from command_line import QUIET, evaluate, only, rows
 from photos import CLASSES, TINY
 from torchvision.datasets import CIFAR10
 
@@ -39,10 +39,9 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
         f"cifar10/test/{i:05d}" for i in range(20)
     ]
     # the same checkpoint on a folder of one's own
-    best = f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}"
     images = ["--data=ImageFolderData", f"--data.root={photos / 'test' / 'cat'}"]
-    assert main(["predict", best, *images, f"--runs={tmp_path / 'own'}", *QUIET]) == 0
-    found = rows(only(tmp_path / "own") / "predictions.csv")
+    own = evaluate("predict", folder / "checkpoints" / "best.ckpt", tmp_path / "own", *images)
+    found = rows(own / "predictions.csv")
     assert [row["path"] for row in found] == [f"{photos}/test/cat/{i}.jpg" for i in range(6)]
     assert {row["class"] for row in found} <= set(CIFAR10Data.classes)
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_line import QUIET, fit, only, summary
+from command_line import evaluate, fit, summary
 from photos import TINY
 
-from relvit.cli import main
 from relvit.data import ImageFolderData
 from relvit.plots import read_metrics
 from relvit.training import load_classifier
@@ -69,8 +68,7 @@ def test_a_student_learns_from_the_labels_and_the_teacher(flags, weight, tempera
     assert content["relvit"]["model"]["teacher"] == str(teacher)
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["teacher"] == str(teacher)
     assert set(content["state_dict"]) == set(load_classifier(best).state_dict())
-    assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
-    assert summary(only(tmp_path / "test"))["test/acc1"] == summary(folder)["test/acc1"]
+    assert summary(evaluate("test", best, tmp_path / "test"))["test/acc1"] == summary(folder)["test/acc1"]
 
 
 def test_mistakes(best, photos, tmp_path, fails):

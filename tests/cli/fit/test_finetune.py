@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import yaml
-from command_line import QUIET, only, summary
+from command_line import QUIET, evaluate, only, summary
 from photos import TINY
 from PIL import Image
 from timm.models import save_for_hf
@@ -63,7 +63,7 @@ def test_from_a_checkpoint_to_other_classes_and_on_from_there(best, animals, tmp
 
     # The file is not needed any more: to predict, to evaluate, to train on.
     source.unlink()
-    assert main(["predict", f"--ckpt_path={best}", f"--data.root={animals}", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+    evaluate("predict", best, tmp_path / "p", f"--data.root={animals}")
     assert main(["validate", f"--ckpt_path={best}", *QUIET]) == 0
     last = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
     on = [f"--runs={tmp_path / 'on'}", last, "--trainer.max_epochs=2"]

@@ -233,8 +233,6 @@ def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys):
 REFUSED = [
     ("model.lr", "0.02", "0.005"),
     ("model.opt_kwargs.eps", "1e-6", "null"),
-    ("model.teacher", "teacher.ckpt", "null"),
-    ("data.augment", "none", "resized-crop"),
     ("data.mean", "[0.5,0.5,0.5]", "[0.485, 0.456, 0.406]"),
     ("seed_everything", "1", "0"),
     ("trainer.callbacks", "LearningRateMonitor", "null"),
@@ -262,7 +260,7 @@ def test_of_other_options_the_comparison_alone(run):
     values = {"model.weight_decay": 0.1, "model.warmup_epochs": 2, "model.label_smoothing": 0, "model.mixup": 0.2}
     values |= {"model.ema_decay": 0.9, "model.lr_base_batch": 16, "model.opt": "sgd", "model.layer_decay": 0.5}
     values |= {"model.min_lr": 0.0, "model.class_weights": [1, 2, 3], "model.freeze_epochs": 9}
-    values |= {"data.val_fraction": 0.5, "data.repeats": 2}
+    values |= {"model.teacher": "x.ckpt", "data.augment": "none", "data.val_fraction": 0.5, "data.repeats": 2}
     values |= {"trainer.limit_train_batches": 2, "trainer.gradient_clip_val": 1}
     for name, value in values.items():
         asked, (group, option) = copy.deepcopy(trained), name.split(".")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from command_line import QUIET, only, rows
+from command_line import QUIET, evaluate, only, rows
 
 from relvit.cli import main
 from relvit.evaluation import evaluate_size
@@ -45,8 +45,7 @@ def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, ph
     sizes = ["--sizes=[16,[24,16]]", "--accelerator=cpu", f"--output={table}"]
     assert main(["resolutions", f"--ckpt_path={checkpoint}", *sizes]) == 0
     assert [(row["height"], row["width"]) for row in rows(table)] == [("16", "16"), ("24", "16")]
-    runs = ["--data.root", str(photos / "test" / "cat"), f"--runs={tmp_path / 'runs'}"]
-    assert main(["predict", f"--ckpt_path={checkpoint}", *runs, *QUIET]) == 0
+    evaluate("predict", checkpoint, tmp_path / "runs", photos / "test" / "cat")
     assert "6 predictions" in capsys.readouterr().out
 
 
@@ -89,7 +88,7 @@ def test_positions_that_a_model_brings(photos, tmp_path, capsys):
     arguments += ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0", "--trainer.max_epochs=1"]
     assert main([*arguments, *QUIET]) == 0
     best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
-    assert main(["test", f"--ckpt_path={best}", *QUIET]) == 0
+    evaluate("test", best, tmp_path / "test")
     out = capsys.readouterr().out
     assert "test/acc1" in out
     assert "test_vit_relpos, retrofitted (" in out

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from command_line import QUIET, only, rows, summary
+from command_line import QUIET, evaluate, only, rows, summary
 from photos import CLASSES, write_photos
 from PIL import Image
 from processes import Ranks, as_torchrun
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from relvit.cli import main
 from relvit.data import DigitsData, ImageFolderData
 from relvit.training import load_classifier
 from relvit.utils.files import from_here
@@ -96,9 +95,8 @@ def check(folder, best, root, mirror=False):
 
 @pytest.mark.parametrize("mirror", [False, True])
 def test_report(best, mixed_up, tmp_path, mirror, figures, capsys):
-    arguments = ["test", str(best), f"--data.root={mixed_up}", f"--runs={tmp_path}", "--data.on_error=skip", *QUIET]
-    assert main([*arguments, "--data.batch_size=4", f"--mirror={str(mirror).lower()}"]) == 0
-    folder = only(tmp_path)
+    options = ["--data.on_error=skip", "--data.batch_size=4", f"--mirror={str(mirror).lower()}"]
+    folder = evaluate("test", best, tmp_path, f"--data.root={mixed_up}", *options)
     check(folder, best, mixed_up, mirror)
     out = capsys.readouterr().out
     for row in rows(folder / "classes.csv"):
@@ -119,8 +117,7 @@ def test_two_processes_write_the_same_once(best, mixed_up, tmp_path, monkeypatch
 
 def test_images_in_memory_and_more_mistakes_than_the_sheet_holds(digits_run, figures, tmp_path):
     best = digits_run / "checkpoints" / "best.ckpt"
-    assert main(["test", f"--ckpt_path={best}", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
-    folder = only(tmp_path / "test")
+    folder = evaluate("test", best, tmp_path / "test")
     results = summary(folder)
     assert results["images"] == 360
     assert results["test/acc5"] > results["test/acc1"]
@@ -155,7 +152,7 @@ def test_without_a_test_folder_val_is_named(best, photos, tmp_path, fails):
     message = fails(["test", best, f"--root={root}", f"--runs={tmp_path / 'runs'}", *QUIET])
     assert "no test folder in" in message
     assert "or test on the images of val, by --split val" in message
-    assert main(["test", str(best), f"--root={root}", "--split=val", f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
+    evaluate("test", best, tmp_path / "runs", f"--root={root}", "--split=val")
 
 
 def test_another_split(best, photos, tmp_path, capsys):
@@ -163,12 +160,10 @@ def test_another_split(best, photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos / "train", root / "test")
     given = {"split": [f"--root={photos}", "--split=train"], "folder": [f"--root={root}"]}
-    for name, options in given.items():
-        # More augmentation than the training had, which must have no effect.
-        options = [*options, "--data.augment=deit", f"--runs={tmp_path / name}", "--batch_size=5", *QUIET]
-        assert main(["test", str(best), *options]) == 0
+    # More augmentation than the training had, which must have no effect.
+    more = ["--data.augment=deit", "--batch_size=5"]
+    found, expected = (evaluate("test", best, tmp_path / name, *given[name], *more) for name in given)
     assert "18 images of train, accuracy " in capsys.readouterr().out
-    found, expected = (only(tmp_path / name) for name in given)
     for name in ("classes.csv", "confusion.csv"):
         assert (found / name).read_text() == (expected / name).read_text()
     ours, theirs = summary(found), summary(expected)
