@@ -28,7 +28,7 @@ LEAST_LOGITS = 1 << 22
 
 
 def threads_by_heads(query: Tensor, key: Tensor) -> int:
-    """Return how many threads take whole heads each, the same number of heads; 1 where that is not faster."""
+    """Return how many threads share the heads equally, 1 where that is not faster."""
     (_, heads, queries, _), threads = query.shape, torch.get_num_threads()
     large = query.device.type == "cpu" and queries * key.shape[2] >= LEAST_LOGITS
     return threads if large and heads % threads == 0 else 1

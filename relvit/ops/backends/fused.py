@@ -226,7 +226,7 @@ def _any_so_far(valid: Tensor, queries: int) -> Tensor:
 
 
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Hide padding in a mask, too; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
+    """Hide padding in a mask; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
     The numbers of a mask may be as low as a channel's, so only -inf hides padding here. Queries that may attend to
     nothing attend to everything, because some kernels would divide zero by zero.

@@ -28,8 +28,7 @@ class Operands(NamedTuple):
 class TileConfig(NamedTuple):
     """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
 
-    # These are the grids of queries and of keys; with a `pair_bias` both are rasters.
-    grids: tuple[Grid, Grid]
+    grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` both are rasters
     keys: Positions
     queries: Positions | None  # among the rows and columns of `key_logits`
     logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
@@ -39,9 +38,9 @@ class TileConfig(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
-    # Samples, heads and queries of one tile at the most: the same in backward, whatever thread runs it.
+    # Most samples, heads and queries of one tile; backward, whatever thread runs it, has the same tiles.
     size: tuple[int, int, int]
-    # How many threads take whole heads each, see `by_heads`; 1: the calling thread takes all tiles.
+    # Number of threads that take whole heads, see `by_heads`; 1: the calling thread takes all tiles.
     threads: int
 
 
@@ -93,7 +92,7 @@ def new_tokens(like: Tensor, width: int) -> Tensor:
 
 
 def set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total <- left right; for one sample straight into its memory, wherever heads are there."""
+    """Set `total` to the product left right; for one sample directly in its memory, whatever its strides."""
     if total.shape[0] == 1:
         torch.bmm(left[0], right[0], out=total[0])
     else:
@@ -101,5 +100,5 @@ def set_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
-    """total <- beta total + alpha left right, in place."""
+    """Set `total` to beta total + alpha left right, in place."""
     total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=beta, alpha=alpha)

@@ -44,9 +44,8 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
-# Logits of one tile over samples and heads at the most, for each thread that works on it: 4 MB in float32.
-# Smaller tiles spend their time in Python and in waiting for the other threads, those of fewer queries on adding up the
-# gradients of keys and values.
+# Most logits of one tile, over samples and heads, per thread that works on it: 4 MB in float32. Smaller tiles spend
+# their time in Python and in waiting for other threads, and tiles of fewer queries on adding up gradients of keys.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 
@@ -75,7 +74,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # The seed comes from the generator that users seed; each tile's own follows from it, in backward too.
+            # The seed comes from the generator that users seed; the seeds of tiles follow from it, also in backward.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),
@@ -90,8 +89,8 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
-        # Table entries are fewer than the rows and columns of large images: what is kept does not grow with these.
-        # (Besides the rows in reach a joined table has a zero row, and padding.)
+        # Large images have more rows and columns than table entries, so keeping logits by entry takes less memory.
+        # (Besides the rows in reach a joined table has a zero row and padding.)
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
@@ -140,7 +139,7 @@ class Tiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Marked as differentiable once, this function would be left out of second derivatives without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
-        # Forward runs without autocast, too. Backward may run inside of a user's autocast.
+        # Backward may run inside of a user's autocast, and forward ran without.
         with without_autocast(grad.device):
             *operands, on_entries, result = ctx.saved_tensors
             wants_mask = ctx.needs_input_grad[Operands._fields.index("attn_mask")]
@@ -214,7 +213,7 @@ def _backward(
 
 
 def tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """Return how many samples, heads and queries a tile has at the most."""
+    """Return the largest numbers of samples, heads and queries of a tile."""
     _, heads, length, _ = query.shape
     threads = torch.get_num_threads() if threads_by_heads(query, key) == 1 else 1
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
@@ -299,7 +298,7 @@ def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspa
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
     if config.valid is not None:
         bias = bias.masked_fill(~tile.of(config.valid[:, None, None]), -torch.inf)
-    # PyTorch's kernel wants equal widths.
+    # PyTorch's kernel needs equal widths.
     width = value.shape[-1]
     if query.shape[-1] > width:
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -335,7 +334,7 @@ def _prepared(operands: Operands, config: TileConfig, scale: float) -> Operands:
 
 
 def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tensor:
-    """Draw by how much dropout multiplies each weight: the same factors in forward and backward of a tile."""
+    """Draw the factor by which dropout multiplies each weight, the same in forward and backward of a tile."""
     if weights.is_meta:  # The meta device has no generators.
         return torch.empty_like(weights)
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
