@@ -37,7 +37,7 @@ def resample_embedding(
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
     precision = torch.promote_types(embedding.dtype, torch.float32)
     rows, cols = (
-        weights(old, new, embedding.device, precision, wanted)
+        weights(old, new, wanted, embedding.device, precision)
         for old, new, wanted in zip(old_size, new_size, cut or new_size, strict=True)
     )
     with without_autocast(embedding.device):
@@ -47,14 +47,13 @@ def resample_embedding(
     return torch.cat((first, patches.flatten(1, 2).to(embedding.dtype)), dim=1)
 
 
-def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
+def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute the weights of `old` points in the first `wanted` of `new` points; each row adds up to 1.
 
     The kernel is the cubic one of Keys (1981, with a = -1/2), as wide as the larger distance between points, as in
     PyTorch with `antialias=True`.
     """
-    count = new if wanted is None else wanted
-    ours, theirs = torch.arange(count, device=device)[:, None], torch.arange(old, device=device)
+    ours, theirs = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
     # The numerator is an integer, so that at the old size the weights are exactly those of the identity.
     distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
@@ -63,15 +62,14 @@ def bicubic_weights(old: int, new: int, device: torch.device, dtype: torch.dtype
     return weights / weights.sum(dim=1, keepdim=True)
 
 
-def mirror_weights(old: int, new: int, device: torch.device, dtype: torch.dtype, wanted: int | None = None) -> Tensor:
+def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute the weights of `old` points that lie in the centre of `new` points and are mirrored at their edges.
 
     Each row has a single 1. The outermost points come twice, as in NumPy's padding 'symmetric'.
     """
-    count = new if wanted is None else wanted
     # No negative number is divided, since some runtimes of exported programs round quotients towards zero.
     before = (new + old) // 2 - old
     # These odd numbers are twice the distance of a point's middle from the first edge, which mirrors negative ones.
-    place = (2 * (torch.arange(count, device=device) - before) + 1).abs() % (4 * old)
+    place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

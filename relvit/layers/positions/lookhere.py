@@ -24,8 +24,6 @@ VIEWS = {
     ],
 }
 EVERYWHERE = ((0, 0), (0, 0))
-# The factor of the first and of the last layer; between them it falls linearly.
-LAYER_SLOPES = (1.5, 0.5)
 
 
 class LookHerePosition2d(KeepConstants, Position):
@@ -77,8 +75,7 @@ class LookHerePosition2d(KeepConstants, Position):
     def init_non_persistent_buffers(self) -> None:
         """Compute the slopes and the fields of view."""
         index, depth = self.layer
-        first, last = LAYER_SLOPES
-        of_layer = first + (last - first) * index / max(1, depth - 1)
+        of_layer = 1.5 - index / max(1, depth - 1)
         directed = max(4, 4 * (self.num_heads // 6))
         views = [VIEWS[self.view][head % len(VIEWS[self.view])] for head in range(directed)]
         slopes = [2.0 ** -(head // 4 + 1) for head in range(directed)]
