@@ -163,7 +163,7 @@ def aft_conv(
 ) -> Tensor:
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
-    Every token sees all others; the bias of those near it makes the difference. Source: Zhai et al. 2021 (arXiv
+    Every token sees all others, and has a bias for those near it. Source: Zhai et al. 2021 (arXiv
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's
     channels share their key. Arguments that are not listed here are those of `aft_full`.
 
@@ -173,8 +173,8 @@ def aft_conv(
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
             (the same in double precision and O(N^2 dim) memory), or 'auto': the first of 'difference', 'convolution'
-            and 'pairs' that is exact, which is looked up on the CPU; elsewhere, and in graphs, 'convolution'. To both
-            convolutions weights more than 70 below the largest, or below the 0 outside, count as 70 below it.
+            and 'pairs' that is exact, which is looked up on the CPU; elsewhere, and in graphs, 'convolution'. Both
+            convolutions count weights more than 70 below the largest, or below the 0 outside, as 70 below it.
 
     Returns, raises: as `aft_full`.
     """

@@ -44,7 +44,7 @@ class LSHAttention(Mixer, KeepConstants):
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
         bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens attend to each other as one bucket,
             exactly. Chunks have twice this size.
-        rounds: how often tokens are hashed; more find more of the pairs, in as much more time.
+        rounds: how often tokens are hashed; more rounds find more pairs and take proportionally longer.
 
     Raises:
         ValueError: heads that do not divide the width; a bucket size or rounds below 1; a position with other terms

@@ -24,8 +24,7 @@ class LSHVisionTransformer(RelVisionTransformer):
     Args:
         rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or one of your own that returns a
             bias alone.
-        bucket_size: tokens per bucket, on average; smaller images than 2 `bucket_size` have one, full attention.
-        rounds: how often tokens are hashed.
+        bucket_size, rounds: see `LSHAttention`.
         **kwargs: see `RelVisionTransformer`, but for `backend`.
 
     Raises:

@@ -100,13 +100,11 @@ def restore(model: nn.Module) -> nn.Module:
         module.__class__ = then.kind
         _put_back(vars(module), then.attributes)
         prefix = f"{name}." if name else ""
-        parameters, buffers, modules = (then.members[kind] for kind in MEMBERS)
-        _put_back(module._parameters, {key: _parameter(part, tables, prefix + key) for key, part in parameters.items()})
-        _put_back(module._buffers, {key: _buffer(part, module) for key, part in buffers.items()})
-        made = {key: _module(part, tables, f"{prefix}{key}.", module.training) for key, part in modules.items()}
-        _put_back(module._modules, made)
-        renewed += [module] if buffers else []
-        renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
+        for kind in MEMBERS:
+            made = {key: _renewed(part, tables, prefix + key, module) for key, part in then.members[kind].items()}
+            _put_back(vars(module)[kind], made)
+            renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
+        renewed += [module] if then.members["_buffers"] else []
     delattr(model, RECORD)
     for module in renewed:
         # timm computes all buffers that a state dict leaves out in this method.
@@ -150,24 +148,19 @@ def _gone(record: Mapping[str, Before]) -> Iterator[tuple[str, Tensor]]:
                 yield path, part
 
 
-def _parameter(skeleton: Any, tables: Mapping[str, Tensor], name: str) -> Any:
-    return nn.Parameter(tables[name], skeleton.requires_grad) if isinstance(skeleton, nn.Parameter) else skeleton
-
-
-def _buffer(skeleton: Any, owner: nn.Module) -> Any:
-    if not isinstance(skeleton, Tensor):
-        return skeleton
-    like = next(owner.parameters())
-    dtype = like.dtype if skeleton.is_floating_point() else skeleton.dtype
-    return torch.empty_like(skeleton, device=like.device, dtype=dtype)
-
-
-def _module(skeleton: Any, tables: Mapping[str, Tensor], prefix: str, training: bool) -> Any:
-    if not isinstance(skeleton, nn.Module):
-        return skeleton
-    state = {leaf: tables[prefix + leaf] for leaf in skeleton.state_dict()}
-    like = next(iter(state.values()))
-    # `half()` or `to(device)` may have converted the model since the skeleton was recorded.
-    module = copy.deepcopy(skeleton).to(like.dtype).to_empty(device=like.device).train(training)
-    module.load_state_dict(state)
-    return module
+def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Module) -> Any:
+    """Return a tensor or module of the original, which `_skeleton` has recorded, for its owner; anything else stays."""
+    if isinstance(part, nn.Parameter):
+        return nn.Parameter(tables[path], part.requires_grad)
+    if isinstance(part, nn.Module):
+        state = {leaf: tables[f"{path}.{leaf}"] for leaf in part.state_dict()}
+        like = next(iter(state.values()))
+        # `half()` or `to(device)` may have converted the model since the skeleton was recorded.
+        module = copy.deepcopy(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
+        module.load_state_dict(state)
+        return module
+    if isinstance(part, Tensor):
+        like = next(owner.parameters())
+        dtype = like.dtype if part.is_floating_point() else part.dtype
+        return torch.empty_like(part, device=like.device, dtype=dtype)
+    return part

@@ -193,9 +193,15 @@ def test_without_gradients_there_is_no_recomputation(monkeypatch):
     with torch.inference_mode():
         assert_same(model(X), expected, atol=0)
     # Graphs hold plain operations.
-    assert_same(torch.export.export(model.eval(), (X,)).module()(X), expected, atol=1e-9)
     nodes = create_feature_extractor(model, ["blocks.0.attn", "head"])
     assert_same(nodes(X)["head"], expected, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_exported(monkeypatch):
+    monkeypatch.setattr("relvit.families.reversible.blocks.ReversibleBlock", None)
+    model = build(depth=1).eval()
+    assert_same(torch.export.export(model, (X,)).module()(X), model(X), atol=1e-9)
 
 
 def test_refusals():

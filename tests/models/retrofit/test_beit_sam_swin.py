@@ -10,12 +10,9 @@ from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
 from timm.models._features import FeatureGetterNet
 
 import relvit
-from relvit.layers import LowRankPosition2d
 from relvit.layers.positions import ContinuousPosition2d
 from relvit.models import set_reach
 from relvit.models.weights.transfer import Weights, transfer_weights
-from relvit.ops import make_grid
-from relvit.ops.reference.attention import pair_bias
 
 SWINS = ("swin", "swinv2")
 # Patches of 8 px, windows of Swin of 3 x 4 patches of 2 px; smaller and larger than trained.
@@ -238,19 +235,3 @@ def test_absolute_embeddings_are_dropped_and_causality_is_refused():
     assert torch.isfinite(model(images(*SIZES[0]))).all()
     with pytest.raises(ValueError, match="RetrofittedBeit has no causal attention: give it as attn_mask"):
         model.forward_features(images(), is_causal=True)
-
-
-def test_factors_of_a_low_rank_take_the_bias_over():
-    model, x = imported(build("beit")), images()
-    expected, grid = model(x), make_grid(3, 2)
-    errors = {}
-    for rank in (2, 6):
-        for block in model.blocks:
-            position = LowRankPosition2d(12, 2, rank=rank, grid_size=(3, 2)).double()
-            bias = pair_bias(block.attn.position(grid), grid, grid, x.new_zeros(1))[0]
-            errors[rank] = float(position.load_bias(bias.detach()).max())
-            if rank == 6:
-                block.attn.position = position
-    assert 0.01 < errors[2] < 1
-    assert errors[6] < 1e-10
-    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-9)

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
-# Class of a model -> file and class of what the model becomes. Names need no library that is not installed.
+# Class of a model -> file and class that it becomes. Names need no import of a library that may be missing.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",
@@ -45,7 +45,7 @@ REFUSED = {
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
 }
 # Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
-# A family may need more than its library.
+# A family of models may need a newer version than its library.
 VERSIONS = {
     "transformers": ">=5.4,<6",
     "transformers.models.beit": ">=5.10,<6",
@@ -79,7 +79,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
 
 
 def refusal_of(model_class: type) -> str | None:
-    """Return why a model of this class is known to be none that can be retrofitted, or None."""
+    """Return the known reason why a model of this class cannot be retrofitted, or None."""
     return next((why for name, why in REFUSED.items() if _full_name(model_class).startswith(name)), None)
 
 

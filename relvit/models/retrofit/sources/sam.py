@@ -133,7 +133,7 @@ class SamEncoder(OwnPositions):
 
 
 def on_canvas(embedding: Tensor, rows: int, columns: int) -> Tensor:
-    """Resize an embedding (1, H, W, dim) to the least canvas of its proportions around a grid, and cut it to that."""
+    """Resize an embedding (1, H, W, dim) to the smallest canvas that holds a grid, and cut it to the grid."""
     height, width = embedding.shape[1], embedding.shape[2]
     if rows * width >= columns * height:
         canvas = (rows, -(-width * rows // height))

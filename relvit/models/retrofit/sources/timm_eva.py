@@ -27,7 +27,7 @@ class RetrofittedEva(Retrofitted, TimmAbsoluteEmbedding, Eva):
             self.rope.__class__ = ANY_SIZE_ROPES[type(self.rope)]
 
     def _pos_embed(self, x: Tensor) -> tuple[Tensor, GridArgument | list[GridArgument]]:
-        """timm's, but with the grid in the `rope` of the blocks: one for each block, or one for all."""
+        """Embed tokens as timm does, and put the grid into the blocks' `rope`: one for each block, or one for all."""
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         rope = None if self.rope is None else self.rope.get_embed(shape=(grid.height, grid.width))
         x = self.pos_drop(self.embed_tokens(x))

@@ -58,7 +58,7 @@ class BeitTables(LayerTables):
 class GridBias(NamedTuple):
     """The grid, which layers hand on in place of a bias of N x N, and a mask.
 
-    The source adds up the shared bias, a block's own and the mask, in this order; so can these be added.
+    The source adds the shared bias, a block's own bias and the mask in this order, and objects of this class likewise.
     """
 
     grid: Grid
