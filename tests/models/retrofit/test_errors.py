@@ -166,10 +166,13 @@ RESTORED = {
     "not retrofitted": (lambda: build("sam"), "VisionTransformerSAM has not been retrofitted$"),
     "a part is": (retrofitted_sam, r"its vision_encoder has: relvit\.restore\(model\.vision_encoder\)"),
     "added tables": (lambda: relvit.retrofit(build("dinov2")), "no place for the tables that retrofit added"),
-    "dropped": (
-        lambda: relvit.retrofit(build("sam absolute"), abs_pos="drop"),
-        "cannot be restored: abs_pos='drop' has removed pos_embed",
-    ),
+    **{
+        f"{case} dropped": (
+            lambda case=case: relvit.retrofit(build(case), abs_pos="drop"),
+            "cannot be restored: abs_pos='drop' has removed pos_embed",
+        )
+        for case in ("sam absolute", "beit both")
+    },
     "sums": (
         lambda: relvit.retrofit(build("beit both")),
         r"blocks\.0\.attn\.relative_position_bias_table was added to the tables of blocks\.0\.attn",

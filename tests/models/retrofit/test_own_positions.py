@@ -143,8 +143,9 @@ def test_half_precision_training_mode_and_pickles(case):
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_blocks_that_were_pruned_stay_away():
-    model = relvit.retrofit(build("sam"))
+@pytest.mark.parametrize("case", ["sam", "beit"])
+def test_blocks_that_were_pruned_stay_away(case):
+    model = relvit.retrofit(build(case))
     model.prune_intermediate_layers([0])
     relvit.restore(model)
     assert len(model.blocks) == 1
