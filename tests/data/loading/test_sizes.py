@@ -143,7 +143,7 @@ def test_refused(images, given, message):
 
 def trained(images, callbacks=(), limit_val_batches=1.0, **options):
     data = data_at(images, **options.pop("data", {}))
-    model = ImageClassifier("test_relvit", 2, img_size=16, model_kwargs={"patch_size": 8}, **options)
+    model = ImageClassifier("test_relvit", 2, img_size=16, model_kwargs={"patch_size": 8, "depth": 1}, **options)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     kept = {"max_epochs": 2, "accelerator": "cpu", "callbacks": [*callbacks], "limit_val_batches": limit_val_batches}
     trainer = Trainer(**kept, **quiet)
