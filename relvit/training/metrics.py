@@ -5,7 +5,7 @@ The metrics of a test's report are in `relvit.evaluation.outcomes`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed
@@ -96,8 +96,9 @@ class EpochMetrics(LightningModule):
         return _gather_states(self._metrics_at_step if within_epoch else {})
 
     def restore_metrics(self, stored: list[States]) -> None:
-        """Resume with the metrics of a checkpoint."""
-        self._metrics_at_step = _states_of_process(stored, self.global_rank, self.trainer.world_size)
+        """Resume with the metrics of a checkpoint, in each process with its own."""
+        # The number of processes changes only between epochs, where there are no metrics to restore.
+        self._metrics_at_step = stored[self.global_rank] if len(stored) == self.trainer.world_size else {}
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()
             _restore_states(metrics, self._metrics_at_step)
@@ -170,20 +171,6 @@ def _gather_states(states: States) -> list[States]:
     gathered: list[States] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(gathered, own)
     return gathered
-
-
-def _states_of_process(stored: Sequence[States], rank: int, world: int) -> States:
-    """Select the states with which a process resumes: its own, as sums in another order differ in the last digits.
-
-    If the number of processes has changed, the first process gets the sums of all states.
-    """
-    if len(stored) == world:
-        return stored[rank]
-    summed: States = {}
-    for name, state in (item for states in stored for item in states.items() if rank == 0):
-        before = summed.get(name)
-        summed[name] = dict(state) if before is None else {key: before[key] + state[key] for key in state}
-    return summed
 
 
 def _restore_states(metrics: MetricCollection, states: Mapping[str, Mapping[str, Any]]) -> None:

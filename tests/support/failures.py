@@ -11,7 +11,7 @@ DISK, SPARE = "FULL_DISK", "FULL_DISK_SPARE"
 
 
 def fill(disk, spare=0):
-    """Leave so many bytes of a disk."""
+    """Fill a disk but for a number of bytes."""
     with open(disk / "filler", "wb", buffering=0) as file:
         try:
             while True:
@@ -22,7 +22,7 @@ def fill(disk, spare=0):
 
 
 class Fill(Callback):
-    """Fills the disk in the second epoch, as the environment says."""
+    """Fill the disk that the environment names in the second epoch."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1 and DISK in os.environ:
@@ -30,7 +30,7 @@ class Fill(Callback):
 
 
 class KillWorker(Callback):
-    """Kills a process that loads images to train on, in the second epoch of a training that did not begin in it."""
+    """Kill a worker of the training's loader in the second epoch, unless the training resumes there."""
 
     def on_train_start(self, trainer, pl_module):
         self.begun = trainer.current_epoch
@@ -43,7 +43,7 @@ class KillWorker(Callback):
 
 
 class Stop(Callback):
-    """Presses Ctrl-C before the second batch of the second epoch, in a training that did not begin in it."""
+    """Press Ctrl-C before the second batch of the second epoch, unless the training resumes there."""
 
     def on_train_start(self, trainer, pl_module):
         self.begun = trainer.current_epoch

@@ -80,13 +80,13 @@ def in_terminal(arguments, folder, columns=160, seconds=240, fork=True):
 
 
 def as_torchrun(count=2):
-    """The environment variables that torchrun gives to each of so many processes."""
+    """Return the environment variables that torchrun gives to each of its processes."""
     common = _meeting() | {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(count), "WORLD_SIZE": str(count)}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 def as_srun(count=2):
-    """The environment variables that srun gives to each of so many tasks on one machine."""
+    """Return the environment variables that srun gives to each of its tasks on one machine."""
     common = _meeting() | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "relvit", "SLURM_NODEID": "0"}
     common |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NUM_NODES": "1"}
     return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(count)]
@@ -116,7 +116,7 @@ class Ranks:
         ]
 
     def finish(self, seconds=120):
-        """The exit statuses; whoever takes longer is killed, and it is an error."""
+        """Return the exit statuses; a process that takes longer is killed, which fails the test."""
         for process in self.processes:
             process.join(seconds)
         alive = [i for i, process in enumerate(self.processes) if process.is_alive()]
@@ -126,7 +126,7 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
     def text(self):
-        """All that they have written."""
+        """Return the output of all processes."""
         return "\n".join(log.read_text() for log in self.logs)
 
 
@@ -160,10 +160,10 @@ def _run(function, arguments, folder, environment, out, err):
         sys.stdin = open(out)  # noqa: SIM115
     os.environ.update(environment)
     os.chdir(folder)
-    # Lightning looked for it when it was imported, in another process.
+    # Lightning has set the rank when another process imported it.
     rank_zero_only.rank = int(environment.get("RANK", environment.get("SLURM_PROCID", 0)))
     torch.set_num_threads(1)
-    # Otherwise the loader's workers would come from a fork server as well, and import everything anew.
+    # By a fork server the loader's workers would import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     if function is None:

@@ -13,7 +13,7 @@ NAMES = [f"class {i}" for i in range(7)]
 # Arguments of a small model of timm, and of a small one of relvit.
 VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 KWARGS = VIT | {"max_distance": 1}
-# A model whose patches halt; its probabilities are large enough for some to do so at once.
+# A model whose patches halt, some of them at the first step.
 HALTING = {
     "model": "test_relvit_universal",
     "model_kwargs": {"depth": 3, "halting": "act", "halting_bias": 0.3},
@@ -40,7 +40,7 @@ class Noise(LightningDataModule):
 
 
 class Record:
-    """Learning rates, norms of gradients, and the weights after, of every optimiser step."""
+    """The learning rate, the norm of the gradients and the new weights of every optimiser step."""
 
     def __init__(self, module):
         self.rates, self.norms, self.weights = [], [], []
@@ -71,7 +71,7 @@ def record_steps(module, note):
 
 
 def assert_close(ours, theirs, **tolerances):
-    """Compare tensors by name; exactly without tolerances."""
+    """Compare tensors by name; without tolerances they must be equal."""
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         options = tolerances or {"atol": 0, "rtol": 0}
@@ -91,14 +91,14 @@ def train(module, data=None, ckpt_path=None, **kwargs):
 
 
 def train_and_save(path, module, data=None, ckpt_path=None, **kwargs):
-    """Train, write a checkpoint that describes itself as those of `relvit fit` do, and return the trainer."""
+    """Train, write a checkpoint with the description that `relvit fit` writes, and return the trainer."""
     trainer = train(module, data, ckpt_path, callbacks=[DescribeCheckpoint()], **kwargs)
     trainer.save_checkpoint(path)
     return trainer
 
 
 class NoiseImages(ImageData):
-    """So many random images of 7 classes in all splits, in batches of 4, through relvit's own loaders."""
+    """Random images of 7 classes, the same in all splits, in batches of 4, through relvit's own loaders."""
 
     def __init__(self, count, in_order=False, batch_size=4, **options):
         own = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -115,19 +115,19 @@ class NoiseImages(ImageData):
         return TensorDataset(self.images, self.labels)
 
     def train_dataloader(self):
-        """In order: step i of two devices has the images of step i of one with the double batch."""
+        """With `in_order`, step i on two devices has the images of step i on one device with the double batch."""
         if not self.in_order:
             return super().train_dataloader()
         world, rank = self.trainer.world_size, self.trainer.global_rank
         return DataLoader(self.dataset("train"), self.batch_size, sampler=range(rank, len(self.images), world))
 
     def indices(self, images):
-        """Which images these are."""
+        """Find the indices of images."""
         return [int((self.images == image).flatten(1).all(1).nonzero()) for image in images]
 
 
 class SeveralLabels(NoiseImages):
-    """Images of any number of the 7 classes, of the last class one."""
+    """Images of any number of the 7 classes; the last class has one image."""
 
     multi_label = True
 

@@ -1,4 +1,4 @@
-"""Trainings and evaluations in two processes (gloo, on the CPU), whose results a test compares with those of one."""
+"""Trainings and evaluations in two processes (gloo, on the CPU), which a test compares with those in one process."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ REVERSIBLE = {"reversible": True, "depth": 3}
 
 
 def fit(module, data=None, **kwargs):
-    """Two epochs of 16 images in order, four in each process and step."""
+    """Train for two epochs on 16 images in order, four in each process and step."""
     options = {"max_epochs": 2, "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
     return train(module, data or NoiseImages(16, in_order=True), **options | kwargs)
@@ -25,7 +25,7 @@ def content(path):
 
 
 def alone(**options):
-    """The training of `fit` in one process with the double batch."""
+    """Train as `fit` does, in one process with the double batch."""
     module = build(**options)
     record = Record(module)
     data = NoiseImages(16, in_order=True, batch_size=8)
@@ -52,7 +52,7 @@ class Shown(Callback):
 
 
 def evaluate(count, multi_label):
-    """Validation and test of freshly built weights on so many images."""
+    """Validate and test after one step, on a number of images."""
     module, data = build(multi_label=multi_label), (SeveralLabels if multi_label else NoiseImages)(count)
     trainer = fit(module, data=data, max_epochs=1, limit_train_batches=1)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -61,7 +61,7 @@ def evaluate(count, multi_label):
 
 
 def steps(folder, name, **options):
-    """Weights and rates of each step, and a checkpoint of the end."""
+    """Return weights and rates of each step, and write a checkpoint at the end."""
     module = build(**STEP, **options)
     record = Record(module)
     fit(module).save_checkpoint(folder / f"{name}.ckpt")
@@ -69,7 +69,7 @@ def steps(folder, name, **options):
 
 
 def distilled(folder, name, **options):
-    """The same beside a teacher, and what both were shown."""
+    """Return the weights of each step with a teacher, and the images of student and teacher."""
     module = build(**STEP, teacher=str(folder / "teacher"), **options)
     record, shown = Record(module), Shown()
     fit(module, callbacks=[shown]).save_checkpoint(folder / f"{name}.ckpt")
@@ -78,7 +78,7 @@ def distilled(folder, name, **options):
 
 
 def with_batch_norm():
-    """Validation within a training of a network whose buffers DDP broadcasts, on images that do not divide."""
+    """Validate a network with buffers, which DDP broadcasts, on an odd number of images."""
     module = build()
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
     metrics = fit(module, data=NoiseImages(17), max_epochs=1).callback_metrics
@@ -86,7 +86,7 @@ def with_batch_norm():
 
 
 def order():
-    """Images of each epoch, in the order in which this process trained on them."""
+    """Return the images of each epoch in the order in which this process trained on them."""
     module, data, seen = build(warmup_epochs=0), NoiseImages(12), []
     record_steps(module, lambda batch, _: seen.append((module.current_epoch, data.indices(batch[0]))))
     fit(module, data=data)

@@ -10,7 +10,7 @@ FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
 @pytest.fixture(scope="module")
 def plain():
-    """The weights, and the metrics, of a few steps."""
+    """The weights and the metrics after a few steps."""
     module = build(**OPTIONS)
     metrics = train(module, **FEW).callback_metrics
     return {name: value.clone() for name, value in module.state_dict().items()}, metrics
@@ -44,9 +44,9 @@ def test_training_on_mixed_images_is_named_so_and_mixes_anew_at_every_step():
     assert {"train/acc1_mixed", "train/acc5_mixed", "val/acc1"} <= set(trainer.callback_metrics)
     assert "train/acc1" not in trainer.callback_metrics
     assert [tuple(targets.shape) for targets in seen] == [(4, 7)] * 4
-    # The same images in both epochs, mixed in other ways.
+    # Both epochs have the same images, mixed in other ways.
     assert not torch.equal(seen[0], seen[2])
-    # The larger part counts as the class; a step outside a training.
+    # The larger part of a mixed image counts as its class, as a single step shows.
     module = build(mixup=0.8)
     module.log_dict, module.trainer = lambda *args, **kwargs: None, trainer
     module.mixing, images = None, torch.randn(2, 3, 8, 12)
@@ -59,7 +59,7 @@ def test_channels_last_gives_the_same_numbers(plain):
     module = build(channels_last=True, ema_decay=0.9, **OPTIONS)
     train(module, **FEW)
     assert module.net.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
-    # The keys' bias has no gradient but rounding, which Adam blows up.
+    # The gradient of the keys' bias is mere rounding, which Adam amplifies.
     assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The private attribute of Lightning that relvit reads still answers what it is asked."""
+"""The private attribute of Lightning that relvit reads says when a validation is due."""
 
 from lightning.pytorch.callbacks import LambdaCallback
 from small_training import build, train

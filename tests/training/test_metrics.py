@@ -13,13 +13,13 @@ BAR_OFF = "--trainer.enable_progress_bar=false"
 
 @pytest.mark.slow
 def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
-    """Through training and validation, and the test of the best checkpoint at the end."""
+    """A bar reads metrics in training, in validation and in the test of the best checkpoint."""
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *(a for a in TINY if a != BAR_OFF)]
     # 18 images in batches of 5 on each of two processes: the last batch is smaller.
     arguments += ["--data.batch_size=5", "--model.warmup_epochs=0", "--runs=runs", "--trainer.max_epochs=2"]
     ranks = Ranks([*arguments, "--trainer.callbacks=failures.MetricReader"], tmp_path, as_torchrun())
     assert ranks.finish(seconds=90) == [0, 0], ranks.text()
-    # Not every bar prints what a module prints.
+    # Only the main process prints.
     assert ranks.text().count("effective batch") == 1
     assert ranks.text().count("18 training images: cat 6, dog 6, owl 6") == 1
     assert "Test accuracy" in ranks.text()

@@ -1,4 +1,4 @@
-"""Multi-label metrics against scikit-learn and brute force; what a training keeps of them, resumed and in one go."""
+"""Multi-label metrics against scikit-learn and brute force, and thresholds in checkpoints and resumed trainings."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_no_other_threshold_has_a_better_f1(scored):
     found = multi_label_metrics(scores, labels)
     assert found.threshold[5] == 0.5
     for c in range(5):
-        # From high to low: of equally good ones the first.
+        # Thresholds are tried from high to low, and the first of equally good ones counts.
         others = np.unique(scores[:, c])[::-1]
         f1 = [sklearn.metrics.f1_score(labels[:, c], scores[:, c] >= t) for t in others]
         best = int(np.argmax(f1))
@@ -69,7 +69,7 @@ def test_the_metric_of_batches_is_that_of_all_images(scored):
 def test_classes_above_their_thresholds():
     probabilities = torch.tensor([[0.25, 0.9, 0.6], [0.1, 0.1, 0.1], [0.7, 0.4, 0.7]])
     assert Several([0.25, 0.5, 0.65]).classes(probabilities, 1) == [[1, 0], [], [0, 2]]
-    # Higher by less than single precision.
+    # The first threshold exceeds the probability by less than single precision can express.
     assert Several([float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]).classes(probabilities, 1) == [[], [], [0]]
 
 

@@ -13,7 +13,7 @@ from scripts import load
 pytestmark = pytest.mark.slow
 
 PROOF = load("resume_proof")
-# The processes find it by name.
+# The processes import this module by its name.
 sys.path.append(str(ROOT / "tools"))
 WHOLE = PROOF.EPOCHS * PROOF.BATCHES
 
@@ -39,7 +39,7 @@ def counting(folder, name, launcher=as_torchrun, **second):
 
 
 def steps(folder, name):
-    """Batches of each process."""
+    """Count the batches of each process."""
     return [(folder / f"{name}.{rank}").stat().st_size for rank in (0, 1)]
 
 
@@ -104,7 +104,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert ranks.finish() == [1]
     assert "relvit fit: error: RuntimeError: DataLoader worker (pid" in ranks.text()
     last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    # It is noticed at once, or where the next batch is missing.
+    # PyTorch notices the end of the worker at once, or where the next batch is missing.
     assert last["position"]["epoch"] == 1
     assert 1 <= last["position"]["batch"] < 14
     assert Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, [{}]).finish() == [0]
@@ -113,7 +113,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
 
 
 def test_torchrun_and_all_its_processes_are_stopped(images, tmp_path):
-    # Both count in one file.
+    # Both processes count in one file.
     count = tmp_path / "steps"
     environment = {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(count)}
     process = start([*flags(images, tmp_path), "--trainer.max_epochs=1000"], tmp_path, TORCHRUN, env=environment)

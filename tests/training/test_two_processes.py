@@ -22,7 +22,7 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The folder of checkpoints, and what each of the two processes found."""
+    """The folder of checkpoints, and the results of each of the two processes."""
     folder = tmp_path_factory.mktemp("two")
     torch.manual_seed(3)
     # A teacher of other weights than the student's, with large logits.
@@ -72,7 +72,7 @@ def test_two_devices_make_the_steps_of_one_with_the_double_batch(found, name, op
     record, trainer = alone(**STEP, **options)
     for rank in ranks:
         assert rank[name]["rates"] == pytest.approx(record.rates)
-        assert rank[name]["rates"][0] == pytest.approx(0.05)  # 0.1 for 16 images, but 8
+        assert rank[name]["rates"][0] == pytest.approx(0.05)  # lr is 0.1 for 16 images
         assert len(rank[name]["steps"]) == len(record.weights) == 4
         for ours, theirs in zip(rank[name]["steps"], record.weights, strict=True):
             assert_close(ours, theirs, **CLOSE)
@@ -112,7 +112,7 @@ def test_the_teacher_sees_what_the_student_sees_and_stays(kind, found):
 
 
 def test_validation_within_a_training_with_batch_norm(found):
-    # 17 images: nine and eight, three batches of four at most and two.
+    # The processes have nine and eight of 17 images, in three and two batches.
     first, second = (rank["batch norm"] for rank in found[1])
     assert first == second
     assert first["val/acc1"] * 17 == pytest.approx(round(first["val/acc1"] * 17), abs=1e-4)

@@ -26,7 +26,7 @@ def test_waiting_and_speed(monkeypatch):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), world_size=1)
     assert measure.measured(trainer) == {}
     measure.on_train_start(trainer, None)
-    # An epoch after a validation that took long.
+    # The second epoch follows a validation that took long.
     for before in (0, 50):
         clock.now += before
         measure.on_train_epoch_start(trainer, None)
@@ -45,7 +45,7 @@ def test_waiting_and_speed(monkeypatch):
 
 def test_lightning_calls_it_for_every_image_and_after_those_that_save(monkeypatch):
     module, measure, found = build(), Telemetry(), []
-    # Every look at the clock is a second after the last one: six batches take twelve.
+    # Every reading of the clock is a second later than the last one: six batches take twelve.
     monkeypatch.setattr("relvit.training.callbacks.telemetry.time", SimpleNamespace(perf_counter=count().__next__))
     module.on_train_epoch_end = lambda: found.append(12 * measure.measured(module.trainer)["system/images_per_second"])
     options = {"callbacks": [measure], "enable_checkpointing": True, "accumulate_grad_batches": 2}

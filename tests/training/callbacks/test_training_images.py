@@ -1,4 +1,4 @@
-"""The sheet of training images: what it shows, and that the training goes on as without."""
+"""The sheet of training images: its pictures, and a training that goes on as it would without the sheet."""
 
 import random
 import shutil
@@ -17,19 +17,19 @@ from relvit.training.callbacks import training_images
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """What would be drawn."""
+    """The arguments of each sheet, which is not drawn."""
     drawn = []
     monkeypatch.setattr(training_images, "plot_sheet", lambda *arguments, **options: drawn.append(arguments))
     return drawn
 
 
 def fit_of(data):
-    """What a callback sees of the trainer and of the module."""
+    """Stand-ins for the trainer and the module of a callback."""
     return SimpleNamespace(datamodule=data, is_global_zero=True), SimpleNamespace(mixing=None)
 
 
 def test_shows_the_first_images_as_the_model_sees_them(photos, tmp_path, sheets):
-    """Every one, with its class, and with whatever the augmentation has drawn for it; random numbers stay."""
+    """The sheet has every image as it was augmented, with its class, and changes no random state."""
     seen, states = [], []
 
     class Watch(TrainingImages):
@@ -71,7 +71,7 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
 
 
 def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets, monkeypatch):
-    """CIFAR's come augmented as a batch; here they are noise."""
+    """Images of CIFAR are augmented as a batch; here noise stands in for them."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8))
     noise = StackedImages(pixels, [i % 10 for i in range(40)], data.train_transform)

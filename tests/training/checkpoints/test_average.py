@@ -1,4 +1,4 @@
-"""The mean of checkpoints against NumPy, tensor by tensor; and what has no mean."""
+"""The mean of checkpoints against NumPy, tensor by tensor, and checkpoints that have no mean."""
 
 import contextlib
 import re
@@ -49,7 +49,7 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
     assert set(content) == {"state_dict", "state_dict_ema", "relvit", "pytorch-lightning_version"}
     record = content["relvit"]
     assert record["average_of"] == [str(path) for path in paths]
-    # Which network it is and what it is shown, nothing about a training that it has not had.
+    # The description says which network and data these are, and nothing about a training.
     known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit", "multi_label")
     assert record["model"] == {name: contents[0]["relvit"]["model"][name] for name in known}
     assert record["data"] == contents[0]["relvit"]["data"]

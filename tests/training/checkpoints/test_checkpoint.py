@@ -1,4 +1,4 @@
-"""The `Checkpoint` type, of a checkpoint of version 0.1."""
+"""The `Checkpoint` type, tested with a checkpoint that relvit 0.1 wrote."""
 
 import re
 from dataclasses import replace

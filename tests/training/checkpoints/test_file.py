@@ -37,7 +37,7 @@ def test_a_new_one_takes_the_place_of_the_old_one(tmp_path):
         write_checkpoint(content, path)
         same(path, content)
     assert os.listdir(tmp_path) == ["x.ckpt"]
-    # Readable by others, as any file that is simply opened.
+    # Others may read the file, as any file that is simply opened.
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -63,7 +63,7 @@ def test_a_full_disk_is_called_one(tmp_path):
     path = tmp_path / "x.ckpt"
     write_checkpoint(OLD, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The system's stand-in for it: no file may grow beyond a megabyte.
+    # In place of a full disk the system lets no file grow beyond a megabyte.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
@@ -86,7 +86,7 @@ def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, link
         lightning_module=layer, optimizers=[torch.optim.AdamW(layer.parameters())], is_global_zero=True
     )
     monkeypatch.setattr("relvit.training.checkpoints.file.has_links", lambda folder: links)
-    # Weights and two numbers of AdamW for each, in MB; and the average.
+    # AdamW keeps two numbers for each weight; the size is in MB.
     size = 12 if ema is None else 16
 
     def fits(megabytes):
@@ -102,7 +102,7 @@ def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, link
     with pytest.raises(DiskSpaceError, match=rf"takes about {size}\.0 MB and {copies} of them have to fit"):
         check_disk_space(tmp_path / "checkpoints", trainer)
     assert fits(copies * size)
-    # One that is there already, by two names, leaves one less to fit.
+    # An existing checkpoint, which has two names here, reduces the space that is needed by one.
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     os.link(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "epoch.ckpt")
@@ -169,7 +169,7 @@ def test_damaged_files_are_refused(tmp_path):
         largest = max(tensors, key=lambda entry: entry.file_size)
         start = original.index(archive.read(largest))
     damages = {
-        # What PyTorch reads without a word: the signs of all numbers of a tensor, and bytes of 0xff.
+        # PyTorch reads these without an error: other signs of the numbers of a tensor, and bytes of 0xff.
         "signs": bytes(byte ^ 0x80 if n % 4 == 3 else byte for n, byte in enumerate(original[start : start + 64])),
         "ones": b"\xff" * 64,
     }

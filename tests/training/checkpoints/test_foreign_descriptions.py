@@ -1,4 +1,4 @@
-"""A checkpoint, a published folder or a repository of the hub from elsewhere does not choose what is loaded."""
+"""A foreign checkpoint, published folder or repository of the hub cannot choose the weights that are loaded."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def test_folders_that_choose_weights_are_refused(fails):
 
 
 def test_the_hub_likewise(monkeypatch):
-    """What is read of a repository is its config.json, in the place of a download here."""
+    """The function that downloads a config.json is replaced."""
     config = {"mean": (0.5,)}, "test_relvit", {"checkpoint_path": "secret.pth"}
     monkeypatch.setattr("relvit.training.checkpoints.pretrained.load_model_config_from_hf", lambda name: config)
     with pytest.raises(ValueError, match=r"config.json of hf-hub:someone/else must not hold 'checkpoint_path'"):

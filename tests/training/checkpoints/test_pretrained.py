@@ -1,4 +1,4 @@
-"""Pretrained weights: their sources, and when they are loaded."""
+"""Pretrained weights: files, folders, addresses and names of timm, and the time at which they are loaded."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_files_and_folders_of_weights(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     save_file(vit.state_dict(), tmp_path / "a.safetensors")
     torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
-    # As timm's training script wraps them, with an average.
+    # The training script of timm writes such files with averaged weights.
     torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
         assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
@@ -190,7 +190,7 @@ def test_a_note_about_another_normalisation(checkpoint):
 
 def test_normalisation_of_weights(checkpoint, tmp_path):
     assert Pretrained(str(checkpoint)).normalisation() == ((0.5,) * 3, (0.25,) * 3)
-    # Of timm's own table, without a download.
+    # timm has a table of these, so nothing is downloaded.
     assert Pretrained("vit_small_patch16_224.augreg_in21k").normalisation() == ((0.5,) * 3, (0.5,) * 3)
     assert Pretrained("deit_small_patch16_224").normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.save({}, tmp_path / "plain.pth")
@@ -216,7 +216,7 @@ def test_a_training_fetches_each_address_once(options, length, run, photos, tmp_
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
     )
-    # Without --model.model the model is that of the pretrained weights.
+    # Without --model.model the pretrained weights choose the model.
     tiny = TINY if "--ckpt_path" in options else [option for option in TINY if not option.startswith("--model.model")]
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *tiny]
     for option in options:

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its curve, its use, what checkpoints hold, and that nothing is exchanged."""
+"""The moving average of the weights (EMA): its curve, its use in evaluation, its place in checkpoints."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OPTIONS = {"lr": 0.05, "warmup_epochs": 0, "min_lr": 0.05, "ema_decay": 0.9}
 
 
 def averages(weights, decay, warmup):
-    """The average after each step, written out, in float64."""
+    """Compute the average after each step by its formula, in float64."""
     result = weights[0].double()
     for t, weight in enumerate(weights[1:], start=2):
         d = min(decay, 1 - t ** (-2 / 3)) if warmup else decay

@@ -1,4 +1,4 @@
-"""Epochs in which the classifier alone is trained."""
+"""Frozen backbones: epochs in which the classifier alone is trained."""
 
 import pytest
 import torch

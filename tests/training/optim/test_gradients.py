@@ -26,7 +26,7 @@ class NoLength(Noise):
         return DataLoader(Streamed(), batch_size=4)
 
 
-# Six batches in an epoch, of which the last has three images.
+# An epoch has six batches, of which the last has three images.
 @pytest.mark.parametrize(
     ("data", "options", "windows"),
     [
@@ -69,7 +69,7 @@ def spoil_gradient(module, step):
     [
         ("loss", 1, "the loss is nan at step 3, in epoch 1: stopped before the optimiser"),
         ("gradient", 1, "the gradient's norm is inf at step 3, in epoch 1: stopped before the optimiser"),
-        # The third batch is the first of a pair, of which the second is fine.
+        # The third batch is the first of a pair; the losses of the second are finite.
         ("loss", 2, "the loss is nan at step 2, in epoch 1"),
     ],
 )
@@ -102,7 +102,7 @@ def test_skipped_steps_leave_weights_and_are_counted(kind):
     assert all(value.isfinite().all() for value in record.weights[-1].values())
     assert float(counted[0]["train/skipped_steps"]) == 1
     assert math.isfinite(counted[0]["train/grad_norm"])
-    # The schedule goes on: it is one of steps, taken or not.
+    # The schedule counts a skipped step as well.
     assert record.rates[3] < record.rates[2] < record.rates[1]
 
 

@@ -75,7 +75,7 @@ def test_several_labels():
     for kind in ("ce", "bce"):
         loss = ClassificationLoss(7, kind, 0.1, multi_label=True)
         torch.testing.assert_close(loss(LOGITS, SEVERAL), entropy.float())
-        # Soft targets, as of mixup, are not smoothed further.
+        # Soft targets, such as those of mixup, are not smoothed further.
         torch.testing.assert_close(loss(LOGITS, targets.float()), entropy.float())
 
 

@@ -15,14 +15,14 @@ RATES = np.logspace(-7, 0, 100)
 
 
 def falling(at, rates=RATES):
-    """From 2 down to 1, steepest at a rate, over about a decade and a half."""
+    """Losses that fall from 2 to 1 over about a decade and a half, most steeply at a rate."""
     return 1 + 1 / (1 + (rates / at) ** 1.5)
 
 
 @pytest.mark.parametrize("at", [1e-5, 1e-3, 1e-2])
 @pytest.mark.parametrize(("noise", "explodes"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_steepest_fall_per_order_of_magnitude(at, noise, explodes):
-    """By its definition: for this curve the derivative by log(rate) is least where the rate is `at`."""
+    """For this curve the derivative by log(rate) is least where the rate is `at`."""
     for seed in range(5):
         losses = falling(at) + np.random.default_rng(seed).normal(0, noise, len(RATES))
         if explodes:
@@ -71,7 +71,7 @@ def test_the_rate_found_sets_the_whole_schedule_and_the_rest_is_as_before(tmp_pa
     trainer = train(module, max_epochs=2, callbacks=[finder], default_root_dir=tmp_path)
     assert len(finder.rates) == len(finder.losses) > 20
     found = steepest_fall(finder.rates, finder.losses)
-    # Batches of 4, the configured rate is for 16.
+    # The batches have 4 images, and the configured rate is for 16.
     assert module.hparams.lr / 4 == pytest.approx(found)
     assert module.plan.lr == pytest.approx(found)
     assert module.plan.steps == trainer.global_step == 12

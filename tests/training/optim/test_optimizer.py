@@ -1,4 +1,4 @@
-"""Parameter groups listed by name, and optimisers of timm by theirs."""
+"""Parameter groups against lists of names, and optimisers that timm builds by name."""
 
 import io
 

@@ -17,7 +17,7 @@ def test_closed_form():
 
 
 def curve(lr, min_lr, steps, warmup):
-    """Learning rate of every step, written out."""
+    """Compute the learning rate of every step by its formula."""
     rise = [lr * (step + 1) / (warmup + 1) for step in range(warmup)]
     fall = steps - warmup
     return rise + [min_lr + (lr - min_lr) * (1 + math.cos(math.pi * step / fall)) / 2 for step in range(fall)]

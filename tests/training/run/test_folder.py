@@ -1,4 +1,4 @@
-"""Folders of runs: no two runs share one."""
+"""Names of the folders of runs."""
 
 from datetime import datetime
 

@@ -1,4 +1,4 @@
-"""The images that a run records, of every kind of data, and what differs in those that a resume finds."""
+"""The images that a run records, for every kind of data, and differences that a resumed training reports."""
 
 import gzip
 import shutil
@@ -23,7 +23,7 @@ def photos(tmp_path):
 
 
 def difference(before, now, folder):
-    """What a resume with `now` says of a training on `before`."""
+    """Record a training on `before`, and return the message of a training that resumes with `now`."""
     digests = write_manifest(before, folder / FILE)
     assert digests == compute_digests(before)
     return describe_difference(digests, compute_digests(now), now, folder / FILE)
@@ -46,7 +46,7 @@ def test_images_that_are_put_aside_are_recorded(photos):
     names = {split: [image.name for image in data.manifest(split)] for split in ("train", "val")}
     assert [len(found) for found in names.values()] == [6, 6]
     assert names["val"] == [path.removeprefix("train/") for path, _ in data.held_out()]
-    # The same images: a change of what is put aside is one.
+    # Another fraction of the same images is a difference, too.
     assert "train: 3 added ('ant/003.png', " in difference(data, data_of(str(photos), val_fraction=0.25), photos)
 
 
@@ -84,7 +84,7 @@ def test_changed_folders(change, photos, tmp_path):
     assert difference(before, data_of(str(moved)), tmp_path) == ""
     spoil(moved)
     assert difference(before, data_of(str(moved)), tmp_path) == expected
-    # Without a manifest, or with that of another training, how many there are.
+    # Without a manifest, or with the manifest of another training, the message has their number alone.
     now = data_of(str(moved))
     split = expected.partition(":")[0]
     count = len(now.samples(split))

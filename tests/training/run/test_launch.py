@@ -20,13 +20,13 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 
 @pytest.fixture
 def surroundings(monkeypatch):
-    """Sets environment variables, and none else of Slurm or torchrun."""
+    """A function that sets environment variables and removes all others of Slurm and torchrun."""
 
     def put(variables):
         for name in list(os.environ):
             if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("MASTER_ADDR", "MASTER_PORT"):
                 monkeypatch.delenv(name)
-        # What the run itself may set is taken back as well.
+        # monkeypatch then restores a variable that the run itself may set.
         monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "")
         monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
         for name, value in variables.items():
@@ -53,7 +53,7 @@ def test_who_has_started_this(surroundings, variables, expected):
     if not variables or (expected and expected.by == "torchrun"):
         assert environment is None
     elif expected is None:
-        # Does not wait for others.
+        # The process does not wait for others.
         assert not environment.creates_processes_externally
     else:
         assert (environment.world_size(), environment.auto_requeue) == (16, False)
@@ -102,7 +102,7 @@ def test_one_process_in_a_job_of_many_tasks_does_not_wait(surroundings, photos, 
 
 
 def program(path, text):
-    """A shell script that stands in for a program."""
+    """Write a shell script that stands in for a program."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -113,7 +113,7 @@ def test_the_jobs_script_begins_goes_on_and_queues_again(tmp_path):
     script = ROOT / "configs" / "cluster" / "train.sbatch"
     options = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--signal=SIGUSR1@120", "--requeue", "--ntasks-per-node=8", "--gpus-per-node=8"} <= set(options)
-    # Stand-ins that write down how they were called; the training leaves a checkpoint and ends as asked.
+    # These stand-ins note their arguments; the training leaves a checkpoint and ends with the given status.
     program(tmp_path / "bin" / "scontrol", 'echo "scontrol $*" >> calls')
     leave = "mkdir -p runs/job_7/2026_x/checkpoints; touch runs/job_7/2026_x/checkpoints/last.ckpt"
     program(tmp_path / "bin" / "srun", f'printf "%q " srun "$@" >> calls; echo >> calls; {leave}; exit $STATUS')
