@@ -94,8 +94,9 @@ def test_changed_folders(change, photos, tmp_path):
         write_manifest(now, tmp_path / "other.csv.gz")
 
 
-# An empty file, bytes that are no gzip, bytes that are no text, and a file that is cut off.
-DAMAGED = (b"", b"x" * 99, gzip.compress(b"split\n\xff,x\n", mtime=0), gzip.compress(b"x" * 999, mtime=0)[:40])
+# An empty file, bytes that are no gzip, bytes that are no text, a file that is cut off, and one with wrong bytes.
+WHOLE = gzip.compress(b"split\n\xff,x\n", mtime=0)
+DAMAGED = (b"", b"x" * 99, WHOLE, WHOLE[:15], WHOLE[:10] + b"\xff" * 20)
 
 
 def test_a_damaged_manifest(photos, tmp_path):
