@@ -1,4 +1,4 @@
-"""`explain`: tabulate position, backend, its reason and stored memory of each attention layer; no Grad-CAM."""
+"""Tabulate position, backend, the reason for the backend and stored memory of each attention layer (`explain`)."""
 
 from __future__ import annotations
 

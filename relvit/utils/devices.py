@@ -1,4 +1,4 @@
-"""Find the device of a name such as cpu or auto; count processor cores, and tell whether others want them, too."""
+"""Find the device of a name such as cpu or auto; count processor cores, and note that other processes want them."""
 
 from __future__ import annotations
 

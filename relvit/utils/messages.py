@@ -22,7 +22,7 @@ EXTRAS = {
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.4) -> str | None:
     """Return the allowed name nearest to ``name``; None if no similarity reaches ``cutoff``, in 0..1."""
     allowed = list(allowed)
-    # By its letters `gpu` is nearest to `cpu`.
+    # The letters of `gpu` are nearest to `cpu`.
     if name in ("gpu", "gpus") and "cuda" in allowed:
         return "cuda"
     found = difflib.get_close_matches(name, allowed, n=1, cutoff=cutoff)

@@ -12,7 +12,7 @@ from typing import Any
 from relvit.utils.files import DISK_ERRORS, is_address
 from relvit.utils.messages import did_you_mean
 
-# A fetch is given up after so many seconds without a connection or without a byte. A complete file has no time limit.
+# A fetch stops after this number of seconds without a connection or without a byte. A complete file has no time limit.
 PATIENCE = 60
 
 
@@ -80,6 +80,6 @@ def _options(protocol: str) -> dict[str, Any]:
         return {}
     from aiohttp import ClientTimeout
 
-    # By default a file that takes more than five minutes is given up, and proxies of the environment are not used.
+    # By default aiohttp stops after five minutes, and does not use the proxies of the environment.
     timeout = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
     return {"client_kwargs": {"timeout": timeout, "trust_env": True}}

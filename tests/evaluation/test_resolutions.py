@@ -184,9 +184,8 @@ def test_sizes_that_one_cannot_take_are_left_out(best, vit, gmlp):
         assert 0 <= row["acc1_difference_se"] <= 1
     with pytest.raises(ValueError, match=reason):
         evaluate_sizes(gmlp, [16, 32], accelerator="cpu")
-    for path in ([best, vit], vit):
-        with pytest.raises(ValueError, match="20"):
-            evaluate_sizes(path, [16, 20], accelerator="cpu")
+    with pytest.raises(ValueError, match="20"):
+        evaluate_sizes([best, vit], [16, 20], accelerator="cpu")
 
 
 def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos, tmp_path):
@@ -208,9 +207,8 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
         evaluate_sizes([best, best], [16])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_arguments(best):
+    for options, message in (
         ({"protocol": "fields"}, "protocol is 'fields'"),
         ({"protocol": "field", "fill": "black"}, "fill is 'black'"),
         ({"split": "valid"}, "split is 'valid'"),
@@ -218,8 +216,6 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
         ({"sizes": [0]}, "sizes is 0; give a positive integer"),
         ({"sizes": []}, "give a size or several"),
         ({"sizes": [16, (16, 16)]}, r"size \(16, 16\) is given more than once"),
-    ],
-)
-def test_wrong_arguments(options, message, best):
-    with pytest.raises(ValueError, match=message):
-        evaluate_sizes(best, **{"sizes": [16], "accelerator": "cpu"} | options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_sizes(best, **{"sizes": [16], "accelerator": "cpu"} | options)

@@ -68,13 +68,10 @@ def test_the_classifier(name):
         ImageClassifier(model="test_relvit", **{"num_classes": 2, name: WRONG[name]})
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("batch_size", 0), ("batch_size", 10**9), ("num_workers", -1), ("num_workers", 10**5), ("repeats", 0)],
-)
-def test_the_data(name, number):
-    with pytest.raises(ValueError, match=f"{name} must be "):
-        DigitsData(**{name: number})
+def test_the_data():
+    for name, number in (("batch_size", 10**9), ("num_workers", 10**5), ("repeats", 0)):
+        with pytest.raises(ValueError, match=f"{name} must be "):
+            DigitsData(**{name: number})
 
 
 OPTIONS = [

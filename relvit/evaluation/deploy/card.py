@@ -61,7 +61,7 @@ ONE_LABEL = """\
 label = model.pretrained_cfg["label_names"][probabilities.argmax()]
 print(label, float(probabilities.max()))"""
 SEVERAL_LABELS = """\
-# That of the best F1 of each class on validation images.
+# The threshold of each class is the one of the best F1 on validation images.
 thresholds = {thresholds}
 for label, probability, threshold in zip(model.pretrained_cfg["label_names"], probabilities.tolist(), thresholds):
     if probability >= threshold:

@@ -91,7 +91,7 @@ def export_model(
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    # An .onnx contains the name of its external data, so it gets its final name at once, in a folder of its own.
+    # An .onnx contains the name of its external data, so the file has its final name at once, in a folder of its own.
     with TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
         part = Path(folder) / output.name
         run = write(net, images, dynamic, part, describe(predictor, sides))

@@ -1,1 +1,1 @@
-"""Trust in a trained model: calibration by a temperature, probes of its features."""
+"""Judge a trained model: calibration by a temperature, probes of its features, robustness sets."""

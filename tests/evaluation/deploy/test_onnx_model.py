@@ -18,6 +18,17 @@ def session(path):
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
+def save(path, nodes, weights, given, computed, **properties):
+    """Write an ONNX file; weights by their names, input and output each as name and shape."""
+    given, computed = (helper.make_tensor_value_info(name, TensorProto.FLOAT, of) for name, of in (given, computed))
+    weights = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
+    made = helper.make_graph(nodes, "graph", [given], [computed], weights)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    helper.set_model_props(model, properties)
+    onnx.save(model, path)
+    return path
+
+
 @pytest.fixture
 def graph(tmp_path):
     """A linear layer, then a product with a table of three dimensions: the file, and the two weights."""
@@ -28,13 +39,8 @@ def graph(tmp_path):
         helper.make_node("Reshape", ["hidden", "shape"], ["heads"], name="two"),
         helper.make_node("MatMul", ["heads", "table"], ["y"], name="three"),
     ]
-    weights = [numpy_helper.from_array(linear, "linear"), numpy_helper.from_array(table, "table")]
-    weights.append(numpy_helper.from_array(np.array([2, -1, 3]), "shape"))
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    made = helper.make_graph(nodes, "graph", inputs, outputs, weights)
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "a.onnx")
-    return tmp_path / "a.onnx", linear, table
+    weights = {"linear": linear, "table": table, "shape": np.array([2, -1, 3])}
+    return save(tmp_path / "a.onnx", nodes, weights, ("x", ["n", 8]), ("y", None)), linear, table
 
 
 def test_int8_of_linear_layers_alone(graph, tmp_path):
@@ -101,27 +107,15 @@ DESCRIPTION = {
 def classifier_of(path, description):
     """An .onnx that averages over the pixels, with this description (JSON text, or what becomes JSON) in it."""
     nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["logits"], keepdims=0)]
-    weights = [numpy_helper.from_array(np.array([2, 3]), "axes")]
-    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, "h", "w"])]
-    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 3])]
-    made = helper.make_graph(nodes, "graph", inputs, outputs, weights)
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    if description is not None:
-        text = description if isinstance(description, str) else json.dumps(description)
-        helper.set_model_props(model, {"relvit": text})
-    onnx.save(model, path)
-    return path
+    text = description if isinstance(description, str) else json.dumps(description)
+    properties = {} if description is None else {"relvit": text}
+    sides = ("images", ["n", 3, "h", "w"]), ("logits", ["n", 3])
+    return save(path, nodes, {"axes": np.array([2, 3])}, *sides, **properties)
 
 
 def test_a_description_in_the_file(tmp_path):
-    found = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION))
-    assert found.data_arguments((24, 32)) == {
-        "class_names": ["cat", "dog", "owl"],
-        "img_size": (24, 32),
-        "crop_pct": 0.9,
-        "mean": [0.5, 0.5, 0.5],
-        "std": [0.2, 0.2, 0.2],
-    }
+    found = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION)).data_arguments((24, 32))
+    assert found == {name: DESCRIPTION[name] for name in DESCRIPTION if name != "input"} | {"img_size": (24, 32)}
     several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
     assert OnnxClassifier(classifier_of(tmp_path / "b.onnx", several)).labels.thresholds == [0.5, 0.0, 1.0]
     native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}

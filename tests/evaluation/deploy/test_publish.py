@@ -17,11 +17,14 @@ from timm.data import create_transform, resolve_model_data_config
 
 import relvit
 from relvit.cli import main
+from relvit.data.modules.paths import ImagePathsData
 from relvit.evaluation.deploy import PublishError, publish_model, save_model
 from relvit.evaluation.deploy.publish import save_folder
 from relvit.training import ImageClassifier
 from relvit.training.checkpoints.pretrained import Pretrained
 
+# An own preprocessing.
+OWN = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
 RETROFIT = {"abs_pos": "drop", "max_distance": [1, 2]}
 TINY = {"patch_size": 8, "embed_dim": 12, "depth": 2}
 # name -> changed arguments of the model and of the data; the size is not square, and of the native ones the largest
@@ -39,8 +42,10 @@ CASES = {
     "lsh": ({"model": "test_relvit_lsh", "model_kwargs": TINY}, {}),
     "retrofit": ({"model": "test_vit", "model_kwargs": None, "retrofit": RETROFIT}, {}),
     "imported": ({"model": "test_vit_relpos", "model_kwargs": None, "retrofit": {}}, {"img_size": [32, 48]}),
-    "timm": ({"model": "test_resnet", "model_kwargs": None}, {}),
+    "timm": ({"model": "test_resnet", "model_kwargs": None}, OWN),
 }
+DEFAULT = {"img_size": [16, 24], "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.9}
+BICUBIC = {"crop_mode": "center", "interpolation": "bicubic"}
 LOAD = """
 import sys, timm, relvit, torch
 images = torch.load(sys.argv[1])
@@ -155,11 +160,19 @@ def test_images_and_classes(published, name):
         assert text.count("native shapes of up to 12 patches of 8 x 8 px") == 2
         assert "**Images:** native shapes of up to 12 patches of 8 x 8 px, 3 channels" in text
         return
-    transform = create_transform(**resolve_model_data_config(model))
+    described = resolve_model_data_config(clf.model)
+    data = DEFAULT | CASES[name][1]
+    assert described == {"input_size": (3, *data["img_size"]), **{key: data[key] for key in OWN}, **BICUBIC}
+    # JSON has lists for tuples.
+    assert json.dumps(resolve_model_data_config(model)) == json.dumps(described)
+    # `relvit predict` reads files in this way, with a checkpoint and with an exported file.
+    files = ImagePathsData([], ["a", "b", "c"], clf.img_size, clf.mean, clf.std, clf.crop_pct)
+    transform = create_transform(**described)
     for size in ((40, 60), (33, 91), (17, 16), (16, 24), (200, 31)):
         noise = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         image = Image.fromarray(noise.numpy())
-        torch.testing.assert_close(transform(image), clf.transform(image), rtol=0, atol=1e-6)
+        for ours in (clf.transform, files.file_transform):
+            torch.testing.assert_close(transform(image), ours(image), rtol=0, atol=1e-6)
 
 
 def test_grey_images(digits_run, tmp_path):

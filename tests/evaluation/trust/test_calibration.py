@@ -160,13 +160,11 @@ def moved(best, photos, tmp_path):
 
 def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
     monkeypatch.chdir(moved)
-    for split, expected in (("train", []), ("test", ["--split", "val"])):
-        assert main(["calibrate", "best.ckpt", "--root", "my photos", "--split", split, f"--output={split}.ckpt"]) == 0
-        assert next_command(capsys.readouterr().out) == ["test", f"{split}.ckpt", *expected, "--root", "my photos"]
+    for split, following in (("train", "test"), ("test", "val")):
+        assert calibrate("best.ckpt", f"{split}.ckpt", split, "my photos").next_split == following
     # Without a test folder another split takes its place, at last that of the calibration.
     shutil.rmtree(moved / "my photos" / "test")
-    for split in ("train", "val"):
-        assert calibrate("best.ckpt", f"{split}_2.ckpt", split, "my photos").next_split == "val"
+    assert calibrate("best.ckpt", "again.ckpt", "train", "my photos").next_split == "val"
     assert main(["calibrate", "best.ckpt", "--root", "my photos"]) == 0
     command = next_command(capsys.readouterr().out)
     assert command == ["test", "best_calibrated.ckpt", "--split", "val", "--root", "my photos"]

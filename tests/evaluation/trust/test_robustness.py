@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ import torch
 from command_line import QUIET, only, rows, summary
 from photos import CLASSES
 from PIL import Image, ImageFilter
-from processes import Ranks, as_torchrun
 
 import relvit
 from relvit.cli import main
@@ -59,15 +59,14 @@ def by_hand(checkpoint, paths, classes, mirror=False):
         return [classes[i] for i in probabilities.argmax(-1).tolist()]
 
 
-def check_corruptions(folder, checkpoint, root):
-    expected, results = {}, summary(folder)
-    for name in ("blur/gaussian_blur", "colour"):
-        for severity in ("1", "2"):
-            paths = sorted((root / name / severity).glob("*/*.jpg"))
-            found = by_hand(checkpoint, paths, NAMES)
-            expected[name, severity] = np.mean(
-                [path.parent.name == one for path, one in zip(paths, found, strict=True)]
-            )
+def test_corruptions_and_severities(best, corrupted, tmp_path, capsys):
+    folder, results = evaluated(best, corrupted, tmp_path / "runs")
+    expected = {}
+    for name, severity in product(("blur/gaussian_blur", "colour"), ("1", "2")):
+        paths = sorted((corrupted / name / severity).glob("*/*.jpg"))
+        found = by_hand(best, paths, NAMES)
+        right = [path.parent.name == one for path, one in zip(paths, found, strict=True)]
+        expected[name, severity] = np.mean(right)
     found = rows(folder / "corruptions.csv")
     assert [row["corruption"] for row in found] == ["blur/gaussian_blur", "colour", "mean"]
     for row in found[:2]:
@@ -79,11 +78,6 @@ def check_corruptions(folder, checkpoint, root):
     assert results["test/mean_corruption_error"] == pytest.approx(1 - mean)
     assert results["images"] == 72
     assert "test/mce" not in results
-
-
-def test_corruptions_and_severities(best, corrupted, tmp_path, capsys):
-    folder, results = evaluated(best, corrupted, tmp_path / "runs")
-    check_corruptions(folder, best, corrupted)
     assert results["robustness"] == str(corrupted)
     out = capsys.readouterr().out
     assert "mean corruption error" in out
@@ -92,14 +86,6 @@ def test_corruptions_and_severities(best, corrupted, tmp_path, capsys):
     data = RobustnessData(str(corrupted / "colour"), NAMES, **OPTIONS)
     data.dataset("test")
     assert data.conditions == [("colour", severity) for severity in (1, 2) for _ in range(18)]
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same(best, corrupted, tmp_path):
-    arguments = ["test", str(best), "--data.batch_size=4", f"--robustness={corrupted}", f"--runs={tmp_path / 'runs'}"]
-    ranks = Ranks([*arguments, "--data.num_workers=0", *QUIET], tmp_path, as_torchrun())
-    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
-    check_corruptions(only(tmp_path / "runs"), best, corrupted)
 
 
 def test_some_of_the_classes_under_other_names(best, corrupted, tmp_path):
