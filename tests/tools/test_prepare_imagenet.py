@@ -21,7 +21,7 @@ tool = load("prepare_imagenet")
 SYNSETS = {1: ("n02012849", "crane"), 2: ("n01440764", "tench, Tinca tinca"), 3: ("n03126707", "crane")}
 WNIDS = sorted(wnid for wnid, _ in SYNSETS.values())
 GREY = dict(zip(WNIDS, (10, 100, 200), strict=True))
-GROUND_TRUTH = [2, 3, 1, 1, 2, 3]  # the devkit's number of each validation image
+GROUND_TRUTH = [2, 3, 1, 1, 2, 3]  # the class of each validation image, as the devkit numbers classes
 
 
 def jpeg(grey):

@@ -1,4 +1,4 @@
-"""tools/study: trainings and evaluations of what is declared, one line each; tables and figures of the lines alone."""
+"""tools/study: a line for each training and its evaluations; tables and figures made of these lines alone."""
 
 import json
 import math

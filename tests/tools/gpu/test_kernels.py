@@ -1,4 +1,4 @@
-"""The kernels of the backend 'triton', compiled for GPUs that are not there."""
+"""The kernels of the backend 'triton', compiled for GPUs without a GPU: registers, shared memory, instructions."""
 
 import pytest
 import torch

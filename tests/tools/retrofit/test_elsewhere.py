@@ -4,7 +4,7 @@ import pytest
 from scripts import load
 
 elsewhere = load("elsewhere")
-# Models whose features are the source's at a small size, for which it may be built; of the others the rules differ.
+# Only these sources can be built for a small size, and then have the same features; the other sources resize otherwise.
 SAME_AT_SMALL_SIZES = ["timm-sam", "timm-beit", "timm-swin", "timm-swin-v2"]
 
 
