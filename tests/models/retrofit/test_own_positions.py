@@ -183,14 +183,14 @@ def test_plans_and_reaches(case):
         assert torch.isfinite(next(iter(outputs(model, larger).values()))).all()
 
 
-# Only one of each library is compiled by Inductor.
+# `test_beit_sam_swin.py` compiles timm's models, which attend in the same way, by Inductor.
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "backend"), [("hf beit both", "inductor"), ("data2vec", "aot_eager")])
-def test_compiled_and_exported(case, backend):
+@pytest.mark.parametrize("case", ["hf beit both", "data2vec"])
+def test_compiled_and_exported(case):
     source, x = source_of(case).float(), trained_images(case).float()
     model, expected = imported(source), {"": source(x)[0]}
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_equal({"": compiled(x)[0]}, expected, 1e-5)
     assert_equal({"": torch.export.export(model, (x,)).module()(x)[0]}, expected, 1e-5)
 
