@@ -36,12 +36,12 @@ def test_gradients():
 def test_precision_and_devices():
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            # Its own size changes nothing.
+            # At its own size the embedding stays the same.
             assert torch.equal(resample_embedding(embedding(dtype), OLD, OLD, 2), embedding(dtype))
     table = embedding(torch.bfloat16)
     out = resample_embedding(table, OLD, (7, 12), 2)
     assert out.dtype == torch.bfloat16
-    # Rounded once, up to float32's error at the border between two neighbours.
+    # The result is rounded once, up to float32's error at the border between two neighbours.
     assert (out == resample_embedding(table.double(), OLD, (7, 12), 2).bfloat16()).double().mean() > 0.99
     out = resample_embedding(table.to("meta"), OLD, (7, 12), 2)
     assert (out.device.type, out.dtype, out.shape) == ("meta", torch.bfloat16, (1, 2 + 7 * 12, 6))

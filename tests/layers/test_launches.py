@@ -1,4 +1,4 @@
-"""How many operations `fused` hands to a device beyond stock attention: on small grids they cost more than work."""
+"""Number of operations that `fused` launches beyond stock attention: on small grids they cost more than arithmetic."""
 
 from collections import Counter
 
@@ -31,7 +31,7 @@ def launches(layer, *grid):
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x, *grid)
 
-    # What is kept for the grid is there from the second call on.
+    # From the second call on, the tensors of the grid are cached.
     forward()
     with Launches() as ahead:
         out = forward()

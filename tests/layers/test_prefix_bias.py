@@ -12,14 +12,14 @@ from relvit.ops import make_grid
 
 @pytest.mark.parametrize("cls", [RelativeAttention, TimmRelativePlain])
 def test_several_prefix_tokens_with_gradients(cls):
-    """One bias for all prefix tokens, besides the terms of tables, in relvit's attention and retrofitted ones."""
+    """All prefix tokens share one bias, in relvit's attention and in retrofitted attention."""
     attn = layer(RelativePosition2d(DIM // HEADS, HEADS, ""), cls)
     without = plain(attn)
     attn.prefix_bias = PrefixBias(HEADS).double()
     grid, x = make_grid(2, 3, prefix=2), draw(2, 8, DIM)
     torch.testing.assert_close(run(attn, x, grid), without(x), rtol=0, atol=1e-12)
     weight = torch.nn.init.normal_(attn.prefix_bias.weight)
-    # From and to prefix tokens: the numbers of both, of one alone, and none between patches.
+    # Pairs of prefix tokens have one number, pairs with one prefix token another, and pairs of patches none.
     to_patch, to_prefix, between = weight
     rows = [[between, to_patch], [to_prefix, 0 * between]]
     bias = torch.stack([torch.stack([rows[i >= 2][j >= 2] for j in range(8)]) for i in range(8)]).movedim(-1, 0)

@@ -55,7 +55,7 @@ def rotation(head_dim, rows, cols, half):
 
 
 def projected(attn, x, rope=None, half=False):
-    """Queries, keys and values by hand; queries and keys as they meet tables, and as they meet each other."""
+    """Compute queries, keys and values by hand, and the queries and keys after the rotation."""
     weights, biases = [], []
     for index, letter in enumerate("qkv"):
         projection = getattr(attn, f"{letter}_proj", None)
@@ -79,7 +79,7 @@ def projected(attn, x, rope=None, half=False):
 
 
 def expected(attn, x, terms, places, rope=None, half=False, mask=None):
-    """Projections by hand, the oracle between them."""
+    """Compute the projections by hand, and attention by the oracle."""
     q, k, v, contents = projected(attn, x, rope, half)
     out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
     out = attn.norm(out.transpose(1, 2).flatten(2))
@@ -96,7 +96,7 @@ def test_outputs_and_shown_weights_equal_brute_force(kind):
     rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
     places, terms = all_places(grid, 2), attn.position(grid)
     want = expected(attn, x, terms, places, rope, half)
-    # The grid is passed in either argument.
+    # Either argument can hold the grid.
     arguments = {} if rope is None else {"rope": rope}
     out = attn(x, **arguments, attn_mask=GridArgument(grid, None))
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
@@ -108,7 +108,7 @@ def test_outputs_and_shown_weights_equal_brute_force(kind):
     handle = attn.attn_drop.register_forward_hook(lambda _module, given, _out: shown.append(given[0]))
     assert torch.equal(attn(x, **arguments, attn_mask=GridArgument(grid, None)), out)
     handle.remove()
-    # The average of unit vectors is the weights themselves.
+    # The average of unit vectors consists of the weights.
     q, k, _, contents = projected(attn, x, rope, half)
     units = torch.eye(x.shape[1], dtype=torch.float64).expand(2, attn.num_heads, -1, -1)
     without = terms._replace(value=None)

@@ -14,7 +14,7 @@ from relvit.models.attention_maps import attention_rollout
 
 
 def timms(model, x, attn_mask=None):
-    """The weights in float64 that timm's attention puts through `attn_drop` where it is not fused."""
+    """Return the weights that timm's unfused attention passes to `attn_drop`."""
     found, handles = [], []
     for block in model.blocks:
         block.attn.fused_attn = False
@@ -50,7 +50,7 @@ def test_models_of_timm_before_and_after_a_retrofit(case):
     expected = timms(model, x)
     prefix = expected[0].shape[-1] - 6
     check(relvit.attention_maps(model, x), expected, (3, 2), prefix)
-    # Tables of zeros change nothing.
+    # Tables of zeros do not change the weights.
     changed = retrofitted(model, trained=False)
     check(relvit.attention_maps(changed, x), expected, (3, 2), prefix)
     larger = relvit.attention_maps(retrofitted(model, rel_terms="qkvb"), images(32, 40, dtype=torch.float64))
@@ -89,7 +89,7 @@ def test_compiled_and_checkpointing_models():
     model.set_grad_checkpointing()
     outer = torch.compile(model, backend="eager")
     model.compile(backend="eager")
-    # Each is compiled by its first call.
+    # The first call compiles each of them.
     for one in (model, outer):
         before = one(x)
         torch.testing.assert_close(relvit.attention_maps(one, x).weights, expected.weights)
@@ -105,7 +105,7 @@ def test_a_failing_model_is_left_as_it_was():
 
 
 class Silent(RelativeAttention):
-    """With a forward of its own, as users write one."""
+    """Attention whose own forward shows no weights."""
 
     def forward(self, x, grid, attn_mask=None, is_causal=False):
         return x

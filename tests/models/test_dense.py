@@ -1,4 +1,4 @@
-"""Features of patches: decoders and heads of other libraries train on them, and they move with the image."""
+"""Features of patches: decoders of segmentation_models_pytorch train on them, and features move with the image."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def view(picture, size, shift=(0, 0)):
 
 
 def near(rows, cols, reach):
-    """Return a mask (N, N): tokens attend to those at most `reach` rows and columns away."""
+    """Return a mask (N, N) of tokens at most `reach` rows and columns away."""
     y, x = torch.arange(rows).repeat_interleave(cols), torch.arange(cols).repeat(rows)
     return ((y[:, None] - y).abs() <= reach) & ((x[:, None] - x).abs() <= reach)
 
@@ -109,7 +109,7 @@ def test_in_windows_features_move_by_whole_windows():
 
 @pytest.mark.parametrize("embedding", ["", "learn"])
 def test_with_masked_surroundings_features_do_not_depend_on_the_place(embedding):
-    """Global attention: what is masked neither stands anywhere nor is anything, however large the canvas."""
+    """With global attention, features do not depend on masked surroundings or the size of the canvas."""
     model = dense(pos_embed=embedding)
     thing = torch.randn(1, 3, 4 * PATCH, 5 * PATCH, dtype=torch.float64)
     found = []

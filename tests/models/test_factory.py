@@ -18,7 +18,7 @@ def test_builds_relvit_and_timm_models_with_the_datas_sizes():
     assert ours.patch_embed.img_size == (16, 32)
     theirs = build_model("test_vit", 4, 3, 64, {"drop_path_rate": 0.1})
     assert theirs.patch_embed.img_size == (64, 64)
-    # ResNets take no img_size: nothing is passed on.
+    # ResNets take no img_size.
     assert build_model("test_resnet", 4, 3, 64).num_classes == 4
 
 

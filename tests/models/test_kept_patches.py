@@ -1,4 +1,4 @@
-"""`forward_features(keep=)`: encoders of some patches are those of the whole image with all other keys masked."""
+"""`forward_features(keep=)`: encoding some patches equals encoding the whole image with all other keys masked."""
 
 import copy
 
@@ -27,7 +27,7 @@ KEEP = torch.tensor([[7, 0, 3, 11, 4], [1, 10, 2, 6, 9]])
 
 
 def key_mask(prefix, patches):
-    """True for prefix tokens and the patches that an image keeps, (B, 1, 1, N)."""
+    """Return a mask (B, 1, 1, N), True for prefix tokens and the kept patches."""
     mask = torch.zeros(len(KEEP), 1, 1, prefix + patches, dtype=torch.bool)
     mask[..., :prefix] = True
     return mask.scatter_(3, prefix + KEEP[:, None, None], True)

@@ -18,7 +18,7 @@ def build(combine="concat", dtype=torch.float64):
 
 
 def vector_by_hand(table, index, size):
-    """The vector of one row or column: its own, or that of a stretched table."""
+    """Return the vector of one row or column, of the table itself or of the stretched table."""
     if size > len(table):
         table = F.interpolate(table.T[None], size=size, mode="linear", align_corners=False)[0].T
     return table[index]
@@ -34,7 +34,7 @@ def patch_by_hand(embedding, y, x, height, width):
 def test_each_axis_is_sliced_or_stretched(combine, size):
     embedding = build(combine)
     expected = [patch_by_hand(embedding, y, x, *size) for y in range(size[0]) for x in range(size[1])]
-    # A prefix changes nothing: its tokens get no embedding.
+    # Prefix tokens get no embedding.
     out = embedding(make_grid(*size, prefix=2))
     torch.testing.assert_close(out, torch.stack(expected), rtol=0, atol=1e-14)
 

@@ -13,7 +13,7 @@ from relvit.ops.reference.attention import pair_bias
 
 
 def parabolas(position, x, places, unit):
-    """scale (-softplus(W_a x_i) (w (p_i - p_j))^2 + W_b x_i w (p_i - p_j)), summed over parabolas, for each pair."""
+    """Sum scale (-softplus(W_a x_i) (w (p_i - p_j))^2 + W_b x_i w (p_i - p_j)) over parabolas for each pair."""
     a, b = (x @ position.coefficients.weight.mT).unflatten(-1, (2, HEADS, -1)).unbind(2)
     samples = []
     for n, spots in enumerate(places):
@@ -61,7 +61,7 @@ def test_factors_of_a_bias_and_their_error():
 
 
 def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones():
-    """Without a remainder at full rank: at the own size, with prefix tokens, dropped patches, fewer rows."""
+    """At full rank nothing is lost: at the own size, with prefix tokens, dropped patches, fewer rows."""
     trained = make_grid(4, 3)
     bias = draw(HEADS, 12, 12)
     attn = layer(LowRankPosition2d(DIM // HEADS, HEADS, rank=12, grid_size=(4, 3)))
@@ -78,7 +78,7 @@ def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones()
         expected = bias[:, index][:, :, index] * (on_grid[:, None] & on_grid)
         torch.testing.assert_close(attn(x, grid), plain(attn)(x, attn_mask=expected[None]), rtol=0, atol=1e-10)
     terms = attn.position.terms(x, make_grid(7, 3), make_grid(7, 3)).channels
-    # torch.nn.functional.interpolate, along rows.
+    # Rows are interpolated as by torch.nn.functional.interpolate.
     maps = attn.position.query.permute(2, 3, 0, 1)
     larger = F.interpolate(maps, (7, 3), mode="bilinear", align_corners=False)
     torch.testing.assert_close(terms.query[0], larger.flatten(2).mT, rtol=0, atol=1e-12)

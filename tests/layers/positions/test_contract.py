@@ -43,7 +43,7 @@ STRETCHED = [name for name, made in POSITIONS.items() if is_stretchable(made(4, 
 
 
 def build(name, *args, **options):
-    """A layer with this position; LookHere has no fewer than four heads."""
+    """Build a layer with this position; LookHere needs four heads."""
     heads = 4 if name == "lookhere" else HEADS
     return layer(POSITIONS[name](DIM // heads, heads), *args, heads=heads, **options)
 
@@ -51,7 +51,7 @@ def build(name, *args, **options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_layers_attend_with_the_terms_pair_by_pair(name, layout):
-    """The formula between the layer's own projections, in relvit's attention and in timm's after a retrofit."""
+    """Compare relvit's and retrofitted attention with the formula between the layer's own projections."""
     grid, attn = LAYOUTS[layout], build(name)
     x, parameters = draw(2, num_tokens(grid), DIM), list(attn.parameters())
     q, k, v = attn.qkv(x).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
@@ -112,11 +112,11 @@ def test_queries_and_memory_on_grids_of_their_own(name):
 
 @pytest.mark.parametrize("name", STRETCHED)
 def test_stretched_to_another_size(name):
-    """The trained size stays bit by bit; at twice the size, the offset 2d has what d has at the trained size."""
+    """The trained size stays bit by bit; at twice the size, the offset 2d has the term of d at the trained size."""
     position, x = build(name).position, draw(1, 20, DIM)
     small, large = make_grid(4, 5), make_grid(8, 10)
     if needs_tokens(position):
-        # The same tokens, twice as far apart.
+        # The same tokens are twice as far apart.
         large = large._replace(coords=2 * patch_coords(small))
     trained = terms_of(position, x, small, small)
     position.trained_grid = (4, 5)

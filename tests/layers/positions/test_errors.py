@@ -1,4 +1,4 @@
-"""Arguments that the constructors of positions refuse, by name and with what is allowed."""
+"""Errors of the constructors of positions name the argument and the allowed values."""
 
 import pytest
 

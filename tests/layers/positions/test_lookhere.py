@@ -13,7 +13,7 @@ from relvit.layers import LookHerePosition2d
 from relvit.ops import make_grid, relative_attention
 
 HEIGHT, WIDTH = 3, 5
-# What a head sees, by the sign and size of the offset from query to key: written as sectors of a circle.
+# The field of view of a head, as sectors of a circle: conditions on the offset from query to key.
 HALVES = [lambda y, x: y <= 0, lambda y, x: y >= 0, lambda y, x: x <= 0, lambda y, x: x >= 0]
 QUARTERS = [lambda y, x, a=a, b=b: HALVES[a](y, x) and HALVES[b](y, x) for a in (0, 1) for b in (2, 3)]
 UPPER, LOWER = (lambda y, x: -y >= abs(x)), (lambda y, x: y >= abs(x))
@@ -40,7 +40,7 @@ OTHERS = {
 
 
 def by_hand(heads, view, prefix):
-    """Which keys each head sees, and the slope times the distance, (heads, N, N) both, zero for prefix tokens."""
+    """Compute which keys each head sees, and slope times distance, zero for prefix tokens, both (heads, N, N)."""
     directed = len(DIRECTED[heads])
     sees = (SECTORS[view] * 4)[:directed] + EVERYWHERE * (heads - directed)
     tokens = [None] * prefix + [(y, x) for y in range(HEIGHT) for x in range(WIDTH)]

@@ -29,7 +29,7 @@ def drawn(name):
 
 
 def authors_fire(network, c, threshold, length):
-    """The module of the paper's appendix for a sequence: query i, key j, (heads, i, j)."""
+    """Compute the module of the paper's appendix for a sequence, (heads, query, key)."""
     place = torch.arange(length, dtype=torch.float64)
     distance = torch.log((c * (place[:, None] - place)).abs() + 1)
     divisor = torch.log((c * place.clamp(min=threshold.abs())).abs() + 1) + 1e-6

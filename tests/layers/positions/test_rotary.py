@@ -16,7 +16,7 @@ DIM = 16
 
 
 def timms(rope, height, width):
-    """Sines and cosines of timm's layer with the same frequencies, (1 or heads, height width, 2 head_dim)."""
+    """Compute sines and cosines of timm's layer with the same frequencies, (1 or heads, H W, 2 head_dim)."""
     if rope.kind == "axial":
         theirs = RotaryEmbeddingCat(DIM // HEADS, temperature=100.0, in_pixels=False)
         return theirs.get_embed((height, width))[None].double()
@@ -72,7 +72,7 @@ def test_frequencies_of_models_and_in_half_precision():
     got = RotaryEmbedding2d(8, 2).bfloat16()(x.bfloat16(), grid)
     assert got.dtype == torch.bfloat16
     expected = RotaryEmbedding2d(8, 2)(x, grid)
-    # Frequencies of 0.1 are rounded with the module; those of timm's as well.
+    # Only the tokens are rounded: the frequencies stay in float32.
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=0.05)
 
 

@@ -16,7 +16,7 @@ POWERS = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
 
 
 def bias_by_hand(distance, prefix, reach):
-    """-m |(dy, dx)| pair by pair, zero where a prefix token takes part: (heads, N, N) float64."""
+    """Compute -m |(dy, dx)| pair by pair, zero with a prefix token, (heads, N, N) float64."""
     tokens = [None] * prefix + [(y, x) for y in range(HEIGHT) for x in range(WIDTH)]
 
     def length(one, other):

@@ -29,7 +29,7 @@ JOINT = {
 
 
 def at(table, offsets, bucketing):
-    """Entry of a table at fractional offsets, one for each of its last axes: linear between whole ones."""
+    """Interpolate a table linearly at fractional offsets, one for each of its axes."""
     total = 0
     lower = [math.floor(offset) for offset in offsets]
     for corner in range(2 ** len(offsets)):
@@ -43,7 +43,7 @@ def at(table, offsets, bucketing):
 
 
 def vectors(position, term, grid, trained):
-    """a_ij of a term: (heads, N, N, dim), or (heads, N, N) of the bias."""
+    """Compute a_ij of a term, (heads, N, N, dim), or (heads, N, N) of the bias."""
     dim = () if term == "bias" else (DIM,)
     places = [place(i, grid.prefix, None, grid.height, grid.width) for i in range(num_tokens(grid))]
     ratios = [Fraction(before, now) for before, now in zip(trained, (grid.height, grid.width), strict=True)]
@@ -118,7 +118,7 @@ def test_at_the_trained_size_tables_stay_bit_by_bit():
     assert terms.key.rows is position.key_rows
     assert terms.bias.cols is position.bias_cols
     assert terms.bucketing == "piecewise"
-    # As in a graph for all sizes.
+    # A graph for all sizes stretches at the trained size, too.
     assert torch.equal(stretch(position.key_cols, -2, 6, 6, "clip"), position.key_cols)
 
 
@@ -131,7 +131,7 @@ def test_number_of_rows_and_half_precision():
         got = stretch(low, -2, 5, 4, "clip")
         assert (got.shape, got.dtype) == ((2, 9, 3), dtype)
         exact = stretch(low.double(), -2, 5, 4, "clip")
-        # Rounded once.
+        # The result is rounded once.
         torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert stretch(table, -2, 6, 4, "clip").shape == (2, 11, 3)
 

@@ -1,4 +1,4 @@
-"""Tables of `RelativePosition2d`: shapes, initialisation, gradients, errors."""
+"""Tables of `RelativePosition2d`: shapes, initialisation, gradients."""
 
 import torch
 

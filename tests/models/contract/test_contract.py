@@ -1,4 +1,4 @@
-"""What timm's `VisionTransformer` offers: the numbers of timm's own model with ALiBi's slopes as its mask."""
+"""Options of timm's `VisionTransformer`: relvit's numbers equal those of timm's model with ALiBi's slopes as a mask."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_state_is_described_as_timm_describes_it():
 
 
 class Squares(nn.ReLU):
-    """An activation that is none of timm's."""
+    """An activation that timm does not have."""
 
     def forward(self, x):
         return super().forward(x).square()

@@ -1,4 +1,4 @@
-"""What training needs: gradients, checkpointing, groups of parameters, initialisation, averages, copies."""
+"""Training of models: groups of parameters, dropouts, initialisation, averages, copies."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def test_attention_dropout_and_drop_path_are_of_training():
     x = images(16, 40)
     torch.testing.assert_close(model.eval()(x), small().eval()(x))
     assert (model.train()(x) - model(x)).abs().max() > 1e-3
-    # Rates 0 and 1: in training the second block does nothing.
+    # The rates are 0 and 1: in training the second block adds nothing.
     model = small(drop_path_rate=1.0, depth=2)
     first = model.eval().forward_intermediates(x, [0], output_fmt="NLC", intermediates_only=True)[0]
     assert_same(model.train().forward_intermediates(x, [1], output_fmt="NLC", intermediates_only=True)[0], first, 1e-6)

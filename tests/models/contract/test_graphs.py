@@ -10,14 +10,14 @@ from vits import small
 
 from relvit.models import set_reach
 
-# Each compiles or exports; tests of commands export one model without this mark.
+# Each test compiles or exports; tests of commands export one model without this mark.
 pytestmark = pytest.mark.slow
 
 SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 
 def build(reach="trained", **kwargs):
-    """A retrofitted model for `case`, else a relvit model with these arguments."""
+    """Build a retrofitted model for `case`, else a relvit model with these arguments."""
     if (case := kwargs.get("case")) in OWN:
         return retrofitted(build_original(case)).float()
     if case:
@@ -41,7 +41,7 @@ def any_size(variant):
     return (batch | {2: height, 3: width},)
 
 
-# Absolute embeddings smaller than some of SIZES and larger than others, in both axes.
+# The absolute embedding is smaller than some of SIZES and larger than others, in both axes.
 PER_HEAD = {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False}
 FREE = [
     {"name": "test_relvit_aft", "class_token": True, "kernel_size": 3},

@@ -47,7 +47,7 @@ def test_symbolic_tracing_has_the_same_outputs_and_gradients(part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_checkpointing_changes_neither_outputs_nor_gradients(part):
-    """Every parameter has a gradient, also where patches are dropped."""
+    """Every parameter has a gradient, also with dropped patches."""
     model = small(**PARTS[part], patch_drop_rate=0.5, proj_drop_rate=0.1).double().train()
     if lack(model, "checkpointing"):
         with pytest.raises(ValueError, match="already"):

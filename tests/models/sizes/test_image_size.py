@@ -21,7 +21,7 @@ FIXED = (
     [
         ("vit_tiny_patch16_224", VIT, (32, 48), (32, 40), FIXED),
         ("vit_tiny_patch16_224", DYNAMIC, (32, 48), (32, 44), "divisible by patch size (8)): give img_size [32,48]"),
-        # Its class is not declared, so that it is built for its own size, whatever the data's is.
+        # timm declares no class of this model, so it is built for its own size.
         ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size [224,224]"),
         ("relvit_tiny", {"depth": 1}, 32, (40, 32), "40 is not a multiple of the patch size 16: use 32 or 48 "),
     ],

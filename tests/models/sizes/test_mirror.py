@@ -14,12 +14,12 @@ from relvit.models import set_reach
 # Models are for images of 24 x 16 pixels in patches of 8: 3 x 2 patches.
 TRAINED = (3, 2)
 SIZES = [(64, 48), (40, 16), (8, 72)]
-# With a class token, with registers that have no place in the embedding, with two class tokens, without any; rotary.
+# One class token, registers outside the embedding, two class tokens, no prefix token, a rotary embedding.
 VITS = ["clip", "dinov2", "deit distilled", "siglip", "eva02"]
 
 
 def padded(pos_embed, grid, trained=TRAINED):
-    """The embedding of a larger grid, mirrored around the trained one, or its centre where the grid is smaller."""
+    """Mirror the embedding at the edges of the trained grid, or cut the centre for a smaller grid."""
     embedding = pos_embed.detach()
     prefix = embedding.shape[1] - trained[0] * trained[1]
     patches = embedding[0, prefix:].unflatten(0, trained).numpy()
@@ -35,7 +35,7 @@ def padded(pos_embed, grid, trained=TRAINED):
 
 
 def with_embedding(model, pos_embed, grid):
-    """A copy that is as if built for this grid."""
+    """Return a copy as if built for this grid."""
     model = copy.deepcopy(set_reach(model, "trained"))
     model.pos_embed, model.patch_embed.grid_size = torch.nn.Parameter(pos_embed), grid
     return model

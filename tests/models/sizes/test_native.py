@@ -1,4 +1,4 @@
-"""Native batches: the logits and gradients of every image alone, at its own size and through the ordinary path."""
+"""Native batches have the logits and gradients of every image alone, at its own size."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def images(dtype=torch.float64):
 
 
 def compare(model, atol=1e-6):
-    """Logits and gradients of a batch, and of images one by one."""
+    """Compare logits and gradients of a batch with those of images one by one."""
     pictures = [picture.float().to(picture) for picture in images()]
     model = model.double()
     alone = torch.cat([model(picture[None]) for picture in pictures])
@@ -108,7 +108,7 @@ def test_dropped_patches_keep_their_places():
 
 @pytest.mark.slow
 def test_one_graph_serves_all_shapes():
-    # Graphs of other tests would count.
+    # Graphs of other tests would count, too.
     torch._dynamo.reset()
     model = small(patch_size=PATCH, depth=1)
     batch = native_batch(images(torch.float32), PATCH)

@@ -34,7 +34,7 @@ MODELS = {
 
 
 def by_hand(model, height, width, reach):
-    """A copy with tables by NumPy's interpolation, which reach over the grid, and another scale."""
+    """Return a copy with tables interpolated by NumPy over the whole grid, and another scale."""
     model, grid = copy.deepcopy(model), (height // 8, width // 8)
     keys, trained_keys = (model.num_prefix_tokens + math.prod(size) for size in (grid, TRAINED))
     factor = math.log(keys) / math.log(trained_keys) if "logn" in reach else 1.0
@@ -158,7 +158,7 @@ def retrofitted_vit():
 )
 @pytest.mark.parametrize("size", [(24, 16), (48, 16), (56, 40), (8, 72)])
 def test_windows_are_attention_with_a_mask(make, size):
-    """Whether or not they divide the image; the mask lets tokens see those of the same window of 3 x 2 patches."""
+    """The mask lets tokens see the same window of 3 x 2 patches, in images that windows divide or not."""
     model = make()
     x, (height, width) = images(*size, dtype=torch.float64), (size[0] // 8, size[1] // 8)
     rows, columns = torch.meshgrid(torch.arange(height) // 3, torch.arange(width) // 2, indexing="ij")

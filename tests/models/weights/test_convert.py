@@ -18,7 +18,7 @@ CFG = {"input_size": (3, 24, 16), "num_classes": 5}
 
 
 def foreign(**options):
-    """timm's Vision Transformer with everything drawn wide, float64."""
+    """Build timm's Vision Transformer with wide random parameters, float64."""
     torch.manual_seed(2)
     model = VisionTransformer(**{**SMALL, "mlp_ratio": 3, "dynamic_img_size": True, **options})
     for parameter in model.parameters():
@@ -27,7 +27,7 @@ def foreign(**options):
 
 
 def load(state, **options):
-    """A relvit model with these weights, by timm's way for pretrained ones, float64."""
+    """Load these weights into a relvit model as timm loads pretrained weights, float64."""
     overlay = {**CFG, "state_dict": state, **options.pop("overlay", {})}
     torch.manual_seed(3)
     options = {**SMALL, "dtype": torch.float64, **options}
@@ -124,7 +124,7 @@ def test_axial_tables(kind):
     assert model.axial.grid_size == (2, 5)
     source.set_input_size((16, 40))
     assert_same(model(wide(16, 40)), source(wide(16, 40)))
-    # A plain checkpoint has none: zeros.
+    # A plain checkpoint has no tables, so they are zero.
     plain = foreign()
     with_zeros = load(plain.state_dict(), **{**VIT, "pos_embed": kind})
     assert_same(with_zeros(wide(16, 40)), load(plain.state_dict(), **{**VIT, "pos_embed": ""})(wide(16, 40)))
@@ -189,7 +189,7 @@ def test_another_clip_distance(layout):
     model = load(source.state_dict(), max_distance=(4, 3), **options)
     for size in ((24, 16), (16, 72)):
         assert_same(model(wide(*size)), source(wide(*size)))
-    # A smaller one is exact within.
+    # A smaller distance is exact within that distance.
     source = small(max_distance=(4, 3), **options).double().eval()
     model = load(source.state_dict(), max_distance=(2, 1), **options)
     assert_same(model(wide(24, 16)), source(wide(24, 16)))
@@ -236,7 +236,7 @@ def test_what_cannot_be_converted():
 
 
 def jax_names(plain):
-    """The parameters of timm's model as the original archives have them: kernels transposed, heads apart."""
+    """Return the parameters of timm's model under the names and shapes of the original archives."""
     heads, width = 2, 12
     state = {name: tensor.float().numpy() for name, tensor in plain.state_dict().items()}
     out = {

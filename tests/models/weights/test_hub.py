@@ -1,4 +1,4 @@
-"""Saving for a hub and loading from it, without one: folders, the same code with the download replaced."""
+"""Models saved for the Hugging Face hub and loaded from folders, and by name with the download replaced."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""iRPE's DeiT in relvit's models: the numbers of the authors' formula, its bucket for the class token included."""
+"""iRPE's DeiT converted to relvit's models: the numbers of the authors' formula, also for the class token."""
 
 import math
 
@@ -14,7 +14,7 @@ from relvit.models import checkpoint_filter_fn, retrofit
 from relvit.models.weights.transfer import Weights, transfer_weights
 
 ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
-# 7 x 6 patches: offsets of all buckets, and beyond.
+# 7 x 6 patches have offsets of all buckets, and beyond.
 SMALL = {"img_size": (56, 48), "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
 SIZES = [(56, 48), (24, 96)]
 HEAD_DIM = 6
@@ -22,7 +22,7 @@ OWN = {"class_token": True, "global_pool": "token", "pos_embed": "learn", "layou
 
 
 def piecewise(offset):
-    """Wu et al. 2021, eq. 18, with the authors' code's conversion to integers."""
+    """Compute eq. 18 of Wu et al. 2021, rounded as in the authors' code."""
     if abs(offset) <= ALPHA:
         return offset
     stretched = ALPHA + math.log(abs(offset) / ALPHA) / math.log(GAMMA / ALPHA) * (BETA - ALPHA)
@@ -30,7 +30,7 @@ def piecewise(offset):
 
 
 def buckets(rows, columns):
-    """The bucket of each pair of tokens, a class token first: offsets are query minus key."""
+    """Compute the bucket of each pair of tokens, the class token first; offsets are query minus key."""
     places = [None, *((y, x) for y in range(rows) for x in range(columns))]
     index = torch.empty(len(places), len(places), dtype=torch.int64)
     for i, query in enumerate(places):
@@ -73,7 +73,7 @@ class RpeAttention(Attention):
 
 
 def authors(terms, heads=1):
-    """DeiT with tables for these terms, as large as everything else."""
+    """Build DeiT with tables for these terms, all parameters random."""
     torch.manual_seed(0)
     model = VisionTransformer(**SMALL, attn_layer=RpeAttention, dynamic_img_size=True)
     for block in model.blocks:

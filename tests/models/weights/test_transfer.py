@@ -112,7 +112,7 @@ def test_plain_weights_into_a_relvit_model():
     report = transfer_weights(here, weights_of(there))
     images = pictures(2, 3, *SIZE)
     torch.testing.assert_close(here(images), there(images))
-    # Zero, as the weights know no such thing: new, although the filter has made them.
+    # The filter adds tables of zeros, which count as new.
     assert {name.rpartition("_")[0] for name in report.new} == {
         f"blocks.{i}.attn.position.{term}" for i in (0, 1) for term in ("key", "value")
     }
