@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relvit.ops.checks import check_kind, check_shape
-from relvit.ops.tracing import is_compiling, may_remember
+from relvit.ops.tracing import knows_values, may_remember
 
 
 class Grid(NamedTuple):
@@ -223,7 +223,7 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
-    if is_compiling() or not coords.numel():
+    if not knows_values() or not coords.numel():
         return
     # All four numbers are copied from the device at once.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()

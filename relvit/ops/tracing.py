@@ -42,6 +42,11 @@ def is_eager() -> bool:
     return not is_compiling() and not is_functorch()
 
 
+def knows_values() -> bool:
+    """Return True where Python may read tensors and sizes: a graph must serve other values and sizes as well."""
+    return not is_compiling()
+
+
 def may_recompute() -> bool:
     """Return True where a backward may compute something once more: `torch.export` and `torch.func` cannot."""
     return not is_exporting() and not is_functorch()

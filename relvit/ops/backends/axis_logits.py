@@ -17,7 +17,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, batched_coords, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_compiling, is_eager, without_autocast
+from relvit.ops.tracing import is_eager, knows_values, without_autocast
 
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
@@ -77,7 +77,7 @@ def table_index(
     """
     reach = distances
     # A graph for all sizes must not depend on whether a table reaches further than one of them.
-    if grid.coords is None and bucketing == "clip" and not is_compiling():
+    if grid.coords is None and bucketing == "clip" and knows_values():
         # The largest offset that some pair can have.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
         reach = tuple(min(distance, size - 1) for distance, size in zip(distances, sizes, strict=True))
