@@ -14,6 +14,8 @@ from relvit.cli import main
 from relvit.training import read_checkpoint
 from relvit.training.checkpoints.pretrained import Pretrained
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 
 @pytest.fixture(scope="module")
 def places(best):

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from relvit.cli import main
 from relvit.cli.secrets import MASK, mask_command, mask_secrets
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 SEEN = []
 
 

@@ -10,6 +10,7 @@ from stored_images import KINDS, grey_files, write
 
 from relvit.cli import main
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
 ESCAPE = "\x1b]0;title\x07\u202e"
 ESCAPED = r"\x1b]0;title\x07\u202e"
 

@@ -9,6 +9,8 @@ import relvit
 from relvit.cli import main
 from relvit.data import ImageFolderData
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 
 @pytest.fixture(scope="module")
 def averaged(best, tmp_path_factory):

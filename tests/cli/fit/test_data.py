@@ -12,16 +12,15 @@ from relvit.cli import main
 from relvit.data import CIFAR10Data
 
 
-def fit_and_follow(arguments, runs, capsys, replace=None):
+def fit_and_follow(arguments, runs, capsys):
     """Fit for an epoch, then run what it suggests; the folders of the run and of the prediction.
 
-    Without anything in the place of FOLDER_OF_IMAGES the images that came with the data are predicted.
+    FOLDER_OF_IMAGES is left out, so that the images that came with the data are predicted.
     """
-    replace = replace or {"FOLDER_OF_IMAGES": ""}
     assert main(["fit", *arguments, f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]) == 0
     folder = only(runs)
     for line in [line for line in capsys.readouterr().out.splitlines() if line.startswith("  relvit ")]:
-        command = [word for word in (replace.get(word, word) for word in shlex.split(line)[1:]) if word]
+        command = [word for word in shlex.split(line)[1:] if word != "FOLDER_OF_IMAGES"]
         limit = ["--accelerator=cpu"] if command[0] == "resolutions" else QUIET
         more = [f"--runs={runs}"] if command[0] == "predict" else []
         assert main([*command, *limit, *more]) == 0, line
@@ -46,17 +45,19 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
     assert {row["class"] for row in found} <= set(CIFAR10Data.classes)
 
 
-def test_lists(tmp_path, photos, capsys):
+def test_lists(tmp_path, photos):
     for split in ("train", "test"):
         lines = [f"{split}/{name}/{i}.jpg,{name}" for name in CLASSES for i in range(6)]
         (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *lines]) + "\n")
     arguments = ["--data=ImageListData", f"--data.root={photos}", "--data.balance=sampler", "--data.augment=deit"]
     arguments += [f"--data.{split}={tmp_path / split}.csv" for split in ("train", "test")]
-    folder, predictions = fit_and_follow(arguments, tmp_path / "runs", capsys, {"FOLDER_OF_IMAGES": f"{photos}/val"})
+    assert main(["fit", *arguments, f"--runs={tmp_path / 'runs'}", *TINY, "--trainer.max_epochs=1"]) == 0
+    folder = only(tmp_path / "runs")
     put_aside = rows(folder / "val_split.csv")
     assert [row["label"] for row in put_aside] == list(CLASSES)
     assert all((photos / row["path"]).is_file() for row in put_aside)
-    assert len(rows(predictions / "predictions.csv")) == 18
+    best = folder / "checkpoints" / "best.ckpt"
+    assert len(rows(evaluate("predict", best, tmp_path / "p", photos / "val") / "predictions.csv")) == 18
 
 
 @pytest.mark.parametrize(

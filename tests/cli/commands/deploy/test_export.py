@@ -148,15 +148,6 @@ def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, t
     assert {row["class"] for row in table(tmp_path / "runs")} <= set(CLASSES)
 
 
-def test_the_folder_is_made(other, tmp_path, fails):
-    output = tmp_path / "new" / "folder" / "model.pt2"
-    assert "int8 is for files that end in .onnx" in fails(["export", other, f"--output={output}", "--int8"])
-    assert "cannot take images of 20 x 20 px" in fails(["export", other, f"--output={output}", "--img_size=20"])
-    assert list(tmp_path.iterdir()) == []
-    assert main(["export", str(other), f"--output={output}"]) == 0
-    assert [path.name for path in output.parent.iterdir()] == ["model.pt2"]
-
-
 def with_json_beside(path, target):
     """An .onnx as relvit 0.2 wrote it: its description is in a JSON file of the same name."""
     model = onnx.load(path)
@@ -183,7 +174,8 @@ def test_a_file_of_relvit_0_2_predicts_by_the_json_beside_it(folder, photos, tmp
     )
 
 
-@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
 def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp_path, monkeypatch, int8):
     """PyTorch writes them so where an .onnx would be above 2 GB."""
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
@@ -273,12 +265,16 @@ def test_so_do_those_of_timms_own_embedding_of_patches(best, tmp_path):
     check_refusals(load_classifier(best), tmp_path, session)
 
 
-def test_a_model_of_one_size(best, tmp_path):
+def test_a_model_of_one_size_in_a_folder_that_is_made(best, tmp_path, capsys, fails):
     kwargs, size = {"dynamic_img_size": False, "embed_dim": 16, "depth": 1}, [32, 48]
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=size)
-    output = tmp_path / "model.pt2"
-    shapes = export_model(relvit.load(best), output)
-    assert shapes == [(2, 3, 32, 48), (3, 3, 32, 48)]
+    output = tmp_path / "new" / "folder" / "model.pt2"
+    assert "int8 is for files that end in .onnx" in fails(["export", best, f"--output={output}", "--int8"])
+    assert "cannot take images of 20 x 20 px" in fails(["export", best, f"--output={output}", "--img_size=20"])
+    assert list(tmp_path.iterdir()) == [best]
+    assert main(["export", str(best), f"--output={output}"]) == 0
+    assert "(checked with images 2 x 3 x 32 x 48 and 3 x 3 x 32 x 48)" in capsys.readouterr().out
+    assert [path.name for path in output.parent.iterdir()] == ["model.pt2"]
     found = {"relvit.json": ""}
     program = torch.export.load(output, extra_files=found).module()
     assert json.loads(found["relvit.json"])["input"] == ["batch", 3, 32, 48]
