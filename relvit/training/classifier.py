@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_b
 from relvit.training.compilation import compile_in_place
 from relvit.training.labels import Labels, labels_of
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
-from relvit.training.optim.additional_losses import check_losses, loss_weight, training_losses
+from relvit.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.training.optim.ema import WeightAverage
 from relvit.training.optim.freeze import Backbone
@@ -154,7 +155,7 @@ class ImageClassifier(EpochMetrics):
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
         self.temperature: float = 1.0
-        check_losses(self.hparams, self.net)
+        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
         self.loss: ClassificationLoss = ClassificationLoss(
@@ -386,3 +387,12 @@ class ImageClassifier(EpochMetrics):
             if companion is not None:
                 companion.net._apply(fn)
         return self
+
+
+# Only some models return these losses in training; the text names such models.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
+LOSS_DEFAULTS: dict[str, Any] = {
+    option: inspect.signature(ImageClassifier).parameters[option].default
+    for name in MODEL_LOSSES
+    for option in loss_options(name)
+}

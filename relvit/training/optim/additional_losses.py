@@ -10,22 +10,30 @@ from torch import nn
 
 from relvit.training.optim.schedule import steps_of
 
-# The options of the ponder cost, the only additional loss, and their defaults in `ImageClassifier`.
-PONDER_DEFAULTS: dict[str, Any] = {"ponder_weight": 0.01, "ponder_warmup_epochs": 5.0}
 
+def check_losses(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module, models: Mapping[str, str]
+) -> None:
+    """Refuse options of losses that a network does not return.
 
-def check_losses(given: Mapping[str, Any], net: nn.Module) -> None:
-    """Refuse options of the ponder cost where a network does not return this loss.
+    Args:
+        given: The arguments of `ImageClassifier`.
+        defaults: The defaults of these options.
+        net: The network.
+        models: The models that return a loss, by the name of the loss.
 
     Raises:
         ValueError: There is such an option.
     """
-    for option, default in PONDER_DEFAULTS.items():
-        if given[option] != default and "ponder" not in training_losses(net):
-            raise ValueError(
-                f"{option} {given[option]} has no effect without a model that halts: relvit_universal_* with "
-                "model_kwargs.halting act"
-            )
+    for name in models.keys() - set(training_losses(net)):
+        for option in loss_options(name):
+            if given[option] != defaults[option]:
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
+
+
+def loss_options(name: str) -> tuple[str, str]:
+    """Return the options of a loss: its weight, and the number of epochs in which this weight rises."""
+    return f"{name}_weight", f"{name}_warmup_epochs"
 
 
 def training_losses(net: nn.Module) -> tuple[str, ...]:
@@ -35,6 +43,6 @@ def training_losses(net: nn.Module) -> tuple[str, ...]:
 
 def loss_weight(given: Mapping[str, Any], trainer: Trainer, name: str) -> float:
     """Compute the weight of a loss at a trainer's optimiser step: it rises linearly, as the learning rate does."""
-    option = f"{name}_warmup_epochs"
+    weight, option = loss_options(name)
     warmup = steps_of(trainer, option, given[option])
-    return given[f"{name}_weight"] * min(1.0, (trainer.global_step + 1) / (warmup + 1))
+    return given[weight] * min(1.0, (trainer.global_step + 1) / (warmup + 1))
