@@ -7,10 +7,14 @@ from scripts import load
 
 pytest.importorskip("lightly", reason="pip install 'relvit[lightly]' brings lightly")
 pytestmark = pytest.mark.elsewhere
-pretrain = load("pretrain")
 
 
-def test_a_table_of_probes(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def pretrain():
+    return load("pretrain")
+
+
+def test_a_table_of_probes(pretrain, tmp_path, capsys):
     write_photos(tmp_path / "photos")
     options = ["--epochs=1", "--batch=6", "--shares", "1.0"]
     pretrain.main([f"--images={tmp_path / 'photos'}", f"--work={tmp_path / 'work'}", *options])
@@ -18,7 +22,7 @@ def test_a_table_of_probes(tmp_path, capsys):
     assert [row.split(" | ")[3] for row in rows] == ["random start", "MAE, 1 epochs"]
 
 
-def test_the_targets_are_normalised():
+def test_the_targets_are_normalised(pretrain):
     encoder = pretrain.timm.create_model("test_relvit", img_size=32, patch_size=8, num_classes=0, reg_tokens=1)
     mae = pretrain.MaskedAutoencoder(encoder, width=16, depth=1)
     images = torch.randn(2, 3, 32, 32)
