@@ -3,13 +3,15 @@
 The numbers are checked in `tests/cli`, which runs the same commands in its own process.
 """
 
+import csv
+import json
 import shutil
 
 import pytest
 from command_line import write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
-from processes import in_terminal
+from processes import Ranks, as_torchrun, in_terminal
 from processes import run as run_relvit
 
 # Arguments -> what is printed, and the files that are written.
@@ -113,3 +115,18 @@ CASES = [
 @pytest.mark.parametrize(("command", "where"), CASES)
 def test_command(command, where, place):
     check(command, place, relvit_in(where, place, command.split()))
+
+
+# `test_lost_process.py` and `test_fit.py` leave it to Lightning to start the second process.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_two_processes(name, place):
+    command = next(command for command in COMMANDS if command.startswith(name))
+    ranks = Ranks([*command.split(), "--accelerator=cpu"], place, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()[-3000:]
+    check(command, place, ranks.text())
+    if name == "predict":
+        with open(next(place.glob("runs/*/predictions.csv")), newline="") as file:
+            assert len(list(csv.DictReader(file))) == 19
+    if name == "test":
+        assert json.loads(next(place.glob("runs/*/summary.json")).read_text())["images"] == 18
