@@ -1,5 +1,6 @@
 """Small data and one small trained run, shared by the tests that need them."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from relvit.ops.backends import gathered, tiled
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep imported modules out of the garbage collector, which would otherwise visit them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
