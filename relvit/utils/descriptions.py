@@ -28,7 +28,8 @@ def check_bounds(value: Any, source: str) -> None:
             continue
         count += len(inner)
         if count > MOST_VALUES or depth >= DEEPEST:
-            most = f"more than {DEEPEST} levels or {MOST_VALUES:,} values"
-            raise ValueError(f"{source} is not of relvit: its description has {most}")
+            raise ValueError(
+                f"{source} describes more than {DEEPEST} levels or {MOST_VALUES:,} values, as relvit never does"
+            )
         items = inner.values() if isinstance(inner, Mapping) else inner
         waiting += ((item, depth + 1) for item in items)

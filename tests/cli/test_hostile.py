@@ -184,11 +184,11 @@ def test_nor_beside_data_that_are_given(content, tmp_path, photos, monkeypatch):
         ("- " * 1_000 + "1\n", "maximum recursion depth"),
         (
             "trainer: &a {callbacks: [*a]}\n",
-            "x.yaml: the configuration is not of relvit: its description has more",
+            "x.yaml: the configuration describes more",
         ),
         (
             BOMB,
-            "x.yaml: the configuration is not of relvit: its description has more than 32 levels or 1,000,000",
+            "x.yaml: the configuration describes more than 32 levels or 1,000,000",
         ),
         ("data: \udcff\n", "x.yaml: not UTF-8 text (invalid start byte at byte 6)"),
         ("data: \0\n", "x.yaml: unacceptable character"),
