@@ -1,4 +1,4 @@
-"""Draw heat maps of accuracy over heights and widths of images, and of the difference to squashed squares."""
+"""Draw heat maps of accuracy over heights and widths, and of differences to squares, grey below two standard errors."""
 
 from __future__ import annotations
 

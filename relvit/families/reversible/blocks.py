@@ -1,4 +1,4 @@
-"""Reversible blocks: backward recomputes the inputs of each block from its outputs, so memory is flat over depth.
+"""Reversible blocks: backward recomputes each block from its outputs, with the same random state, in constant memory.
 
 Two streams y1 = x1 + F(x2), y2 = x2 + G(y1), with F the mixer's branch of a block and G that of the MLP, have the
 inverse x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps the streams behind the last block alone; on the way back every
