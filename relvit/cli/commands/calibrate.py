@@ -51,7 +51,9 @@ def calibrate(
         print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
         rows = [("accuracy", (found.accuracy, found.accuracy))]
         rows += [("negative log-likelihood", found.nll), ("calibration error", found.error)]
-    print_table(("", "before", "after"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows))
+    print_table(
+        ("", "as trained", "calibrated"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows)
+    )
     if found.images < FEW:
         print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root}
