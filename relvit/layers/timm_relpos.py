@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch.nn.functional as F
 from timm.models.beit import Attention as BeitAttention
@@ -43,7 +44,8 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = TimmOwnRelative.norm
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
@@ -73,7 +75,8 @@ class TimmRelativeWindows(TimmOwnRelative):
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm = k_norm = TimmOwnRelative.norm
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
 
     def reset_parameters(self) -> None:
         """Do nothing: timm's method initialises the table, which the position module has taken over."""

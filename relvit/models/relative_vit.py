@@ -14,7 +14,7 @@ from relvit.layers.positions.factory import accepts, numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
-from relvit.models.segments import SEGMENTERS
+from relvit.models.segments import SEGMENTERS, Segmenter
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend
@@ -70,6 +70,9 @@ class RelVisionTransformer(GridVisionTransformer):
     """
 
     attention: ClassVar[type[nn.Module]] = RelativeAttention
+
+    segmenter: Segmenter | None
+    own_segmenter: Segmenter | None
 
     def __init__(
         self,

@@ -162,9 +162,12 @@ class CIFAR10Data(CIFARData):
     Arguments and files are those of :class:`CIFARData`.
     """
 
-    dataset_class = CIFAR10
+    dataset_class: ClassVar[type[CIFAR10]] = CIFAR10
     classes = CIFAR10_CLASSES
-    channels = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = (
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+    )
 
 
 class CIFAR100Data(CIFARData):
@@ -173,6 +176,9 @@ class CIFAR100Data(CIFARData):
     Arguments and files are those of :class:`CIFARData`.
     """
 
-    dataset_class = CIFAR100
+    dataset_class: ClassVar[type[CIFAR10]] = CIFAR100
     classes = CIFAR100_CLASSES
-    channels = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = (
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
+    )

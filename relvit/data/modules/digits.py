@@ -1,7 +1,7 @@
 """DigitsData: scikit-learn's handwritten digits, for a first run without any download."""
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class DigitsData(ImageData):
     """
 
     # These are the statistics of the 1,257 training images.
-    channels = ((0.3049319887,), (0.3756725775,))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((0.3049319887,), (0.3756725775,))
 
     def __init__(
         self,

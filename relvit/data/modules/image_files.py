@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
@@ -54,7 +54,7 @@ class ImageFilesData(ImageData):
     """
 
     # These are the statistics of ImageNet.
-    channels = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
     def __init__(
         self,
