@@ -13,7 +13,7 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# The record of a thread, by each layer's `attn_drop`. Threads share modules, so it is not kept in a module.
+# A thread keeps its record here, by each layer's `attn_drop`, and not in a module, because threads share modules.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 

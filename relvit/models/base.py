@@ -211,7 +211,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, Visi
         TypeError: an `mlp_chunk` that is no integer.
     """
 
-    # Arguments that a user of this class cannot choose -> the reason.
+    # A user of this class cannot choose these arguments, for the reason beside.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relvit.ops import Grid
 
-# What a mixer without a declaration `lacks` cannot do.
+# A mixer that declares no `lacks` can do none of these.
 UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
 
 
@@ -52,7 +52,7 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# Other depths, by the boolean argument of a model that chooses the depth; rooms of `relvit.families` add theirs.
+# A boolean argument of a model chooses a depth by these names; rooms of `relvit.families` add theirs.
 DEPTHS: dict[str, Depth] = {}
 
 

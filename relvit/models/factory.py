@@ -20,7 +20,7 @@ from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
 
-# Arguments of timm's builders, which choose the weights that are loaded. No description of a model may hold them: the
+# These arguments of timm's builders choose the weights that are loaded. No description of a model may hold them: the
 # description may come from a user, a checkpoint, a published folder or the hub.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters

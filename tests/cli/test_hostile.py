@@ -16,7 +16,7 @@ from relvit.cli import main
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]
-# A thousand times a thousand values.
+# The aliases stand for a thousand times a thousand values.
 BOMB = f"a: &a [{', '.join('x' * 1000)}]\nb: [{', '.join(['*a'] * 1000)}]\n"
 
 

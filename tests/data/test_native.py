@@ -19,7 +19,7 @@ from relvit.utils.seeding import seeded
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 PATCH = (8, 4)
 SHAPES = NativeShapes((40, 20), PATCH, 30)
-# Aspect ratios of photographs: landscape, portrait, square and panorama.
+# Photographs have these aspect ratios: landscape, portrait, square and panorama.
 ASPECTS = [4 / 3] * 7 + [3 / 2] * 5 + [16 / 9] * 2 + [1] * 2 + [3 / 4] * 2 + [9 / 16, 2 / 3, 2.5, 4]
 
 

@@ -56,10 +56,10 @@ def test_the_paired_error_is_that_of_the_mean_of_differences():
     values = second.astype(int) - first.astype(int)
     assert difference == pytest.approx(second.mean() - first.mean())
     assert error == pytest.approx(scipy.stats.sem(values, ddof=0))
-    # By McNemar's counts.
+    # The counts are McNemar's.
     gained, lost = (~first & second).sum(), (first & ~second).sum()
     assert error == pytest.approx(np.sqrt(gained + lost - (gained - lost) ** 2 / 400) / 400)
-    # Repeated draws of as many images.
+    # Each draw has as many images.
     draws = generator.integers(0, 400, (4000, 400))
     assert values[draws].mean(1).std() == pytest.approx(error, rel=0.05)
     assert paired_difference(first, first) == (0.0, 0.0)

@@ -17,7 +17,7 @@ Line = dict[str, Any]
 Key = tuple[int, str]
 Runs = dict[Key, Line]
 Groups = dict[str, Runs]
-# Computes the number of a run by which models are compared.
+# A function of this type computes the number of a run by which models are compared.
 Figure = Callable[[Line], float]
 
 BASE = "learned"

@@ -12,8 +12,8 @@ from relvit.utils.constants import KeepConstants
 # a table by 0.
 HIDDEN = -1e4
 
-# Pairs of vectors (dy, dx). A head sees a key whose offset has no negative product with either vector of a pair: half
-# of the image if both vectors are the same, otherwise a quarter or an eighth.
+# Each head has a pair of these vectors (dy, dx). It sees a key whose offset has no negative product with either one:
+# half of the image if both vectors are the same, otherwise a quarter or an eighth.
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 VIEWS = {
     180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],

@@ -19,9 +19,9 @@ from relvit.layers.prefix_bias import PrefixBias
 from relvit.models.retrofit.source import Layers, OwnPositions
 
 TABLE = "relative_position_bias_table"
-# Entries of a bias table for the class token, as in `PrefixBias`.
+# A bias table has this number of entries for the class token, as in `PrefixBias`.
 PREFIX_ENTRIES = 3
-# Prefixes in the names of timm's networks -> those of relvit's.
+# The keys are prefixes in the names of timm's networks, the values are the prefixes of relvit's.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
 
 

@@ -14,7 +14,7 @@ from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.messages import listing
 
 Classes = tuple[type[nn.Module], ...]
-# Class of a part of the original model -> the class that it becomes.
+# The key is the class of a part of the original model, the value is the class that the part becomes.
 Exchange = Mapping[type[nn.Module], type[nn.Module]]
 # For each attention by name the module 'position', and 'prefix_bias' where the class token has a bias.
 Layers = Mapping[str, Mapping[str, nn.Module]]
@@ -92,7 +92,7 @@ class OwnPositions(Retrofitted):
 
     @classmethod
     def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
-        """Return whether an attention of the original model has relative positions."""
+        """Return whether an attention of the original model has relative positions; every source has an answer."""
         raise NotImplementedError
 
     @classmethod

@@ -18,7 +18,7 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
-# Patterns of tensors that no other kind of model can use -> the reason; rooms of `relvit.families` add patterns.
+# No other kind of model can use tensors of these patterns, for the reason beside; rooms add patterns.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."

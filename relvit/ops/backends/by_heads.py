@@ -23,7 +23,7 @@ from torch import Tensor
 from relvit.ops.backends.tile import Tile
 from relvit.ops.tracing import is_watched
 
-# Least queries times keys of one head, by measurement: 64 x 32 patches. On smaller tiles Python's lock costs more.
+# Heads take threads from this number of queries times keys on (64 x 32 patches): below, Python's lock costs more.
 LEAST_LOGITS = 1 << 22
 
 

@@ -38,9 +38,9 @@ class TileConfig(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
-    # Most samples, heads and queries of one tile; backward, whatever thread runs it, has the same tiles.
+    # A tile has at most these numbers of samples, heads and queries, and backward has the same tiles on any thread.
     size: tuple[int, int, int]
-    # Number of threads that take whole heads, see `by_heads`; 1: the calling thread takes all tiles.
+    # This number of threads takes whole heads, see `by_heads`; with 1 the calling thread takes all tiles.
     threads: int
 
 

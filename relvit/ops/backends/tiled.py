@@ -44,7 +44,7 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
-# Most logits of one tile, over samples and heads, per thread that works on it: 4 MB in float32. Smaller tiles spend
+# A tile has at most this number of logits per thread that works on it: 4 MB in float32. Smaller tiles spend
 # their time in Python and in waiting for other threads, and tiles of fewer queries on adding up gradients of keys.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64

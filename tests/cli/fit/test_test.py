@@ -160,7 +160,7 @@ def test_another_split(best, photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos / "train", root / "test")
     given = {"split": [f"--root={photos}", "--split=train"], "folder": [f"--root={root}"]}
-    # More augmentation than the training had, which must have no effect.
+    # More augmentation than the training had must have no effect.
     more = ["--data.augment=deit", "--batch_size=5"]
     found, expected = (evaluate("test", best, tmp_path / name, *given[name], *more) for name in given)
     assert "18 images of train, accuracy " in capsys.readouterr().out

@@ -23,7 +23,7 @@ from relvit.evaluation.deploy.publish import save_folder
 from relvit.training import ImageClassifier
 from relvit.training.checkpoints.pretrained import Pretrained
 
-# An own preprocessing.
+# timm's configurations have other values.
 OWN = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
 RETROFIT = {"abs_pos": "drop", "max_distance": [1, 2]}
 TINY = {"patch_size": 8, "embed_dim": 12, "depth": 2}

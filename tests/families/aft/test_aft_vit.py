@@ -9,7 +9,7 @@ from vits import SMALL, images
 
 from relvit.ops import Grid
 
-# Millions of parameters in table 4 of the paper.
+# Table 4 of the paper has these millions of parameters.
 PAPER = {
     "relvit_aft_conv_tiny_k11_h32": 5.356,
     "relvit_aft_conv_tiny_k11_h192": 5.963,
@@ -21,7 +21,7 @@ PAPER = {
 }
 OTHERS = [f"{mixer}_{size}" for mixer in ("local", "simple", "conv") for size in ("tiny", "small")]
 OTHERS = [f"relvit_aft_{name}" for name in (*OTHERS, "conv_tiny_patch4_32", "conv_small_patch4_32")]
-# Kernel and heads of 'conv' where the name does not say them.
+# These are kernel and heads of 'conv' where the name does not say them.
 CONV = {"tiny": (11, 192), "small": (15, 384), "tiny_patch4_32": (11, 192), "small_patch4_32": (11, 384)}
 MIXERS = {
     "conv": {"kernel_size": (3, 5)},

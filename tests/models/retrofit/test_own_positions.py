@@ -79,7 +79,7 @@ def test_gradients_are_the_sources(case, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     for net in (source, model):
         net.train()
-        # Bits of all outputs.
+        # The gradients come from all outputs.
         sum((part * part.detach().sign()).mean() for part in outputs(net, x).values()).backward()
         grads.append({name: parameter.grad for name, parameter in net.named_parameters()})
     # MViT's norms of keys add a number to all logits of a query, which changes no weight.
@@ -112,14 +112,14 @@ def test_restored_models_are_the_originals(case):
         set_reach(model, "stretch" if case in MVITS else "logn")
     assert with_exact_offsets(relvit.restore(model)) is model
     assert fingerprint(model) == fingerprint(original)
-    # Buffers included that the state dict leaves out.
+    # The state dict would leave out some buffers.
     ours, theirs = (dict(net.named_parameters()) | dict(net.named_buffers()) for net in (model, original))
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
         assert (ours[name].dtype, ours[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
     assert_equal(outputs(model, x), exact, 0)
-    # Once more, with tables that were trained.
+    # The second time the tables were trained.
     relvit.retrofit(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)

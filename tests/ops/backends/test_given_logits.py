@@ -10,7 +10,7 @@ from relvit.ops.terms import add_channels
 
 COORDS = torch.tensor([[[3, 1], [0, 4], [2, 2]], [[0, 0], [3, 3], [1, 4]]])
 VALID = torch.tensor([[True, True, False], [False, True, False]])
-# Grids of queries and of keys.
+# The first grid is of the queries, the second of the keys.
 GRIDS = {
     "raster": (make_grid(3, 4), make_grid(3, 4)),
     "prefix": (make_grid(2, 3, prefix=2), make_grid(2, 3, prefix=2)),
@@ -18,7 +18,7 @@ GRIDS = {
     "pooled": (make_grid(4, 6, prefix=1), make_grid(2, 3, prefix=1)),
     "to padding": (make_grid(2, 3), Grid(4, 5, 1, COORDS, VALID)),
 }
-# Shapes of the channels' leading dimensions, of queries and keys.
+# These are leading dimensions of the channels of queries and of keys.
 LEADS = [((2, 2), (1, 2)), ((1, 1), (2, 1))]
 
 

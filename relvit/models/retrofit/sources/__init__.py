@@ -9,7 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
-# Class of a model -> file and class that it becomes. Names need no import of a library that may be missing.
+# The key is the class of a model, the value is the file and the class that it becomes.
+# Names need no import of a library that may be missing.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",

@@ -17,7 +17,7 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# Programs per multiprocessor: more than run at once, so that the others wait only briefly for the last one.
+# A multiprocessor gets more programs than it runs at once, so that the others wait only briefly for the last one.
 PROGRAMS = 4
 
 
