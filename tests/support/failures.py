@@ -72,3 +72,11 @@ class MetricReader(ProgressBar):
     on_test_start = on_test_epoch_start = on_test_batch_start = on_test_batch_end = read
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = read
     on_validation_end = on_test_end = on_train_end = on_fit_end = read
+
+
+class EndTest(Callback):
+    """Send this process the signal that the environment names, in the test after a training."""
+
+    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 1 and "END_TEST" in os.environ:
+            os.kill(os.getpid(), getattr(signal, os.environ["END_TEST"]))

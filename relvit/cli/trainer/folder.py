@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.errors import UsageError
@@ -85,14 +86,15 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
     try:
         yield
     except SystemExit as stop:
-        # The cause is a signal, or Lightning has caught Ctrl-C.
+        # The cause is a signal, or Lightning has caught Ctrl-C. Lightning itself ends an evaluation after SIGTERM.
+        number = signal.SIGTERM if isinstance(stop, SIGTERMException) else getattr(stop, "signal", signal.SIGINT)
         if trainer.interrupted and can_resume():
-            why = f"Stopped by {stop.signal.name}" if isinstance(stop, StoppedBySignalError) else "Stopped"
+            why = "Stopped" if number == signal.SIGINT else f"Stopped by {number.name}"
             rank_zero_print(f"{why}. To go on: relvit fit --resume {folder}")
         if isinstance(stop, StoppedBySignalError):
             ignore_stop_signals()
         elif trainer.interrupted:
-            raise SystemExit(128 + signal.SIGINT) from stop
+            raise SystemExit(128 + number) from stop
         raise
     except RuntimeError as error:
         hint = f"; to go on: relvit fit --resume {folder}" if can_resume() else ""

@@ -147,12 +147,15 @@ class RunCheckpoints(Checkpoint):
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the training if its state is consistent and not saved yet."""
+        """Save the training if its state is consistent and not saved yet; a test or a validation changes no file."""
         if isinstance(exception, StoppedBySignalError):
             # A launcher may send a second signal, which must not change the exit status.
             ignore_stop_signals()
             return
         self._restore_handlers()
+        # The test after a training has loaded the weights of the best checkpoint into the model.
+        if trainer.state.fn != "fit":
+            return
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
         # Saving waits for all processes, and the others may not have failed.
