@@ -38,6 +38,7 @@ from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.families.reformer import LSHAttention
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
+from relvit.ops.attention import BACKENDS
 from relvit.utils.memory import allocations, available_memory, peak_bytes
 from relvit.utils.messages import check_choice
 
@@ -46,13 +47,13 @@ PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
 # The cost of one image must not depend on extras: relvit's models pool averages, have no class token and no layer
 # scale, so the others are built without them as well. timm's relpos has no class token to begin with.
 POOLED = {"class_token": False, "global_pool": "avg"}
+# The paper's own algorithm is for single layers.
+FAST_BACKENDS = [backend for backend in BACKENDS if backend != "reference"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("vit_small_patch16_224", POOLED),
     "control": ("vit_small_patch16_224", POOLED),
     "relvit_small": ("relvit_small", {}),
-    "relvit_small_fused": ("relvit_small", {"backend": "fused"}),
-    "relvit_small_tiled": ("relvit_small", {"backend": "tiled"}),
-    "relvit_small_triton": ("relvit_small", {"backend": "triton"}),
+    **{f"relvit_small_{backend}": ("relvit_small", {"backend": backend}) for backend in FAST_BACKENDS},
     "relvit_xl": ("relvit_xl_small", {}),
     "relpos": ("vit_relpos_small_patch16_224", {"init_values": 0}),
     "rope": ("vit_small_patch16_rope_224", POOLED),
@@ -69,10 +70,7 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = dict.fromkeys(
     ("plain", "control"), lambda side: Attention(DIM, HEADS, qkv_bias=True)
 )
 LAYERS = PLAIN | {
-    **{
-        f"relvit_{backend}": lambda side, backend=backend: relative_attention(backend)
-        for backend in ("reference", "fused", "tiled", "gathered", "triton")
-    },
+    **{f"relvit_{backend}": lambda side, backend=backend: relative_attention(backend) for backend in BACKENDS},
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
     **{name: lambda side, layer=layer: layer(DIM, HEADS) for name, layer in peers.CLASSES.items()},
 }
@@ -132,16 +130,21 @@ def lsh_attention(rounds: int) -> LSHAttention:
     return LSHAttention(DIM, HEADS, RelativePosition2d(DIM // HEADS, HEADS, "b"), rounds=rounds)
 
 
+def build_model(name: str, size: int, **changes: Any) -> nn.Module:
+    """Build a model of `MODELS` for images of this size, with some of its arguments changed."""
+    timm_name, options = MODELS[name]
+    model = timm.create_model(timm_name, img_size=size, **{"num_classes": CLASSES, **options, **changes})
+    for block in model.blocks:
+        # The layer scale of the rope models; timm takes no `init_values=None` over their own value.
+        block.gamma_1 = block.gamma_2 = None
+    return model
+
+
 def competitor(level: str, name: str, size: int) -> tuple[nn.Module, tuple[int, ...], tuple[Any, ...]]:
     """Build a module; return it, the shape of its input for one image, and its other arguments."""
     side = size // PATCH
     if level == "model":
-        timm_name, options = MODELS[name]
-        model = timm.create_model(timm_name, num_classes=CLASSES, img_size=size, **options)
-        for block in model.blocks:
-            # The layer scale of the rope models; timm takes no `init_values=None` over their own value.
-            block.gamma_1 = block.gamma_2 = None
-        return model, (3, size, size), ()
+        return build_model(name, size), (3, size, size), ()
     layer = COMPETITORS[level][name](side)
     if name == "sam":
         return layer, (side, side, DIM), ()
