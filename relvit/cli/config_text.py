@@ -10,7 +10,7 @@ from jsonargparse import get_loader, set_loader
 
 from relvit.cli.errors import UsageError
 from relvit.cli.shipped_configs import shipped_configs
-from relvit.data.modules.registry import public_class_path
+from relvit.data.registry import public_class_path
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.messages import cut, did_you_mean
 

@@ -17,7 +17,7 @@ from relvit.cli.mistakes import required
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.lightning_cli import TRAINER_DEFAULTS
 from relvit.data import ImageFolderData
-from relvit.data.modules.registry import data_modules
+from relvit.data.registry import data_modules
 from relvit.training import ImageClassifier
 
 WIDTH, INDENT = 100, 34

@@ -16,7 +16,7 @@ from relvit.cli.arguments import OF_FIT, OF_TRAINER, SYNONYMS
 from relvit.cli.config_text import load_config, read_config
 from relvit.cli.errors import UsageError
 from relvit.cli.hints import accepts, choices, in_words, subclasses
-from relvit.data.modules.registry import data_modules
+from relvit.data.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import cut, did_you_mean, listing
 

@@ -7,6 +7,7 @@ from relvit.data.loading.sizes import SizePlan
 from relvit.data.mixup import BatchMix
 from relvit.data.modules.base import ImageData
 from relvit.data.modules.cifar import CIFAR10Data, CIFAR100Data
+from relvit.data.modules.datasets import DatasetData
 from relvit.data.modules.digits import DigitsData
 from relvit.data.modules.folder import ImageFolderData
 from relvit.data.modules.image_files import ImageFilesData
@@ -18,6 +19,7 @@ from relvit.data.transforms import Augment, SizeProtocol, eval_transform, parse_
 __all__ = [
     "ImageData",
     "ImageFilesData",
+    "DatasetData",
     "DigitsData",
     "CIFAR10Data",
     "CIFAR100Data",

@@ -22,8 +22,8 @@ from relvit.data import eval_transform, parse_size
 from relvit.data.batches import ImageBatch, images_of
 from relvit.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.data.images.folders import image_files
+from relvit.data.images.inputs import ImageInput, InputImages
 from relvit.data.shape import ImageShape
-from relvit.evaluation.inputs import ImageInput, InputImages
 from relvit.evaluation.mirror import average_with_mirror
 from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.models.sizes.reach import check_reach
@@ -112,6 +112,13 @@ class Predictor:
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
         check_reach(reach, checkpoint.shape().fixed, str(ckpt_path))
+        if assumed := checkpoint.images.get("assumed"):
+            values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
+            warnings.warn(
+                f"{ckpt_path} was trained with loaders that are not relvit's, which do not say how they transform "
+                f"images: {values} are those of timm's description of the model. If yours differ, set `transform`",
+                stacklevel=3,
+            )
         self.reach = reach
         set_reach(self.model, reach, trained_size)
         self._set_size(img_size)

@@ -11,7 +11,7 @@ from relvit.training.callbacks.telemetry import Telemetry
 from relvit.training.callbacks.training_images import TrainingImages
 from relvit.training.checkpoints.average import average_checkpoints
 from relvit.training.checkpoints.callback import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
-from relvit.training.checkpoints.checkpoint import Checkpoint, DescribeCheckpoint
+from relvit.training.checkpoints.checkpoint import Checkpoint
 from relvit.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
 from relvit.training.checkpoints.load import classifier_of, load_classifier
 from relvit.training.classifier import ImageClassifier
@@ -39,7 +39,6 @@ __all__ = [
     "FindLearningRate",
     "warmup_cosine",
     "Checkpoint",
-    "DescribeCheckpoint",
     "read_checkpoint",
     "write_checkpoint",
     "average_checkpoints",

@@ -17,6 +17,7 @@ from relvit.models import build_model
 from relvit.models.output import training_output
 from relvit.models.weights.transfer import TransferReport
 from relvit.training.arguments import check_arguments, check_images
+from relvit.training.checkpoints.description import describe as describe_training
 from relvit.training.checkpoints.exact_resume import Progress
 from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
@@ -169,6 +170,8 @@ class ImageClassifier(EpochMetrics):
         self.teacher: Teacher | None = None
         self.finite: FiniteCheck = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
+        # Other options of the training, in plain types, which its checkpoints record.
+        self.fit_options: dict[str, Any] = {}
         self.transfer: TransferReport | None = None
         # `FindLearningRate` sets a list while it runs, for the learning rate and loss of each batch.
         self.range_test: list[tuple[float, float]] | None = None
@@ -341,7 +344,8 @@ class ImageClassifier(EpochMetrics):
             self.backbone.set_frozen(False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the averaged weights and the progress of the training; 'state_dict' holds the raw weights."""
+        """Add a description, the averaged weights and the progress; 'state_dict' holds the raw weights."""
+        checkpoint[KEY] = describe_training(self)
         if self._is_fitting:
             point = self.progress.save(self.trainer, checkpoint)
             checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)

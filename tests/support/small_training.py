@@ -7,7 +7,7 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from relvit.data import ImageData
-from relvit.training import DescribeCheckpoint, ImageClassifier
+from relvit.training import ImageClassifier
 
 NAMES = [f"class {i}" for i in range(7)]
 # Arguments of a small model of timm, and of a small one of relvit.
@@ -92,7 +92,7 @@ def train(module, data=None, ckpt_path=None, **kwargs):
 
 def train_and_save(path, module, data=None, ckpt_path=None, **kwargs):
     """Train, write a checkpoint with the description that `relvit fit` writes, and return the trainer."""
-    trainer = train(module, data, ckpt_path, callbacks=[DescribeCheckpoint()], **kwargs)
+    trainer = train(module, data, ckpt_path, **kwargs)
     trainer.save_checkpoint(path)
     return trainer
 

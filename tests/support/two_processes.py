@@ -7,7 +7,7 @@ from lightning import Callback
 from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, record_steps, train
 from torch import nn
 
-from relvit.training import AtomicCheckpointIO, DescribeCheckpoint
+from relvit.training import AtomicCheckpointIO
 
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
 REVERSIBLE = {"reversible": True, "depth": 3}
@@ -16,7 +16,7 @@ REVERSIBLE = {"reversible": True, "depth": 3}
 def fit(module, data=None, **kwargs):
     """Train for two epochs on 16 images in order, four in each process and step."""
     options = {"max_epochs": 2, "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
-    options |= {"plugins": [AtomicCheckpointIO()], "callbacks": [DescribeCheckpoint(), *kwargs.pop("callbacks", [])]}
+    options |= {"plugins": [AtomicCheckpointIO()]}
     return train(module, data or NoiseImages(16, in_order=True), **options | kwargs)
 
 
@@ -29,7 +29,7 @@ def alone(**options):
     module = build(**options)
     record = Record(module)
     data = NoiseImages(16, in_order=True, batch_size=8)
-    return record, train(module, data, max_epochs=2, callbacks=[DescribeCheckpoint()])
+    return record, train(module, data, max_epochs=2)
 
 
 class Shown(Callback):

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_training import SeveralLabels, build, record_steps, train
 
-from relvit.training import DescribeCheckpoint, load_classifier
+from relvit.training import load_classifier
 from relvit.training.checkpoints.file import KEY
 from relvit.training.labels import MultiLabelScores, multi_label_metrics
 from relvit.training.labels import SeveralLabels as Several
@@ -80,7 +80,7 @@ def test_thresholds_and_resume(tmp_path):
         module = build(multi_label=True, loss="asl", warmup_epochs=0, model_kwargs={"drop_rate": 0.1}, mixup=0.8)
         steps, data = [], SeveralLabels(23)
         record_steps(module, lambda batch, index: steps.append(index))
-        callbacks = [DescribeCheckpoint(), LambdaCallback(on_train_batch_end=save)]
+        callbacks = [LambdaCallback(on_train_batch_end=save)]
         trainer = train(module, data, ckpt_path, callbacks=callbacks, max_epochs=2, val_check_interval=2)
         trainer.save_checkpoint(tmp_path / name)
         return module, data, trainer, steps

@@ -25,7 +25,6 @@ from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
-    DescribeCheckpoint,
     FindLearningRate,
     History,
     Patience,
@@ -34,7 +33,8 @@ from relvit.training import (
     TrainingImages,
     record_run,
 )
-from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture, data_arguments
+from relvit.training.checkpoints.checkpoint import OF_THE_DATA, Architecture
+from relvit.training.checkpoints.description import data_arguments
 from relvit.training.run.folder import RunLock
 from relvit.training.run.launch import leave_processes
 from relvit.utils.devices import busy_note
@@ -169,12 +169,13 @@ class FitCLI(RelvitCLI):
             self.lock: RunLock = RunLock(self.run_folder)
         options["default_root_dir"] = self.run_folder
         options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
+        self.model.fit_options = fit_options(config)
         telemetry = Telemetry()
         monitor = f"val/{self.model.score}"
         self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", config.save_every, monitor)
         history = History(self.run_folder, telemetry, tensorboard=options["logger"] is None)
         sheet = TrainingImages(self.run_folder / "training_images.png")
-        callbacks = [self.best, DescribeCheckpoint(fit_options(config)), history, telemetry, sheet]
+        callbacks = [self.best, history, telemetry, sheet]
         if config.patience is not None:
             callbacks.append(Patience(config.patience, monitor))
         if config.lr_find:

@@ -17,7 +17,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import check_runs, explained_failures
 from relvit.data import ImageData
-from relvit.data.modules.registry import data_modules
+from relvit.data.registry import data_modules
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord, History, ImageClassifier

@@ -10,8 +10,8 @@ from typing import Any
 
 from relvit.data.archives.reader import Content, Reader
 from relvit.data.images.decode import StoredImage
+from relvit.data.images.manifest import file_size
 from relvit.data.labels import as_label
-from relvit.data.manifest import file_size
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing, one_line
 
 

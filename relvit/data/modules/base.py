@@ -1,7 +1,6 @@
 """Base class of all image data modules: shared arguments, transforms, DataLoaders, and the last batch of an epoch."""
 
 import copy
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +8,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
+from relvit.data.arguments import RecordedArguments
 from relvit.data.images.datasets import (
     OnError,
     SkipUnreadable,
@@ -21,6 +20,7 @@ from relvit.data.images.datasets import (
     SkipUnreadableLoader,
     collate_readable,
 )
+from relvit.data.images.manifest import ListedImage, images_in_memory
 from relvit.data.images.memory import StackedImages
 from relvit.data.labels import Label, checked_classes
 from relvit.data.loading.deterministic import DeterministicDataset
@@ -28,7 +28,6 @@ from relvit.data.loading.eval_shards import EvalShardLoader
 from relvit.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
-from relvit.data.manifest import ListedImage, images_in_memory
 from relvit.data.shape import ImageShape, image_shape
 from relvit.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.utils.messages import check_choice
@@ -44,8 +43,11 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "predict": ("predict",),
 }
 
+# Mean and standard deviation of ImageNet's images.
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-class ImageData(LightningDataModule, ABC):
+
+class ImageData(RecordedArguments, ABC):
     """Images with one label each, or several, in the splits train, val, test and predict.
 
     Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, or bool
@@ -53,8 +55,8 @@ class ImageData(LightningDataModule, ABC):
     Class names and channels are known at construction, so that a model can be built from them; images are looked for
     when a split is first used.
 
-    A subclass implements :meth:`missing` and :meth:`build`, keeps each argument of its constructor in an attribute of
-    the same name, from which :meth:`init_args` reads it, and hands on the keyword arguments below as ``**options``.
+    A subclass implements :meth:`missing` and :meth:`build`, and hands on the keyword arguments below as ``**options``.
+    :class:`relvit.data.DatasetData` does that for any datasets, and may be subclassed likewise.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -63,8 +65,8 @@ class ImageData(LightningDataModule, ABC):
         augment: Augmentation of the training images, see :func:`relvit.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: that of the
-            data (of image files ImageNet's), and in a training on the command line that of the pretrained weights, if
-            it starts from some.
+            data (if it is not known that of ImageNet, and 0.5 where there are not three channels), and in a training
+            on the command line that of the pretrained weights, if it starts from some.
         std: Standard deviation of each channel, in the same units; None: likewise.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
@@ -89,8 +91,8 @@ class ImageData(LightningDataModule, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # Where mean or std is None, these take their place; a subclass without statistics of its own needs both arguments.
-    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((), ())
+    # Where mean or std is None, these take their place; None: see `mean` above.
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
     # `--data` offers the class if this is true.
     chosen_by_name: ClassVar[bool] = True
     # What to do about unreadable images is an argument of the modules that read files.
@@ -102,10 +104,9 @@ class ImageData(LightningDataModule, ABC):
         self,
         class_names: Sequence[str],
         in_chans: int,
-        /,
         *,
-        img_size: int | tuple[int, int],
-        augment: Augment,
+        img_size: int | tuple[int, int] = 224,
+        augment: Augment = "resized-crop",
         crop_pct: PositiveShare = 1.0,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
@@ -143,7 +144,10 @@ class ImageData(LightningDataModule, ABC):
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
         self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
         self.img_size: tuple[int, int] = self.shape.img_size
-        self.normalise_by(self.channels[0] if mean is None else mean, self.channels[1] if std is None else std)
+        # Pretrained weights, or a checkpoint, may give these statistics later.
+        self.unset_statistics: list[str] = [name for name, value in (("mean", mean), ("std", std)) if value is None]
+        known = self.channels or (IMAGENET if in_chans == 3 else ((0.5,) * in_chans,) * 2)
+        self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
         # A test evaluates this split.
@@ -212,32 +216,6 @@ class ImageData(LightningDataModule, ABC):
     def has_test(self) -> bool:
         """Check for a test split (a folder counts before its files are looked at)."""
         return self.missing("test") is None
-
-    def init_args(self) -> dict[str, Any]:
-        """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
-
-        They consist of str, int, float, bool, None and lists of these, so that a checkpoint can store them.
-        """
-        return {name: _plain(getattr(self, name)) for name in self.argument_names()}
-
-    @classmethod
-    def argument_names(cls) -> list[str]:
-        """Names of the constructor's arguments, with those that it hands on as ``**options``."""
-        return list(cls.argument_defaults())
-
-    @classmethod
-    def argument_defaults(cls) -> dict[str, Any]:
-        """Defaults of these arguments by name; `inspect.Parameter.empty` where there is none."""
-        defaults: dict[str, Any] = {}
-        for part in cls.__mro__:
-            if "__init__" not in vars(part):
-                continue
-            _, *parameters = inspect.signature(part.__init__).parameters.values()
-            own = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            defaults |= own | defaults
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
-        return defaults
 
     def dataset(self, split: Split) -> Dataset[Any]:
         """Return the dataset of one split, built at the first call.
@@ -382,7 +360,3 @@ class ImageData(LightningDataModule, ABC):
             dataset = wrapper(dataset, replace=trains)
             collate = collate if at_once is not None else partial(collate_readable, collate=collate)
         return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -6,16 +6,16 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
 from relvit.data.images.datasets import LabelledFiles, NamedFiles, OnError
 from relvit.data.images.decode import ImageSource
+from relvit.data.images.manifest import ListedImage, file_size
 from relvit.data.images.memory import decode_into_memory, in_units
 from relvit.data.labels import Label, class_counts, counts_text, doubtful_classes, label_text, rarest
-from relvit.data.manifest import ListedImage, file_size
 from relvit.data.modules.base import ImageData, Split
 from relvit.data.split import stratified_split
 from relvit.data.transforms import Augment
@@ -53,13 +53,9 @@ class ImageFilesData(ImageData):
             too many images for the cache.
     """
 
-    # These are the statistics of ImageNet.
-    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
     def __init__(
         self,
         class_names: Sequence[str],
-        /,
         *,
         img_size: int | tuple[int, int] = 224,
         augment: Augment = "resized-crop",

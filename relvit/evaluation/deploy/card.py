@@ -15,7 +15,7 @@ from lightning import Trainer
 from timm.models._hub import generate_readme
 
 from relvit.data.modules.image_files import ImageFilesData
-from relvit.data.modules.registry import own_data_module
+from relvit.data.registry import imported_data_module
 from relvit.evaluation.predictor import Predictor
 from relvit.evaluation.standard_error import plus_minus
 from relvit.training import ImageClassifier
@@ -206,7 +206,7 @@ def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str,
         if name in network:
             network[name] = _without_folders(network[name])
     # Options that only some kinds of data have would show where the images are.
-    defaults = (own_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
+    defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
     if not images.get("native"):

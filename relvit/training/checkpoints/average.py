@@ -61,6 +61,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             # The options of the trainings may differ, so only the arguments of the network are kept.
             "model": {name: first.model[name] for name in NETWORK if name in first.model},
             "data": first.data,
+            "images": first.images,
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
@@ -100,7 +101,7 @@ def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:
 def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str]) -> None:
     """Refuse checkpoints of other models, classes, transforms or buffers, or with other names, shapes or dtypes."""
     difference = first_difference(first.model, other.model, NETWORK) or first_difference(
-        first.data_args, other.data_args, Transforms._fields
+        first.images_args, other.images_args, Transforms._fields
     )
     if difference:
         name, ours, theirs = difference

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import lightning
 import timm
 import torch
-from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from relvit.data import ImageData, parse_size
-from relvit.data.modules.registry import own_data_module, public_class_path
+from relvit.data.registry import class_path_of, imported_data_module
 from relvit.data.shape import ImageShape, shape_of
 from relvit.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.training.checkpoints.file import KEY, read_checkpoint
@@ -73,7 +72,9 @@ class Checkpoint:
     Attributes:
         path: The file or remote address, for messages.
         model: The arguments of `ImageClassifier`.
-        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here.
+        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' of other
+            images than those of a data module of relvit, or of a class that is derived from one.
+        images: The classes and the transforms of the training's images, where they are not among the 'init_args'.
         fit: Other options of the training.
         versions: The versions of the packages that wrote the checkpoint.
         weights: The tensors of the classifier, averaged where the training kept an average.
@@ -92,6 +93,7 @@ class Checkpoint:
     weights: dict[str, Tensor] = field(repr=False)
     temperature: float = 1.0
     thresholds: list[float] | None = None
+    images: dict[str, Any] = field(default_factory=dict)
     resumable: bool = False
     epoch: Any = None
     resume_point: Any = None
@@ -110,6 +112,7 @@ class Checkpoint:
             weights=content["state_dict"],
             temperature=description.get("temperature", 1.0),
             thresholds=description.get("thresholds"),
+            images=description.get("images") or {},
             resumable="optimizer_states" in content,
             epoch=content.get("epoch"),
             resume_point=content.get(POINT_KEY),
@@ -131,16 +134,20 @@ class Checkpoint:
         return self.data["init_args"]
 
     @property
+    def images_args(self) -> dict[str, Any]:
+        """The arguments of the data module, with classes and transforms of the images as it really has them."""
+        return self.data_args | self.images
+
+    @property
     def data_type(self) -> type[ImageData] | None:
-        """The class of the data module if relvit has it, else None; no file can choose which module is imported."""
-        return own_data_module(self.data["class_path"])
+        """The class of the data module if it is imported already, else None; no file can choose what is imported."""
+        return imported_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
         """Build the data module of the training with some arguments changed; a change to None is left out."""
         data_type = self.data_type
         if data_type is None:
-            name = self.data["class_path"]
-            raise ValueError(f"{self.path} was trained with the data module {name}, which is not one of relvit.data")
+            raise ValueError(self.unknown_data())
         changes = {name: value for name, value in changes.items() if value is not None}
         if unknown := changes.keys() - set(data_type.argument_names()):
             raise ValueError(
@@ -152,6 +159,14 @@ class Checkpoint:
         except TypeError as error:
             raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
 
+    def unknown_data(self) -> str:
+        """Explain that the data module of the training is not known here, and what to do."""
+        name = self.data["class_path"]
+        if name in ("", "relvit.data.DatasetData"):
+            others = "give other images by --data NAME, such as --data ImageFolderData --root DIR"
+            return f"{self.path} was trained on datasets in Python, which a checkpoint does not hold: {others}"
+        return f"{self.path} was trained with the data module {name}: import it, or give --data {name}"
+
     def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:
         """Return the checkpoint with other images, of the same transforms and classes.
 
@@ -160,32 +175,31 @@ class Checkpoint:
             changes: These replace arguments of the checkpoint's data module. Arguments that the new data module does
                 not have are left out.
         """
-        path, names = self.data["class_path"], list(self.data_args)
-        if data_type is not None:
-            path, names = f"{data_type.__module__}.{data_type.__qualname__}", data_type.argument_names()
-            path = public_class_path(path) if data_type.chosen_by_name else path
-        arguments = {name: value for name, value in (self.data_args | changes).items() if name in names}
+        path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
+        if data_type is not None and data_type is not self.data_type:
+            path, known, names = class_path_of(data_type), self.images_args, data_type.names_to_restore()
+        arguments = {name: value for name, value in (known | changes).items() if name in names}
         return replace(self, data={"class_path": path, "init_args": arguments})
 
     def normalisation(self) -> Normalisation:
         """Return the mean and standard deviation of the training's images."""
-        return Normalisation.read(self.path, self.data_args)
+        return Normalisation.read(self.path, self.images_args)
 
     def transforms(self) -> Transforms:
         """Return how images are resized, cropped and normalised in evaluation."""
         with self._reading("the transforms of its images"):
-            mean, std = (tuple(map(float, self.data_args[name])) for name in Normalisation._fields)
-            return Transforms(parse_size(self.data_args["img_size"]), mean, std, float(self.data_args["crop_pct"]))
+            mean, std = (tuple(map(float, self.images_args[name])) for name in Normalisation._fields)
+            return Transforms(parse_size(self.images_args["img_size"]), mean, std, float(self.images_args["crop_pct"]))
 
     def shape(self) -> ImageShape:
         """Return the shape of the training's images: one size, or patches within a budget."""
         with self._reading("the shape of its images"):
-            return shape_of(self.data_args)
+            return shape_of(self.images_args)
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""
         with self._reading("the names of its classes"):
-            return [str(name) for name in self.data_args["class_names"]]
+            return [str(name) for name in self.images_args["class_names"]]
 
     def point(self) -> ResumePoint | None:
         """Return where the training was; None in checkpoints that `relvit fit` did not write."""
@@ -219,36 +233,6 @@ class Checkpoint:
         if difference := first_difference(self.model, given, names):
             name, trained, found = difference
             raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
-
-
-class DescribeCheckpoint(Callback):
-    """Write into every checkpoint a description in plain types, from which model and data can be built again.
-
-    The description has the key 'relvit'. It holds `model` (the arguments of `ImageClassifier`, with the class names),
-    `data` (class and arguments of the data module, with image size, normalisation and class names), `fit`, `versions`
-    and, for a multi-label classifier, `thresholds`.
-
-    Args:
-        fit: Other options of the training, in plain types.
-    """
-
-    def __init__(self, fit: Mapping[str, Any] | None = None) -> None:
-        self.fit: dict[str, Any] = dict(fit or {})
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = {
-            "model": {key: _plain(value) for key, value in pl_module.hparams.items()},
-            "data": data_arguments(trainer.datamodule),
-            "fit": self.fit,
-            "versions": versions(),
-            **pl_module.labels.record(),
-        }
-
-
-def data_arguments(data: ImageData) -> dict[str, Any]:
-    """Return 'class_path' and 'init_args' of a data module, in plain types."""
-    class_path = public_class_path(f"{type(data).__module__}.{type(data).__qualname__}")
-    return {"class_path": class_path, "init_args": data.init_args()}
 
 
 def versions() -> dict[str, str]:

@@ -19,14 +19,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from timm.models import split_model_name_tag
 from torch import Tensor
 
-from relvit.data.modules.registry import public_class_path
+from relvit.data.registry import public_class_path
 from relvit.training.labels import are_thresholds
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
 from relvit.utils.messages import nearest
 from relvit.utils.remote import local_file
 
-# The key of the description that `DescribeCheckpoint` writes.
+# The key of the description of model and data, see `description.py`.
 KEY = "relvit"
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
@@ -90,7 +90,10 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
             f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: it does not say which model and data it is of")
+        raise ValueError(
+            f"{path} is not a checkpoint of relvit fit, nor of relvit.training.ImageClassifier: it does not say which "
+            "model and data it is of"
+        )
     check_bounds(content[KEY], str(path))
     if wrong := _wrong_part(content):
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
@@ -152,6 +155,8 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
         return f"{KEY}.data.class_path"
     if not _named(description["data"].get("init_args")):
         return f"{KEY}.data.init_args"
+    if not _named(description.get("images") or {}):
+        return f"{KEY}.images"
     temperature = description.get("temperature", 1.0)
     if not (isinstance(temperature, float) and 0 < temperature < math.inf):
         return f"{KEY}.temperature"

@@ -167,7 +167,7 @@ class Pretrained:
 
     def _weights_of_checkpoint(self, checkpoint: Checkpoint) -> Weights:
         model = checkpoint.model
-        size = model.get("img_size") or checkpoint.data_args.get("img_size")
+        size = model.get("img_size") or checkpoint.images_args.get("img_size")
         return Weights(
             source=checkpoint.path,
             state={name.removeprefix("net."): tensor for name, tensor in checkpoint.weights.items()},

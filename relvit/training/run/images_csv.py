@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relvit.data import ImageData
-from relvit.data.manifest import ListedImage
+from relvit.data.images.manifest import ListedImage
 from relvit.data.modules.base import Split
 from relvit.utils.files import atomic_write
 from relvit.utils.messages import listing

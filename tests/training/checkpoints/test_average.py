@@ -97,7 +97,7 @@ def put(*keys):
     return change
 
 
-HEAD, MODEL, DATA = ("state_dict", "net.head.weight"), ("relvit", "model"), ("relvit", "data", "init_args")
+HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("relvit", "images")
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ HEAD, MODEL, DATA = ("state_dict", "net.head.weight"), ("relvit", "model"), ("re
         (put(*MODEL, "model_kwargs", "depth", 3), "model_kwargs {'depth': 3}, .* {'depth': 1}"),
         (put(*MODEL, "retrofit", {}), "retrofit {}, .* None"),
         (put(*MODEL, "class_names", NAMES[::-1]), r"class_names \['class 6', .* \['class 0'"),
-        (put(*DATA, "img_size", [12, 8]), r"img_size \[12, 8\], .* \[8, 12\]"),
-        (put(*DATA, "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
-        (put(*DATA, "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* \[0.5, 0.5, 0.5\]"),
-        (put(*DATA, "crop_pct", 0.9), "crop_pct 0.9, .* 1.0"),
+        (put(*IMAGES, "img_size", [12, 8]), r"img_size \[12, 8\], .* \[8, 12\]"),
+        (put(*IMAGES, "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
+        (put(*IMAGES, "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* \[0.5, 0.5, 0.5\]"),
+        (put(*IMAGES, "crop_pct", 0.9), "crop_pct 0.9, .* 1.0"),
         (put(*HEAD, torch.zeros(7, 9)), r"head.weight .*\(7, 9\) in .*q.ckpt, .*\(7, 8\)"),
         (put(*HEAD, torch.zeros(7, 8).half()), "head.weight .*float16 .*q.ckpt, .*float32"),
         (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt .* net.head.weight"),
         (put("state_dict", "net.more", torch.zeros(1)), "only .*q.ckpt has 'net.more'"),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),
         # The folder of the images and the recipe of the training may differ.
-        (put(*DATA, "root", "elsewhere"), None),
+        (put("relvit", "data", "init_args", "root", "elsewhere"), None),
         (put(*MODEL, "lr", 1.0), None),
     ],
 )

@@ -12,8 +12,8 @@ from stored_images import KINDS, grey_files, png, write
 from stored_images import data_of as reader_of
 
 from relvit.data import DigitsData, ImageListData
+from relvit.data.images.manifest import images_in_memory
 from relvit.data.images.memory import StackedImages
-from relvit.data.manifest import images_in_memory
 from relvit.training.run.images_csv import FILE, compute_digests, describe_difference, write_manifest
 
 

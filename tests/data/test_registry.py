@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.data.modules.registry import public_class_path
+from relvit.data.registry import public_class_path
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from relvit.data import load_rgb
-from relvit.evaluation.inputs import to_pil
+from relvit.data.images.inputs import to_pil
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
 

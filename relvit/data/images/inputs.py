@@ -1,4 +1,4 @@
-"""Convert paths, PIL images, arrays and tensors given in Python to a dataset for `Predictor`."""
+"""Convert paths, PIL images, arrays and tensors given in Python to RGB, as `Predictor` and `DatasetData` take them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 
-from relvit.data import UnreadableImageError, load_rgb
-from relvit.data.images.decode import as_rgb
+from relvit.data.images.decode import UnreadableImageError, as_rgb, load_rgb
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 

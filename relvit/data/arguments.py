@@ -1,0 +1,123 @@
+"""Record the arguments of a data module in plain types, from which a checkpoint builds the module again."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from lightning import LightningDataModule
+
+# A subclass gives these arguments of `ImageData` and `ImageFilesData` itself.
+_OF_SUBCLASS = ("class_names", "in_chans")
+_LEFT_OUT = object()
+
+
+class RecordedArguments(LightningDataModule):
+    """Base class of data modules that know the arguments with which they were built.
+
+    relvit's own classes keep each argument in an attribute of the same name, and hand on what they do not know
+    themselves as ``**options``. A class of a user may do as it likes: the arguments that it was given are recorded.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and cls.is_of_user():
+            cls.__init__ = _recording(cls.__init__)
+
+    @classmethod
+    def is_of_user(cls) -> bool:
+        """Return whether the constructor is not one of relvit's."""
+        return not cls.__init__.__module__.startswith("relvit.")
+
+    def init_args(self) -> dict[str, Any]:
+        """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
+
+        They consist of str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store
+        them. Of a user's class they are those that it was given and the defaults of its own constructor; where the
+        module keeps one under the same name, as an absolute path or as the value that it takes for None, they have
+        that. An argument of another type, such as a dataset, is left out.
+        """
+        given: dict[str, Any] | None = vars(self).get("_given")
+        if given is None:
+            return plain_values({name: getattr(self, name) for name in self.argument_names()})
+        return plain_values({name: _kept(value, getattr(self, name, value)) for name, value in given.items()})
+
+    @classmethod
+    def argument_names(cls) -> list[str]:
+        """Names of the constructor's arguments, with those that it hands on as ``**options``."""
+        return list(cls.argument_defaults())
+
+    @classmethod
+    def argument_defaults(cls) -> dict[str, Any]:
+        """Defaults of these arguments by name; `inspect.Parameter.empty` where there is none."""
+        return {name: parameter.default for name, (parameter, _) in cls.arguments().items()}
+
+    @classmethod
+    def arguments(cls) -> dict[str, tuple[inspect.Parameter, type]]:
+        """Parameters of these arguments by name, each with the class whose constructor has it."""
+        found: dict[str, tuple[inspect.Parameter, type]] = {}
+        constructors = [part for part in cls.__mro__ if "__init__" in vars(part)]
+        for part in constructors:
+            _, *parameters = inspect.signature(part.__init__).parameters.values()
+            for p in parameters:
+                by_subclass = part is not constructors[0] and p.name in _OF_SUBCLASS and p.default is p.empty
+                if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not by_subclass:
+                    found.setdefault(p.name, (p, part))
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        return found
+
+    @classmethod
+    def names_to_restore(cls) -> list[str]:
+        """Names of the arguments that a class takes from a checkpoint of other data.
+
+        What a user's class does with its ``**options`` is not known, so these are its own arguments.
+        """
+        found = cls.arguments()
+        return [name for name, (_, part) in found.items() if not cls.is_of_user() or part.__init__ is cls.__init__]
+
+
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that keeps its arguments, where it is that of the object's own class."""
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is recording:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            _, *parameters = signature.parameters.values()
+            self._given = {}
+            for p in parameters:
+                if p.kind is p.VAR_KEYWORD:
+                    self._given |= bound.arguments[p.name]
+                elif p.kind is not p.VAR_POSITIONAL:
+                    self._given[p.name] = bound.arguments[p.name]
+
+    return recording
+
+
+def _kept(given: Any, kept: Any) -> Any:
+    """Return the value that a module keeps, where it may be given in the place of the one that was."""
+    given = os.fspath(given) if isinstance(given, os.PathLike) else given
+    same = type(kept) is type(given) and isinstance(given, str | int | float)
+    return kept if same or given is None else given
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in plain types, tuples as lists and paths as text; those of other types are left out."""
+    found = {name: _plain(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not _LEFT_OUT}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        return _LEFT_OUT if _LEFT_OUT in items else items
+    if isinstance(value, Mapping):
+        return plain_values(value)
+    return value if value is None or isinstance(value, str | int | float | bool) else _LEFT_OUT

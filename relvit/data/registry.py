@@ -1,0 +1,57 @@
+"""Registry of data modules: find the class for a name given to `--data`, in a configuration or in a checkpoint."""
+
+import importlib
+import inspect
+import re
+
+import relvit.data
+from relvit.data.modules.base import ImageData
+
+
+def data_modules() -> list[type[ImageData]]:
+    """List the data modules that can be chosen by name: all that have been imported, also a user's."""
+    found, families = [], [ImageData]
+    while families:
+        subclasses = families.pop().__subclasses__()
+        families += subclasses
+        chosen = [cls for cls in subclasses if cls.chosen_by_name or not cls.__module__.startswith("relvit.")]
+        found += [cls for cls in chosen if not inspect.isabstract(cls)]
+    return found
+
+
+def public_class_path(text: str) -> str:
+    """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`.
+
+    Parts of longer names and of paths stay as they are.
+    """
+    return re.sub(r"(?<![\w./-])relvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)(?![\w./-])", r"relvit.data.\1", text)
+
+
+def imported_data_module(class_path: str) -> type[ImageData] | None:
+    """Return the data module that a checkpoint names, if relvit or the user has imported it already, else None.
+
+    Nothing is imported for it: a file must not choose what runs.
+    """
+    named = (cls for cls in data_modules() if class_path_of(cls) == public_class_path(class_path))
+    return next(named, None)
+
+
+def import_data_module(name: str) -> type[ImageData] | None:
+    """Return the data module that a user names: `ImageFolderData`, `relvit.data.ImageFolderData`, `my_module.Mine`.
+
+    None stands for what is no data module; the parser of the command line says why.
+    """
+    module, _, last = name.rpartition(".")
+    if module and not module.startswith("relvit."):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return None
+        return imported_data_module(name)
+    return next((cls for cls in data_modules() if cls.__name__ == last), None)
+
+
+def class_path_of(cls: type[ImageData]) -> str:
+    """Return the name by which configurations know a data module; relvit's own without the module it is in."""
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    return public_class_path(path) if hasattr(relvit.data, cls.__name__) else path
