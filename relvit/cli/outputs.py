@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from relvit.utils.files import check_output, is_address, write_csv
+from relvit.utils.files import check_output, is_address, write_csv, write_json
 
 FORMATS = (".csv", ".json", ".png")
 
@@ -37,7 +36,7 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
             columns = list(dict.fromkeys(name for row in rows for name in row))
             write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
         case ".json":
-            target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            write_json(target, rows)
         case ".png":
             draw(target)
     print(f"written: {target}", flush=True)

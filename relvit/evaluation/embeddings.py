@@ -15,7 +15,7 @@ from relvit.data.images.folders import image_files
 from relvit.data.modules.folder import find_splits
 from relvit.evaluation.predictor import Predictor
 from relvit.utils.defaults import torch_defaults
-from relvit.utils.files import check_output, write_csv
+from relvit.utils.files import atomic_write, check_output, write_csv
 from relvit.utils.messages import MissingPackageError, printable
 
 FORMATS = (".npz", ".csv", ".parquet")
@@ -111,7 +111,9 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
         case ".npz":
             # Without the dtype, an empty list would become an array of objects, which needs a pickle.
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
-            np.savez(output, **texts, features=features)
+            # NumPy would add its own ending to the name of the temporary file.
+            with atomic_write(output) as part, open(part, "wb") as file:
+                np.savez(file, **texts, features=features)
         case ".csv":
             lines = zip(*columns.values(), features.tolist(), strict=True)
             rows = ([*texts, *(f"{number:.9g}" for number in numbers)] for *texts, numbers in lines)
@@ -119,7 +121,8 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
         case ".parquet":
             pa = _pyarrow()
             lists = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), features.shape[1])
-            pa.parquet.write_table(pa.table({**columns, "features": lists}), output)
+            with atomic_write(output) as part:
+                pa.parquet.write_table(pa.table({**columns, "features": lists}), part)
 
 
 def _pyarrow() -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from relvit.plots.style import shortened
+from relvit.plots.style import save_figure, shortened
 
 # With more classes, numbers in the cells, and names beside the rows, would not be legible.
 NUMBERED, NAMED = 20, 60
@@ -45,4 +45,4 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
             number = str(confusion[row, column])
             axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8 - len(number) // 2)
     figure.colorbar(image, ax=axes, shrink=0.7, label="proportion of the true class")
-    figure.savefig(target, dpi=DPI)
+    save_figure(figure, target, DPI)

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from relvit.plots.style import SMALL, label_axes
+from relvit.plots.style import SMALL, label_axes, save_figure
 
 TRAIN, VAL = "tab:blue", "tab:orange"
 
@@ -76,4 +76,4 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         elif axes.lines:
             # The legend is above the panel, where it covers no curve.
             axes.legend(fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(target, dpi=100)
+    save_figure(figure, target)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from relvit.plots.style import shortened
+from relvit.plots.style import save_figure, shortened
 
 # The longer side of a picture has this number of pixels.
 SIDE = 160
@@ -60,4 +60,4 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
     axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
     axes.set_axis_off()
     figure.suptitle(title, y=1 - 0.1 / size[1])
-    figure.savefig(target, dpi=100)
+    save_figure(figure, target)

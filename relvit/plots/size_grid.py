@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from relvit.plots.heat_maps import SIGNED, UNSIGNED, frame
-from relvit.plots.style import FONT, SMALL, literal
+from relvit.plots.style import FONT, SMALL, literal, save_figure
 
 # A difference of fewer standard errors than this is drawn in grey.
 CERTAIN = 2
@@ -75,7 +75,7 @@ def plot_size_grid(
         bar = figure.colorbar(image, ax=list(line), aspect=12)
         bar.set_label(label, fontsize=SMALL)
         bar.ax.tick_params(labelsize=SMALL)
-    figure.savefig(target, dpi=100)
+    save_figure(figure, target)
 
 
 def _write(axes: Axes, values: np.ndarray, grey: np.ndarray, dark: np.ndarray, text: str) -> None:

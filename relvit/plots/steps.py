@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from relvit.plots.style import save_figure
+
 
 def plot_steps(image: np.ndarray, steps: np.ndarray, most: int, target: str | Path) -> None:
     """Draw an image and its map of steps into a PNG; colours are the same for all images of a model.
@@ -25,4 +27,4 @@ def plot_steps(image: np.ndarray, steps: np.ndarray, most: int, target: str | Pa
     for axes in (left, right):
         axes.set_axis_off()
     figure.colorbar(drawn, ax=right, label=f"steps, {steps.mean():.2f} in the mean", ticks=range(1, most + 1))
-    figure.savefig(target, dpi=100)
+    save_figure(figure, target)

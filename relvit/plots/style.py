@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from relvit.utils.files import atomic_write
+
 # These font sizes stay legible where a figure is shown at half its size.
 FONT, SMALL = 15, 13
 # The name of a class, or a line of a caption, has at most this number of characters.
@@ -26,6 +28,12 @@ def shortened(text: str) -> str:
     return literal(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
 
 
+def save_figure(figure: Figure, target: str | Path, dpi: int = 100) -> None:
+    """Write a figure into a PNG, which is complete or not written at all."""
+    with atomic_write(target) as part:
+        figure.savefig(part, dpi=dpi, format="png")
+
+
 def label_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
     """Label a panel of curves and draw its grid."""
     axes.set_xlabel(xlabel, fontsize=FONT)
@@ -40,7 +48,7 @@ def save_with_legend(figure: Figure, title: str, target: str | Path) -> None:
     names = figure.axes[-1].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=2, fontsize=SMALL)
     figure.suptitle(title, fontsize=FONT)
-    figure.savefig(target, dpi=100)
+    save_figure(figure, target)
 
 
 def short_labels(paths: Sequence[str]) -> list[str]:

@@ -1,15 +1,19 @@
-"""Atomic writes of any file, complete or not at all, and checks before long work that an output can be written."""
+"""Atomic writes of files and folders, complete or not at all, and checks before long work of where they are written."""
 
 from __future__ import annotations
 
 import csv
+import ctypes
 import errno
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from relvit.utils.messages import did_you_mean
 
@@ -31,16 +35,113 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     # The file is in the same folder, since renaming is a single step only within one file system.
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = _part_of(path)
     try:
-        yield part
-        with open(part, "rb") as file:
-            # Otherwise the new name may reach the disk before the content does.
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        with disk_errors_name(path, part):
+            yield part
+            move_complete(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary folder, whose files at the end become the files of the folder `path`, all in one step.
+
+    Whatever interrupts the writing, `path` holds all of the old files or all of the new ones, never some of each. Files
+    and folders of other names that are in `path` stay there. Systems that cannot exchange two folders (other than
+    Linux, some network file systems) have no folder at `path` for a moment.
+
+    Args:
+        path: the folder; it need not exist, and neither need its parents.
+
+    Raises:
+        ValueError: the folder is the current one or a mount point, which cannot be exchanged.
+        OSError: the parent folder cannot be written to, or the disk is full.
+    """
+    # A link to a folder stays a link.
+    folder = Path(path).resolve()
+    if folder.is_dir() and (folder == Path.cwd() or os.path.ismount(folder)):
+        raise ValueError(f"{path} is the current folder or a mount point: give a folder in it")
+    part = _part_of(folder)
+    with disk_errors_name(path, part):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir()
+        try:
+            yield part
+            for written in (*part.rglob("*"), part):
+                _sync(written)
+            if folder.is_dir():
+                shutil.copymode(folder, part)
+                _exchange(part, folder)
+                for kept in part.iterdir():
+                    if not (folder / kept.name).exists():
+                        kept.rename(folder / kept.name)
+            else:
+                part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def move_complete(part: Path, path: Path) -> None:
+    """Rename a temporary file to `path`, when all of its content is on the disk."""
+    _sync(part)
+    os.replace(part, path)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file is on the disk; otherwise its new name may be there before the content is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange the names of two folders, in one step where the system can."""
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return
+    aside = one.with_name(f"{one.name}.old")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
+
+
+@contextmanager
+def disk_errors_name(path: str | os.PathLike[str], part: Path) -> Iterator[None]:
+    """Let an error of the disk, by whatever library, be an OSError that names the user's path, not the temporary one.
+
+    Raises:
+        OSError: the disk is full or cannot be written to.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = _disk_error(error)
+        # Errors of other files keep their names.
+        if found is None or (found.filename is not None and not str(found.filename).startswith(str(part))):
+            raise
+        raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """Return the error of the disk behind an exception, which PyTorch and libraries in Rust (safetensors) wrap."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return error
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is not None and int(found[1]) in DISK_ERRORS:
+            return OSError(int(found[1]), os.strerror(int(found[1])))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def link_or_copy(path: Path, other: Path) -> None:
@@ -86,9 +187,15 @@ def _is_alive(process: int) -> bool:
 
 
 def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table as a CSV file with a header."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    """Write a table as a CSV file with a header, see `atomic_write`."""
+    with atomic_write(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *rows])
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file, see `atomic_write`."""
+    with atomic_write(path) as part:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def from_here(path: str) -> str:

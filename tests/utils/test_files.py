@@ -1,11 +1,15 @@
-"""Paths as tables name them and as checkpoints keep them."""
+"""Paths as tables name them and as checkpoints keep them; folders that are replaced in one step."""
 
+import multiprocessing
 import os
+import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from relvit.utils.files import absolute, canonical_paths, from_here
+from relvit.utils.files import absolute, atomic_folder, canonical_paths, from_here
 
 
 @pytest.mark.parametrize(
@@ -69,3 +73,51 @@ def test_spellings_of_one_name(tmp_path):
     places = list(canonical_paths(f"{tmp_path}/{path}" for path in ("a/x.png", "a/../a//x.png", "link/x.png")))
     assert set(places) == {f"{tmp_path}/a/x.png"}
     assert list(canonical_paths([f"{tmp_path}/link/y.png"])) == [f"{tmp_path}/a/y.png"]
+
+
+def _replace_folder(folder, kill_at):
+    """Write a published folder anew, and kill this process at one of the system's operations."""
+    count = 0
+
+    def kill(event, arguments):
+        nonlocal count
+        if event.startswith(("os.", "open", "shutil.", "ctypes.call")):
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    with atomic_folder(folder) as part:
+        for name in ("weights", "card"):
+            (part / name).write_text("new")
+
+
+def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_ones(tmp_path):
+    folder, found, count = tmp_path / "folder", [], 0
+    context = multiprocessing.get_context("fork")
+    while found[-1:] != [("new", 0)]:
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / ".git").mkdir(parents=True)
+        for name in ("weights", "card"):
+            (folder / name).write_text("old")
+        count += 1
+        process = context.Process(target=_replace_folder, args=(folder, count))
+        process.start()
+        process.join()
+        (content,) = {(folder / name).read_text() for name in ("weights", "card")}
+        found.append((content, process.exitcode))
+    assert {("old", -signal.SIGKILL), ("new", -signal.SIGKILL)} <= {*found}
+    # Files of other names stay, and nothing is left beside the folder by a process that ends.
+    assert (folder / ".git").is_dir()
+    assert len(list(tmp_path.glob(".*"))) < count
+
+
+def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    for text in ("old", "new"):
+        with atomic_folder(tmp_path / "folder") as part:
+            (part / text).write_text(text)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "new", "old"]
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(ValueError, match="is the current folder or a mount point"), atomic_folder("."):
+        pass

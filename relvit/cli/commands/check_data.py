@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.outputs import print_table
 from relvit.data import ImageData, ImageFolderData
 from relvit.data.inspect import check_data as inspect_data
+from relvit.utils.files import write_json
 from relvit.utils.messages import visible
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import PositiveInt
@@ -42,8 +42,7 @@ def check_data(
     )
     _show(report)
     if output is not None:
-        with open(output, "w") as file:
-            json.dump(report, file, indent=2)
+        write_json(output, report)
     if report["bad"]:
         raise SystemExit(1)
 

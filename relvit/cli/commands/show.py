@@ -15,6 +15,7 @@ from relvit.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
 from relvit.evaluation.pictures.draw import OF_THE_MODEL
 from relvit.models import Reach
 from relvit.plots import picture_of
+from relvit.plots.style import save_figure
 from relvit.utils.devices import find_device
 from relvit.utils.messages import MissingPackageError, visible
 
@@ -74,7 +75,7 @@ def show(
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             target = _unused(folder / f"{start}{name}.png")
-            figure.savefig(target)
+            save_figure(figure, target)
             print(visible(str(target)), flush=True)
             written += 1
     for name, reason in left_out.items():

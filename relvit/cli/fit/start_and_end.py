@@ -15,6 +15,7 @@ from relvit.cli.trainer.folder import SCORES, baseline, class_counts, files_line
 from relvit.data import ImageData
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.evaluation.standard_error import plus_minus, with_errors
+from relvit.plots.style import save_figure
 from relvit.training import ImageClassifier, RunCheckpoints, load_classifier
 from relvit.training.run.send_results import send_results
 from relvit.utils.messages import one_line
@@ -102,7 +103,7 @@ def _evaluated(trainer: Trainer, split: str) -> int:
 def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
     try:
         image = torch.empty(len(data.mean), *data.img_size)
-        draw("tables", load_classifier(best).net, image).savefig(target)
+        save_figure(draw("tables", load_classifier(best).net, image), target)
     except NotApplicableError:
         pass
     # Memory, fonts and users' position modules fail in their own ways, and the training is done already.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from relvit.training import DataRecord, StoppedBySignalError, ignore_stop_signal
 from relvit.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.training.run.folder import missing_folders
 from relvit.training.run.launch import explain_lost_process
-from relvit.utils.files import DISK_ERRORS, is_address
+from relvit.utils.files import DISK_ERRORS, is_address, write_json
 from relvit.utils.progress import rank_zero_print
 
 # The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
@@ -119,7 +118,7 @@ def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> No
     record = next(callback for callback in trainer.callbacks if isinstance(callback, DataRecord))
     if record.counts:
         summary["unreadable"] = record.counts
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_json(folder / "summary.json", summary)
 
 
 def files_line(folder: Path) -> str:

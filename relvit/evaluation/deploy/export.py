@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from relvit.evaluation.deploy.onnx_model import quantise
 from relvit.evaluation.predictor import Predictor
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
 from relvit.utils.defaults import torch_defaults
-from relvit.utils.files import check_output
+from relvit.utils.files import check_output, disk_errors_name, move_complete
 from relvit.utils.messages import MissingPackageError
 
 FORMATS = (".onnx", ".pt2")
@@ -92,7 +93,10 @@ def export_model(
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
     output.parent.mkdir(parents=True, exist_ok=True)
     # An .onnx contains the name of its external data, so the file has its final name at once, in a folder of its own.
-    with TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
+    with (
+        TemporaryDirectory(prefix=".export-", dir=output.parent) as folder,
+        disk_errors_name(output, Path(folder)),
+    ):
         part = Path(folder) / output.name
         run = write(net, images, dynamic, part, describe(predictor, sides))
         for shape in shapes:
@@ -108,10 +112,11 @@ def export_model(
             exact, part = part, Path(folder) / "int8" / output.name
             part.parent.mkdir()
             quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))
-        # The .onnx comes last, since it is of no use without its external data.
-        for name in (f"{output.name}.data", output.name):
-            if (file := part.with_name(name)).exists():
-                os.replace(file, output.with_name(name))
+        if (data := part.with_name(f"{output.name}.data")).exists():
+            # An older .onnx must not read the new data, and the new .onnx comes last as it is of no use without them.
+            output.unlink(missing_ok=True)
+            move_complete(data, output.with_name(data.name))
+        move_complete(part, output)
     return shapes
 
 
@@ -212,7 +217,10 @@ def _program(
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
-    torch.export.save(program, output, extra_files={EXTRA_FILE: description})
+    # Where the disk is full PyTorch's own writer ends the process, so it writes into memory.
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files={EXTRA_FILE: description})
+    output.write_bytes(content.getbuffer())
     return torch.export.load(output).module()
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from relvit.evaluation.deploy.card import model_card, read_curve
 from relvit.evaluation.predictor import Predictor
 from relvit.utils.defaults import torch_defaults
-from relvit.utils.files import is_address
+from relvit.utils.files import atomic_folder, is_address
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
@@ -62,7 +62,7 @@ def publish_model(
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, no possible name, or a folder with
-            anything but a published model in it.
+            anything but a published model in it, the current folder or a mount point.
         PublishError: timm does not make the same model of the files; nothing is published.
     """
     hub = to.startswith(HUB)
@@ -72,7 +72,7 @@ def publish_model(
         check_folder(to)
     predictor = Predictor(ckpt_path)
     rows = read_curve(ckpt_path, curve)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() if hub else atomic_folder(to) as folder:
         save_folder(predictor, folder, license)
         name = f"{FOLDER}{Path(to).absolute().name}"
         if hub:
@@ -83,9 +83,6 @@ def publish_model(
         if hub:
             api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish the model with relvit")
             return name
-        Path(to).mkdir(parents=True, exist_ok=True)
-        for file in Path(folder).iterdir():
-            shutil.copy(file, to)
     return f"{FOLDER}{to}"
 
 
@@ -102,7 +99,7 @@ def check_folder(to: str) -> None:
         raise ValueError(f"{to} is not empty and holds no model that relvit published: give a new folder")
 
 
-def save_folder(predictor: Predictor, folder: str, license: str | None = None) -> None:
+def save_folder(predictor: Predictor, folder: str | os.PathLike[str], license: str | None = None) -> None:
     """Write `model.safetensors` and `config.json` of a checkpoint's model, see `save_model`.
 
     Raises: as `save_model`.
@@ -132,7 +129,7 @@ def save_model(
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
             mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
-        folder: where the files go; earlier ones are replaced.
+        folder: where the files go, all at once; earlier ones are replaced, files of other names stay.
         class_names: name of each class; the position is the label.
         license: identifier of the licence of the weights; None: unknown.
         about: further values for `config.json`.
@@ -150,20 +147,21 @@ def save_model(
     }
     # safetensors refuses other memory formats.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
-    try:
-        save_for_hf(model, folder, model_config=config, safe_serialization=True)
-        _without_num_classes(Path(folder) / "config.json")
-        # safetensors lets the owner alone read the weights.
-        shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
-        again = timm.create_model(f"{FOLDER}{folder}", pretrained=True).eval()
-    # timm and the models raise errors of almost any type.
-    except Exception as error:
-        raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
-    images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected, found = model(images), again(images)
-    if not torch.equal(found, expected):
-        raise PublishError(f"the published model's outputs differ by {float((found - expected).abs().max()):.1e}")
+    with atomic_folder(folder) as part:
+        try:
+            save_for_hf(model, part, model_config=config, safe_serialization=True)
+            _without_num_classes(part / "config.json")
+            # safetensors lets the owner alone read the weights.
+            shutil.copymode(part / "config.json", part / "model.safetensors")
+            again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
+        # timm and the models raise errors of almost any type.
+        except Exception as error:
+            raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
+        images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected, found = model(images), again(images)
+        if not torch.equal(found, expected):
+            raise PublishError(f"the published model's outputs differ by {float((found - expected).abs().max()):.1e}")
 
 
 def _without_num_classes(path: Path) -> None:

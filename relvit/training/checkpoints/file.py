@@ -193,16 +193,9 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: The folder cannot be written to, or the disk is full.
     """
-    with atomic_write(path) as part:
-        try:
-            # If PyTorch opened the file itself, it would hide the error of the system.
-            with open(part, "wb") as file:
-                torch.save(checkpoint, file)
-        except RuntimeError as error:
-            # PyTorch's error about an incomplete file hides the error of the system about the disk.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    # If PyTorch opened the file itself, it would hide the error of the system.
+    with atomic_write(path) as part, open(part, "wb") as file:
+        torch.save(checkpoint, file)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from relvit.utils.files import atomic_write
+from relvit.utils.files import write_json
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
@@ -47,8 +47,7 @@ def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, tr
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     )
-    with atomic_write(path) as part:
-        part.write_text(json.dumps({"sessions": sessions}, indent=2) + "\n")
+    write_json(path, {"sessions": sessions})
 
 
 def _read_sessions(path: Path) -> list[dict[str, Any]]:
