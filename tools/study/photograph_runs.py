@@ -1,0 +1,188 @@
+"""Trainings of the study of photographs: one training loop and one evaluation for all models, on any device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import timm
+import timm.optim
+import torch
+from photograph_images import Images, middle, random_boxes, resampled
+from photograph_models import Model, Part, Run, Setting, Size, Test, base_of, models_of, parts_of, tests_of, tunings_of
+from torch import Tensor, nn
+
+import relvit
+from relvit.models import set_reach
+from relvit.models.sizes.image_size import at_image_size
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BATCH, LR, WEIGHT_DECAY, WARMUP, CLIP = 128, 1e-3, 0.05, 0.05, 1.0
+# Batches of an evaluation have about this many pixels.
+EVALUATED_PIXELS = 2**22
+
+
+def create(setting: Setting, run: Run, work: Path) -> nn.Module:
+    """Create the model of a run; that of a fine-tuning is the plain model, trained below `work`, changed."""
+    torch.manual_seed(run.seed)
+    size = parts_of(setting)[run.part].size
+    if parts_of(setting)[run.part].tuned is None:
+        return created(models_of(setting)[run.model], size)
+    model = created(models_of(setting)["learned"], (setting.size,) * 2)
+    base = work / base_of(setting).folder / "last.pt"
+    model.load_state_dict(torch.load(base, weights_only=True, map_location="cpu")["model"])
+    tuning = tunings_of(setting)[run.model]
+    if tuning.retrofit is not None:
+        relvit.retrofit(model, **tuning.retrofit)
+        set_reach(model, tuning.reach, setting.size)
+    return model
+
+
+def created(model: Model, size: Size) -> nn.Module:
+    """Create a model for images of a size and ten classes."""
+    return timm.create_model(model.name, img_size=size, num_classes=10, **model.arguments)
+
+
+def batches(
+    setting: Setting, part: Part, seed: int, epoch: int, count: int, shape: Size
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield rows and boxes of each batch of an epoch: the same ones for every model, on every device.
+
+    The last rows of the order, fewer than a batch, are left out; each epoch has another order.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + epoch)
+    order = torch.randperm(count, generator=generator)
+    within = middle(shape, (part.share, part.share))
+    size = min(BATCH, count)
+    for first in range(0, count - size + 1, size):
+        boxes = random_boxes(generator, size, within, part.size[1] / part.size[0], setting.least_area)
+        yield order[first : first + size], boxes
+
+
+def images_of(part: Part, train: Images) -> Images:
+    """Return the training images of a part: all of them, or every tenth."""
+    return train.take(torch.arange(0, len(train.labels), round(1 / part.images)))
+
+
+def rate_of(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: it rises linearly, then falls as a cosine to zero."""
+    warmup = max(1, round(WARMUP * steps))
+    return (step + 1) / warmup if step < warmup else (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Return pixels of 0 to 255 in the units that models see."""
+    mean, std = (torch.tensor(each, device=pixels.device).view(3, 1, 1) for each in (MEAN, STD))
+    return (pixels / 255 - mean) / std
+
+
+def train(
+    setting: Setting, run: Run, images: Images, work: Path, stop: float = math.inf
+) -> tuple[nn.Module, float] | None:
+    """Train a model, or resume what was interrupted; return it and the minutes, or None if the time was over.
+
+    Args:
+        setting, run: what is trained; `work` holds the folders of this and of other runs.
+        images: all training images, on the device of the training.
+        work: the run's checkpoint, one an epoch, is `last.pt` in its folder.
+        stop: `time.monotonic()` after which no epoch is begun.
+    """
+    part, device = parts_of(setting)[run.part], images.pixels.device
+    file = work / run.folder / "last.pt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    model = create(setting, run, work).to(device)
+    own = images_of(part, images)
+    lr = LR if part.tuned is None else LR / 2
+    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=lr, weight_decay=WEIGHT_DECAY)
+    size = min(BATCH, len(own.labels))
+    steps = run.epochs * (len(own.labels) // size)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step, steps))
+    state: dict[str, Any] = {"epoch": 0, "minutes": 0.0}
+    if file.exists():
+        state = torch.load(file, weights_only=True, map_location=device)
+        model.load_state_dict(state["model"])
+        if state["epoch"] < run.epochs:
+            optimizer.load_state_dict(state["optimizer"])
+            schedule.load_state_dict(state["schedule"])
+    for epoch in range(state["epoch"], run.epochs):
+        if time.monotonic() > stop:
+            return None
+        begin, total = now(device), torch.zeros((), device=device)
+        model.train()
+        shape = own.pixels.shape[2:]
+        for rows, boxes in batches(setting, part, run.seed, epoch, len(own.labels), shape):
+            pixels, labels = own.take(rows)
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = model(normalised(resampled(pixels, boxes, part.size)))
+            loss = nn.functional.cross_entropy(logits.float(), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            total += loss.detach()
+        minutes = state["minutes"] + (now(device) - begin) / 60
+        state = {"epoch": epoch + 1, "minutes": minutes, "model": model.state_dict()}
+        if epoch + 1 < run.epochs:
+            state |= {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+        torch.save(state, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+        loss_of = float(total) * run.epochs / steps
+        print(f"{run.folder}: epoch {epoch + 1}, loss {loss_of:.4f}, {minutes:.2f} minutes", flush=True)
+    return model, state["minutes"]
+
+
+def now(device: torch.device) -> float:
+    """Return seconds: of the processor for a training on the CPU, of the clock for one on a GPU."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def reaches_of(setting: Setting, run: Run, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model, and copies of it by other reaches, for the tests at larger sizes than the trained one.
+
+    With 'mirror' the embedding lies in the centre instead of being stretched. A model of timm is retrofitted for that:
+    its outputs stay the same otherwise.
+    """
+    found = {"trained": model}
+    if getattr(model, "pos_embed", None) is None or (run.part != "field" and run.model == "plain"):
+        return found
+    copy = deepcopy(model)
+    if not hasattr(copy, "mirrored_grid"):
+        copy = relvit.retrofit(copy)
+    return found | {"mirror": set_reach(copy, "mirror", parts_of(setting)[run.part].size)}
+
+
+@torch.inference_mode()
+def evaluate(setting: Setting, run: Run, model: nn.Module, images: Images) -> list[dict[str, Any]]:
+    """Test a trained model by all tests of its part: a row each."""
+    trained = parts_of(setting)[run.part].size
+    rows = []
+    for reach, net in reaches_of(setting, run, model).items():
+        for test in tests_of(setting, run.part):
+            if reach == "trained" or test.size > trained:
+                accuracy, loss = tested(net, test, images)
+                values = {"acc1": round(accuracy, 5), "loss": round(loss, 4)}
+                rows.append({"protocol": test.protocol, "size": list(test.size), "reach": reach, **values})
+    return rows
+
+
+def tested(model: nn.Module, test: Test, images: Images) -> tuple[float, float]:
+    """Return accuracy and mean cross-entropy of a test."""
+    net = at_image_size(model, test.size, 3).eval()
+    pixels, labels = images
+    box = torch.tensor(middle(pixels.shape[2:], test.share))
+    right, loss = 0, 0.0
+    count = max(1, EVALUATED_PIXELS // math.prod(test.size))
+    for some, wanted in zip(pixels.split(count), labels.split(count), strict=True):
+        with torch.autocast(pixels.device.type, torch.bfloat16):
+            logits = net(normalised(resampled(some, box.expand(len(some), 4), test.size))).float()
+        right += int((logits.argmax(1) == wanted).sum())
+        loss += float(nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+    return right / len(labels), loss / len(labels)
