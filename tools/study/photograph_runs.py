@@ -64,14 +64,16 @@ def batches(
 
 
 def images_of(part: Part, train: Images) -> Images:
-    """Return the training images of a part: all of them, or every tenth."""
+    """Return the training images of a part: all of them, or every fifth, tenth ... one."""
     return train.take(torch.arange(0, len(train.labels), round(1 / part.images)))
 
 
 def rate_of(step: int, steps: int) -> float:
     """Return the factor of the learning rate: it rises linearly, then falls as a cosine to zero."""
     warmup = max(1, round(WARMUP * steps))
-    return (step + 1) / warmup if step < warmup else (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    return (
+        (step + 1) / warmup if step < warmup else (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    )
 
 
 def normalised(pixels: Tensor) -> Tensor:
@@ -144,19 +146,18 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def reaches_of(setting: Setting, run: Run, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model, and copies of it by other reaches, for the tests at larger sizes than the trained one.
+def reaches_of(run: Run, model: nn.Module, trained: Size) -> dict[str, nn.Module]:
+    """Return the model, and for growing fields a copy whose embedding lies in the centre instead of being stretched.
 
-    With 'mirror' the embedding lies in the centre instead of being stretched. A model of timm is retrofitted for that:
-    its outputs stay the same otherwise.
+    A model of timm is retrofitted for that: its outputs stay the same otherwise.
     """
     found = {"trained": model}
-    if getattr(model, "pos_embed", None) is None or (run.part != "field" and run.model == "plain"):
-        return found
-    copy = deepcopy(model)
-    if not hasattr(copy, "mirrored_grid"):
-        copy = relvit.retrofit(copy)
-    return found | {"mirror": set_reach(copy, "mirror", parts_of(setting)[run.part].size)}
+    if run.part == "field" and getattr(model, "pos_embed", None) is not None:
+        copy = deepcopy(model)
+        found["mirror"] = set_reach(
+            copy if hasattr(copy, "mirrored_grid") else relvit.retrofit(copy), "mirror", trained
+        )
+    return found
 
 
 @torch.inference_mode()
@@ -164,7 +165,7 @@ def evaluate(setting: Setting, run: Run, model: nn.Module, images: Images) -> li
     """Test a trained model by all tests of its part: a row each."""
     trained = parts_of(setting)[run.part].size
     rows = []
-    for reach, net in reaches_of(setting, run, model).items():
+    for reach, net in reaches_of(run, model, trained).items():
         for test in tests_of(setting, run.part):
             if reach == "trained" or test.size > trained:
                 accuracy, loss = tested(net, test, images)
