@@ -1,6 +1,6 @@
 """Images of the study of photographs: pack them into one file, and cut, scale and mirror batches of them on any device.
 
-`pack` stores each split at one size; `read` decodes all images into tensors of bytes. `resampled` is the one operation
+`pack` stores each split at one size; `load` decodes all images into tensors of bytes. `resampled` is the one operation
 of training and evaluation: random crops, the whole image at a size, and its middle are different boxes.
 """
 
@@ -85,7 +85,7 @@ def decode(encoded: bytes) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def read(file: Path, threads: int = 1) -> dict[str, Images]:
+def load(file: Path, threads: int = 1) -> dict[str, Images]:
     """Read what `pack` wrote: the images of 'train' and 'test'."""
     found = {}
     with np.load(file) as arrays:

@@ -53,8 +53,8 @@ SETTINGS = {
         larger=160,
         rectangle=(112, 160),
     ),
-    # 2,000 images of each class, 8 epochs, and 400 for tests, as in the recipe "one" of study.py. A fifth of them is for
-    # fine-tunings, since a processor is to do these in minutes.
+    # 2,000 images of each class and 400 for tests, 8 epochs, as in the recipe "one" of study.py. Fine-tunings see a
+    # fifth of them, so that a processor does each of these in minutes.
     "cifar10": Setting(
         packed={"train": ("train", None, 2000), "test": ("test", None, 400)},
         size=32,

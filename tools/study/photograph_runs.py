@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,33 +46,35 @@ def created(model: Model, size: Size) -> nn.Module:
     return timm.create_model(model.name, img_size=size, num_classes=10, **model.arguments)
 
 
-def batches(
-    setting: Setting, part: Part, seed: int, epoch: int, count: int, shape: Size
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield rows and boxes of each batch of an epoch: the same ones for every model, on every device.
+def epoch_of(setting: Setting, part: Part, seed: int, epoch: int, images: Images) -> tuple[Tensor, Tensor]:
+    """Draw the order of an epoch and a box for each of its images: the same ones for every model, on every device.
 
-    The last rows of the order, fewer than a batch, are left out; each epoch has another order.
+    The last images of the order, fewer than a batch, are left out; each epoch has another order.
     """
     generator = torch.Generator().manual_seed(1000 * seed + epoch)
-    order = torch.randperm(count, generator=generator)
-    within = middle(shape, (part.share, part.share))
-    size = min(BATCH, count)
-    for first in range(0, count - size + 1, size):
-        boxes = random_boxes(generator, size, within, part.size[1] / part.size[0], setting.least_area)
-        yield order[first : first + size], boxes
+    count, device = len(images.labels), images.labels.device
+    order = torch.randperm(count, generator=generator)[: count - count % batch_of(images)]
+    within = middle(images.pixels.shape[2:], (part.share, part.share))
+    ratio = part.size[1] / part.size[0]
+    return order.to(device), random_boxes(generator, len(order), within, ratio, setting.least_area).to(device)
+
+
+def batch_of(images: Images) -> int:
+    """Return the number of images in a batch."""
+    return min(BATCH, len(images.labels))
 
 
 def images_of(part: Part, train: Images) -> Images:
-    """Return the training images of a part: all of them, or every fifth, tenth ... one."""
-    return train.take(torch.arange(0, len(train.labels), round(1 / part.images)))
+    """Return the training images of a part: all of them, or every fifth, tenth ... one, of each class as many."""
+    return train.take(torch.arange(0, len(train.labels), round(1 / part.images))) if part.images < 1 else train
 
 
 def rate_of(step: int, steps: int) -> float:
     """Return the factor of the learning rate: it rises linearly, then falls as a cosine to zero."""
     warmup = max(1, round(WARMUP * steps))
-    return (
-        (step + 1) / warmup if step < warmup else (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
-    )
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
 
 
 def normalised(pixels: Tensor) -> Tensor:
@@ -99,9 +100,8 @@ def train(
     model = create(setting, run, work).to(device)
     own = images_of(part, images)
     lr = LR if part.tuned is None else LR / 2
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=lr, weight_decay=WEIGHT_DECAY)
-    size = min(BATCH, len(own.labels))
-    steps = run.epochs * (len(own.labels) // size)
+    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
+    steps = run.epochs * (len(own.labels) // batch_of(own))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step, steps))
     state: dict[str, Any] = {"epoch": 0, "minutes": 0.0}
     if file.exists():
@@ -115,8 +115,8 @@ def train(
             return None
         begin, total = now(device), torch.zeros((), device=device)
         model.train()
-        shape = own.pixels.shape[2:]
-        for rows, boxes in batches(setting, part, run.seed, epoch, len(own.labels), shape):
+        drawn = epoch_of(setting, part, run.seed, epoch, own)
+        for rows, boxes in zip(*(each.split(batch_of(own)) for each in drawn), strict=True):
             pixels, labels = own.take(rows)
             with torch.autocast(device.type, torch.bfloat16):
                 logits = model(normalised(resampled(pixels, boxes, part.size)))
@@ -154,9 +154,9 @@ def reaches_of(run: Run, model: nn.Module, trained: Size) -> dict[str, nn.Module
     found = {"trained": model}
     if run.part == "field" and getattr(model, "pos_embed", None) is not None:
         copy = deepcopy(model)
-        found["mirror"] = set_reach(
-            copy if hasattr(copy, "mirrored_grid") else relvit.retrofit(copy), "mirror", trained
-        )
+        if not hasattr(copy, "mirrored_grid"):
+            relvit.retrofit(copy)
+        found["mirror"] = set_reach(copy, "mirror", trained)
     return found
 
 

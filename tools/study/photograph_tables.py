@@ -1,12 +1,82 @@
-"""Print tables of the lines of `photographs.py`: `python tools/study/photograph_tables.py FILE.jsonl`."""
+"""Print tables of the lines of `photographs.py`: `python tools/study/photograph_tables.py imagenette [FOLDER]`.
+
+FOLDER has the lines, by default docs/study/photographs. Accuracies are in percent, and differences in points, between
+runs of the same seed: means over seeds ± their standard errors, which a single seed has not.
+"""
 
 from __future__ import annotations
 
-import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from operator import sub
 from pathlib import Path
 from typing import Any
 
+from photographs import LINES
+from study_lines import Estimate, read
+from study_report import table
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file; none where there is no file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+Line = dict[str, Any]
+# Accuracies in percent of the seeds of a model, by part, model with its reach, and test.
+Accuracies = dict[str, dict[str, dict[str, dict[int, float]]]]
+BASES = ("learned", "plain")
+
+
+def accuracies(lines: Sequence[Line]) -> Accuracies:
+    """Collect the accuracies of all seeds; where a reach changes nothing, a model has those without it."""
+    found: Accuracies = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for line in lines:
+        of_part = found[f"{line['part']}, {line['epochs']} epochs"]
+        for reach in dict.fromkeys(row["reach"] for row in line["rows"]):
+            model = line["model"] + ("" if reach == "trained" else f", {reach}")
+            for row in line["rows"]:
+                if row["reach"] in ("trained", reach):
+                    test = f"{row['protocol']} {' x '.join(map(str, row['size']))}"
+                    of_part[model][test][line["seed"]] = 100 * row["acc1"]
+    return found
+
+
+def text(seeds: dict[int, float], sign: str = "") -> str:
+    """Write the mean over seeds ± its standard error; nothing without a seed."""
+    return Estimate.of({(seed, ""): value for seed, value in seeds.items()}).text(sign) if seeds else ""
+
+
+def pairs(one: dict[int, float], other: dict[int, float], figure: Callable[[float, float], float]) -> dict[int, float]:
+    """Return a figure of the values of each seed that both have."""
+    return {seed: figure(value, other[seed]) for seed, value in one.items() if seed in other}
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """Return two tables for each part: accuracies, and differences to the model without relative positions.
+
+    Accuracy at the last size in percent of that at the first one, the trained one, is in the table of growing fields.
+    """
+    parts = []
+    for part, models in accuracies(lines).items():
+        base = next((models[name] for name in BASES if name in models), {})
+        tests = list(next(iter(models.values())))
+        last = [f"kept at {tests[-1]}, %"] if part.startswith("field") else []
+        rows, differences = [], []
+        for model, curve in models.items():
+            share = [text(pairs(curve[tests[-1]], curve[tests[0]], lambda a, b: 100 * a / b)) for _ in last]
+            rows.append([model, str(len(curve[tests[0]])), *(text(curve[test]) for test in tests), *share])
+            if curve is not base and (both := pairs(curve[tests[0]], base.get(tests[0], {}), sub)):
+                found = [text(pairs(curve[test], base[test], sub), "+") for test in tests]
+                differences.append([model, str(len(both)), *found])
+        parts.append(f"## {part}\n\n{table(['model', 'seeds', *tests, *last], rows)}")
+        if differences:
+            name = next(name for name in BASES if name in models)
+            parts.append(f"Minus `{name}`:\n\n{table(['model', 'pairs', *tests], differences)}")
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the tables of a setting."""
+    setting, *folder = arguments
+    lines = [line for line in read(Path(*folder) if folder else LINES) if line["setting"] == setting]
+    print(tables(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

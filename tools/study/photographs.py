@@ -6,7 +6,7 @@
     python tools/study/photographs.py --setting cifar10 --pack build/cifar10.npz --work build/cifar10 --parts tenth
     python tools/study/photographs.py --toy
 
-The first command packs the images into one file of 57 MB, which travels to a machine without them. The others train all
+The first command packs the images into one file of 55 MB, which travels to a machine without them. The others train all
 missing runs, the most important ones first. Each epoch ends with a checkpoint below WORK, and the same command resumes;
 several of these commands can run side by side, on one GPU as well. A finished run adds a line to
 docs/study/photographs/SETTING.jsonl, and tools/study/photograph_tables.py prints tables of these lines.
@@ -29,10 +29,10 @@ from typing import Any
 
 import timm
 import torch
-from photograph_images import Images, pack, read, synthetic
+from photograph_images import Images, load, pack, synthetic
 from photograph_models import BASE_SEED, SETTINGS, TOY, Run, Setting, base_of, models_of, parts_of, tunings_of
 from photograph_runs import evaluate, train
-from photograph_tables import read_lines
+from study_lines import read
 
 import relvit
 
@@ -93,12 +93,12 @@ def do(setting: Setting, run: Run, images: dict[str, Images], work: Path, stop: 
         }
 
 
-def about(setting: Setting, images: dict[str, Images], given: argparse.Namespace) -> dict[str, Any]:
+def about(images: dict[str, Images], given: argparse.Namespace) -> dict[str, Any]:
     """Return what all lines of a command share."""
     modules = {"relvit": relvit, "torch": torch, "timm": timm}
     on_gpu = torch.device(given.device).type != "cpu"
     return {
-        "setting": given.setting,
+        "setting": name_of(given),
         "images": {split: len(each.labels) for split, each in images.items()},
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {name: module.__version__ for name, module in modules.items()}
@@ -107,12 +107,17 @@ def about(setting: Setting, images: dict[str, Images], given: argparse.Namespace
     }
 
 
-def images_for(given: argparse.Namespace, setting: Setting) -> dict[str, Images]:
+def name_of(given: argparse.Namespace) -> str:
+    """Return the name of the setting by which lines are told apart."""
+    return "toy" if given.toy else given.setting + ("-choice" if given.choose else "")
+
+
+def images_for(given: argparse.Namespace) -> dict[str, Images]:
     """Read the images onto the device; with `--choose` every tenth one of training is tested, and no other is."""
     if given.toy:
         images = {split: synthetic(count, 24, count) for split, count in (("train", 40), ("test", 20))}
     else:
-        images = read(given.pack, given.threads)
+        images = load(given.pack, given.threads)
     if given.choose:
         held = torch.arange(len(images["train"].labels)) % 10 == 5
         images = {
@@ -131,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--images", type=Path, help="class folders, to be packed")
     add("--pack", type=Path, help="file of all images, made of --images")
     add("--work", type=Path, help="folder for the trainings")
-    add("--parts", nargs="+", help="kinds of training; default: all")
+    add("--parts", nargs="+", choices=parts_of(TOY), help="kinds of training; default: all")
     add("--models", nargs="+", help="models and changes of the plain model; default: all")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--epochs", type=int, help="epochs from scratch; default: those of the setting")
@@ -146,17 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     setting = TOY if given.toy else SETTINGS[given.setting]
     setting = setting._replace(epochs=given.epochs or setting.epochs)
+    names = [*models_of(setting), *tunings_of(setting)]
+    if unknown := [name for name in given.models or () if name not in names]:
+        parser.error(f"--models: there is no {' '.join(unknown)} in {', '.join(names)}")
+    if not given.toy and given.pack is None:
+        parser.error("give --pack, the file of the images, or --toy")
     if given.images:
         pack(given.images, given.pack, setting.packed)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) if given.toy else given.work
         if work is None:
             return
-        lines = (
-            given.lines or (work if given.toy else LINES)
-        ) / f"{given.setting}{'-choice' if given.choose else ''}.jsonl"
-        images = images_for(given, setting)
-        shared = about(setting, images, given)
+        lines = (given.lines or (work if given.toy else LINES)) / f"{name_of(given)}.jsonl"
+        images = images_for(given)
+        shared = about(images, given)
         runs = [
             run
             for run in runs_of(setting, given.seeds)
@@ -178,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def done(lines: Path) -> set[Run]:
     """Read which runs have a line."""
-    return {Run(*(line[name] for name in Run._fields)) for line in read_lines(lines)}
+    return {Run(*(line[name] for name in Run._fields)) for line in read(lines.parent) if line["setting"] == lines.stem}
 
 
 if __name__ == "__main__":
