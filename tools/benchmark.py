@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -44,6 +45,7 @@ from relvit.utils.messages import check_choice
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
+FAILED, LEAST_ROUNDS = "failed:", 5
 # The cost of one image must not depend on extras: relvit's models pool averages, have no class token and no layer
 # scale, so the others are built without them as well. timm's relpos has no class token to begin with.
 POOLED = {"class_token": False, "global_pool": "avg"}
@@ -70,7 +72,10 @@ PLAIN: dict[str, Callable[[int], nn.Module]] = dict.fromkeys(
     ("plain", "control"), lambda side: Attention(DIM, HEADS, qkv_bias=True)
 )
 LAYERS = PLAIN | {
-    **{f"relvit_{backend}": lambda side, backend=backend: relative_attention(backend) for backend in BACKENDS},
+    **{
+        f"relvit_{backend}": lambda side, backend=backend: relative_attention(backend)
+        for backend in ("auto", *BACKENDS)
+    },
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
     **{name: lambda side, layer=layer: layer(DIM, HEADS) for name, layer in peers.CLASSES.items()},
 }
@@ -231,17 +236,21 @@ class Cell:
             tensor.grad = None
 
     def attempt(self, action: Callable[[], Any]) -> Any:
-        """Return the action's result; None where the cell is given up, or now runs out of memory."""
+        """Return the action's result; None where the cell is given up, or now fails, whose reason becomes its status.
+
+        One that fails stops no other; `main` raises an error when all others have been measured and written.
+        """
         if self.status != "ok":
             return None
         try:
             return action()
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             words = ("out of memory", "not enough memory", "can't allocate memory")
-            if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
-                raise
+            memory = isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+            first = str(error).partition("\n")[0][:300]
+            reason = "out of memory" if memory else f"{FAILED} {type(error).__name__}: {first}"
         # This is after the handler, because the error keeps the tensors of all frames alive that it went through.
-        self.give_up("out of memory")
+        self.give_up(reason)
         return None
 
     def give_up(self, status: str) -> None:
@@ -272,16 +281,21 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(allocations(lambda: graph.append(forward().grad_fn)))
 
 
-def measure(setting: Setting, names: Sequence[str]) -> list[Cell]:
-    """Measure all named competitors in one setting, interleaved."""
+def measure(setting: Setting, names: Sequence[str], end: float = math.inf) -> list[Cell]:
+    """Measure all named competitors in one setting, interleaved; after the time `end` no cell and few rounds begin."""
     torch._dynamo.reset()
     # The limit is per function, which competitors share; past it torch would silently go on without compilation.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         cells = [Cell(name, setting) for name in names]
         for cell in cells:
-            cell.prepare()
+            if time.monotonic() < end:
+                cell.prepare()
+            else:
+                cell.give_up("no time left")
         shuffle = random.Random(setting.seed)
-        for _ in range(setting.rounds):
+        for number in range(setting.rounds):
+            if number >= LEAST_ROUNDS and time.monotonic() >= end:
+                break
             for cell in shuffle.sample(cells, len(cells)):
                 seconds = cell.attempt(cell.seconds_of_step)
                 if seconds is not None:
@@ -329,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ValueError: a name that the level does not have, a size that is no multiple of the patch, no GPU.
+        RuntimeError: a competitor failed; all others have been measured.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     add = parser.add_argument
@@ -342,10 +357,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--compile", action="store_true")
     add("--cap", type=float, default=60.0, help="seconds that a cell's first call may take")
+    add("--minutes", type=float, default=math.inf, help="after them no cell begins, and rounds end after five")
     add("--seed", type=int, default=0)
     add("--commit", help="what was measured, where the tree is a copy without git")
     add("--output", type=Path, default=OUTPUT)
     given = parser.parse_args(arguments)
+    end, failed = time.monotonic() + 60 * given.minutes, []
     if given.device == "auto":
         given.device = "cuda" if torch.cuda.is_available() else "cpu"
     known = COMPETITORS[given.level]
@@ -365,11 +382,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = (given.batch, given.device, given.dtype, given.compile, given.rounds, given.cap, given.seed)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     for size, mode in itertools.product(given.size, given.mode):
-        cells = measure(Setting(given.level, size, mode, *options), names)
+        cells = measure(Setting(given.level, size, mode, *options), names, end)
         # Cells are written after each setting, so that a later failure loses none of them.
         with given.output.open("a") as file:
             file.writelines(json.dumps(run | cell.row() | shared) + "\n" for cell in cells)
         print(given.level, size, mode, *(f"{cell.name}: {cell.status}" for cell in cells), sep=", ", flush=True)
+        failed += [f"{cell.name}, {size} px, {mode}: {cell.status}" for cell in cells if cell.status.startswith(FAILED)]
+    if failed:
+        raise RuntimeError("\n".join(failed))
 
 
 if __name__ == "__main__":

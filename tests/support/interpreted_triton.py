@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from draws import assert_all_close, draw_case, draw_tables, gradients, leaves, relative_error, tables_of, with_tables
 
 from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
+from relvit.ops.backends.triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
@@ -59,6 +60,30 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
 def test_equals_the_reference_with_gradients(size, prefix, which, dim):
     q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim)
     compare((q, k, v), terms, grid)
+
+
+@pytest.mark.parametrize(
+    ("size", "prefix", "which", "keys"),
+    [
+        # Tiles of one row as wide as the grid, in several strips, beside several of prefix tokens; of several rows.
+        ((3, 18), 1, "kvb", 32),
+        ((4, 18), 0, "kvb", 16),
+        ((2, 40), 19, "kv", 64),
+        ((3, 14), 1, "k", 16),
+        ((3, 14), 1, "v", 16),
+        ((5, 6), 1, "kvb", 32),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_tiles_of_few_rows(size, prefix, which, keys, padded, monkeypatch):
+    monkeypatch.setattr(launch, "BLOCKS_OF_FLOAT32", launch.Blocks(16, keys, 4, 1, by_row=True))
+    launch.constants.cache_clear()
+    q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=16, batch=1)
+    if padded:
+        valid = torch.rand(1, size[0] * size[1], generator=torch.Generator().manual_seed(0)) < 0.7
+        grid = grid._replace(valid=valid)
+    compare((q, k, v), terms, grid)
+    launch.constants.cache_clear()
 
 
 # Half of all combinations, with each pair of operands beside any terms.

@@ -148,7 +148,7 @@ def test_competitors_are_built_alike(monkeypatch):
         assert layer(torch.zeros(1, *shape), *others).shape == (1, 16, 384)
 
 
-def test_out_of_memory_is_recorded_and_other_failures_propagate(monkeypatch, tmp_path):
+def test_failures_are_recorded_and_stop_no_other(monkeypatch, tmp_path):
     class Failing(torch.nn.Linear):
         error = torch.OutOfMemoryError("CUDA out of memory")
 
@@ -159,16 +159,30 @@ def test_out_of_memory_is_recorded_and_other_failures_propagate(monkeypatch, tmp
     plain, sam = measure(tmp_path, "--mode=train", "--names", "plain", "sam", "--rounds=1")
     assert (plain["status"], plain["seconds"], plain["memory_bytes"]) == ("out of memory", [], None)
     assert sam["status"] == "ok"
-    for text in ("shapes do not match", "CUDA error: an illegal memory access was encountered"):
-        Failing.error = RuntimeError(text)
-        with pytest.raises(RuntimeError, match=text):
-            measure(tmp_path, "--mode=train", "--names=plain")
+    Failing.error = RuntimeError("CUDA error: an illegal memory access was encountered\nfor this reason")
+    with pytest.raises(RuntimeError, match=r"^plain, 64 px, train: failed: RuntimeError: CUDA error: .* encountered$"):
+        measure(tmp_path, "--mode=train", "--names", "plain", "sam", "--rounds=1")
+    *_, plain, sam = report.read(tmp_path / "new" / "results.jsonl")
+    assert plain["status"].startswith("failed: RuntimeError")
+    assert len(sam["seconds"]) == 1
+    assert "| `plain` | failed: RuntimeError: CUDA" in report.render([plain, sam])
+
+
+def test_when_the_time_is_over_no_cell_begins_and_rounds_end(tmp_path, monkeypatch):
+    names = ("--mode=forward", "--names", "plain", "sam")
+    assert [row["status"] for row in measure(tmp_path, *names, "--minutes=0")] == ["no time left"] * 2
+    now, begun = benchmark.time.monotonic(), []
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now + (len(begun) > 1))
+    prepare = benchmark.Cell.prepare
+    monkeypatch.setattr(benchmark.Cell, "prepare", lambda cell: (begun.append(cell), prepare(cell)))
+    *_, plain, sam = measure(tmp_path, *names, "--minutes=0.01", "--rounds=9")
+    assert len(plain["seconds"]) == len(sam["seconds"]) == benchmark.LEAST_ROUNDS
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--names=relvit_smal", "layer is 'relvit_smal'; allowed are 'plain', .*did you mean 'relvit_tiled'"),
+        ("--names=relvit_smal", "layer is 'relvit_smal'; allowed are 'plain', .*did you mean 'relvit_auto'"),
         ("--size=100", "multiple of 16, got 100"),
     ],
 )

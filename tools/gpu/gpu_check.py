@@ -1,6 +1,7 @@
 """Check on a GPU, which CI lacks, what the test suite checks on the CPU: `python tools/gpu/gpu_check.py`.
 
-On a Mac use `--device mps`, which leaves out float64 and the checks that need CUDA.
+On a Mac use `--device mps`, which leaves out float64 and the checks that need CUDA. `--short` leaves out all but
+backends and kernels on a few grids, with tables per axis and per offset, in float32 and bfloat16: about a minute.
 
 The tool compares every backend in every dtype with `backend='reference'` in float64 on the CPU, forward and backward.
 Then it checks what only a GPU can show: which kernels run, how much memory a training step takes, compiled code. It
@@ -16,7 +17,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -34,6 +35,7 @@ from gpu_scenes import (
     arguments_of,
     draw_scene,
     draw_scenes,
+    draw_short_scenes,
     draw_terms,
     leaf,
     moved,
@@ -53,9 +55,12 @@ from relvit.ops.attention import BACKENDS as MODULES
 from relvit.ops.backends import gathered, tiled, triton
 from relvit.ops.inputs import AttentionInputs, checked
 
-BACKENDS = ("fused", "tiled", "gathered")
+# The CPU has no kernels but in Triton's interpreter, which the test suite runs.
+BACKENDS = tuple(name for name in MODULES if name not in ("reference", "triton"))
+SHORT_DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (torch.bfloat16, torch.float16)
+ALL = (*EXACT, *HALVES)
 # How many times the error of stock attention on the same contents is allowed in half precision: the logits of terms
 # are rounded once more, as channels of the augmented vectors.
 TIMES_STOCK = 3
@@ -156,21 +161,22 @@ def spied() -> Iterator[dict[str, mock.Mock]]:
         yield {name: stack.enter_context(patch) for name, patch in patches.items()}
 
 
-def check_scene(log: Log, scene: Scene, device: str) -> None:
-    """Check each backend in each dtype, forward and backward; joint tables where the backend takes them."""
+def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dtype] = ALL) -> None:
+    """Check each backend in each of the dtypes, forward and backward; joint tables where the backend takes them."""
     exact_stock = stock_outcome(scene, "cpu", torch.float64)
     stock = {dtype: stock_outcome(scene, device, dtype) for dtype in HALVES}
     limits: dict[torch.dtype, Limits] = dict(EXACT)
     limits |= {dtype: stock_limits(got, exact_stock) for dtype, got in stock.items()}
-    limits = {dtype: limit for dtype, limit in limits.items() if has_dtype(device, dtype)}
+    limits = {dtype: limit for dtype, limit in limits.items() if dtype in dtypes and has_dtype(device, dtype)}
     of_fused = limits
     if scene.contents[0].shape[-1] + scene.key_grid.height + scene.key_grid.width > 256:
         # PyTorch's kernels for such wide vectors round more; `choose` avoids them.
         of_fused = limits | {dtype: stock_limits(got, exact_stock, 2 * TIMES_STOCK) for dtype, got in stock.items()}
-    # The CPU has no kernels but in Triton's interpreter, which the test suite runs.
     backends = (*BACKENDS, "auto", *(("triton",) if device == "cuda" else ()))
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
-    cases += [(letters, JointTable, ("gathered",)) for letters in scene.letters if len(letters) > 1]
+    # Of joint tables a bias alone is what most models have, and may get a backend of its own.
+    joint = {letters: ("gathered", "auto") if letters == "b" else ("gathered",) for letters in scene.letters}
+    cases += [(letters, JointTable, names) for letters, names in joint.items() if len(letters) > 1 or letters == "b"]
     for letters, layout, backends in cases:
         terms = draw_terms(scene, letters, layout)
         want = outcome(scene, terms, "cpu", torch.float64, "reference")
@@ -350,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
+    add("--short", action="store_true", help="backends and kernels alone, on a few grids, in two dtypes")
+    add("--minutes", type=float, default=math.inf, help="after them no other part begins")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device != "cpu" and not getattr(torch, device).is_available():
@@ -359,17 +367,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cudnn.allow_tf32 = False
 
     begin, log = time.perf_counter(), Log()
-    scenes = list(draw_scenes(given.quick))
-    parts: list[Callable[[], None]] = [partial(check_scene, log, scene, device) for scene in scenes]
-    parts += [
-        partial(check_autocast, log, device, given.quick),
-        partial(check_kernels, log, scenes, device),
-        partial(check_memory, log, device),
-        partial(check_compiled, log, device),
-        partial(check_attention_free, log, device, given.quick),
-        partial(report_determinism, log, scenes[0], device),
-    ]
-    for run in parts:
+    short = list(draw_short_scenes())[: 1 if given.quick else None]
+    scenes, dtypes = (short, SHORT_DTYPES) if given.short else (list(draw_scenes(given.quick)), ALL)
+    parts: list[Callable[[], None]] = [partial(check_scene, log, scene, device, dtypes) for scene in scenes]
+    parts += (
+        []
+        if given.short
+        else [
+            partial(check_autocast, log, device, given.quick),
+            partial(check_kernels, log, scenes, device),
+            partial(check_memory, log, device),
+            partial(check_compiled, log, device),
+            partial(check_attention_free, log, device, given.quick),
+        ]
+    )
+    parts.append(partial(report_determinism, log, scenes[0], device))
+    for number, run in enumerate(parts):
+        if time.perf_counter() - begin > 60 * given.minutes:
+            log.print("skip", f"{len(parts) - number} parts of {len(parts)}", "no time left")
+            break
         run()
 
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()

@@ -114,6 +114,18 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
         yield scene("strip 3x200", make_grid(3, 200, 1), letters=("kv", "qkvb"))
 
 
+def draw_short_scenes() -> Iterator[Scene]:
+    """Yield what kernels divide in their own ways: wide and narrow grids, padding, windows, heads of several widths."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {(14, 13): (5, 7), (9, 32): (4, 9), (6, 60): (7, 7), (3, 70): (7, 7), (4, 4): (3, 3)}
+    for number, ((height, width), distance) in enumerate(shapes.items()):
+        grid = make_grid(height, width, prefix=1 - number % 2)
+        scene = partial(draw_scene, distance=distance, letters=("", "kv", "kvb", "b"))
+        yield scene(f"raster {height}x{width}", grid, dim=64, per_head=number == 1)
+        valid = torch.rand(BATCH, height * width, generator=generator) < 0.7
+        yield scene(f"padding {height}x{width}", grid._replace(valid=valid), dim=32 if number % 2 else 80)
+
+
 def moved(values: Any, device: str) -> Any:
     """Move all tensors among the values of a grid or dictionary."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)

@@ -15,6 +15,7 @@ from relvit.ops.backends.triton.table_products import (
     SPAN,
     add_product,
     load_axis,
+    load_row,
     load_tokens,
     run_up,
     store_products,
@@ -38,7 +39,11 @@ def backward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    if KEY_ENTRIES:
+    # In a tile of one row, what its row adds is a number per query.
+    if KEY_ENTRIES and ROWS == 1:
+        base -= load_row(logits, queries, axes, inside, top) * scale
+        pairs = cols
+    elif KEY_ENTRIES:
         rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
@@ -47,20 +52,30 @@ def backward_tile(
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     weights = tl.exp2(pairs * scale - base[:, None])
-    if VALUE_ENTRIES:
-        rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-        # D may be subtracted from either axis; the shorter one takes fewer instructions.
-        grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
+    if ROWS == 1:
+        grad_weights = value_cols if VALUE_ENTRIES else tl.zeros((BLOCK_M, COLS), tl.float32)
+        if VALUE_ENTRIES:
+            mean -= load_row(products, queries, axes, inside, top)
+        grad_pairs = weights * (add_product(grad_weights, grad, v.trans(), PRECISION) - mean[:, None])
     else:
-        grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
-    grad_pairs = weights * add_product(grad_weights, grad, v.trans(), PRECISION)
+        if VALUE_ENTRIES:
+            rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
+            # D may be subtracted from either axis; the shorter one takes fewer instructions.
+            grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
+        else:
+            grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
+        grad_pairs = weights * add_product(grad_weights, grad, v.trans(), PRECISION)
     if KEY_ENTRIES:
-        by_axis = grad_pairs.reshape(BLOCK_M, ROWS, COLS)
-        grad_cols += tl.sum(by_axis, 1)
+        if ROWS == 1:
+            grad_cols += grad_pairs
+            row_sums = tl.sum(grad_pairs, 1)[:, None]
+        else:
+            by_axis = grad_pairs.reshape(BLOCK_M, ROWS, COLS)
+            grad_cols += tl.sum(by_axis, 1)
+            row_sums = tl.sum(by_axis, 2)
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
-        row_sums = tl.sum(by_axis, 2)
         if STRIPS:
             row_sums += tl.load(pointers, mask=stored & (left > 0), other=0.0)
         tl.store(pointers, row_sums, mask=stored)
@@ -215,28 +230,39 @@ def backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
+        # The log-sum-exp is infinite behind the last query, so that the weights there are zero.
+        base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
+        mean = tl.load(means + before + queries, mask=inside, other=0.0)
         if KEY_ENTRIES:
-            rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
             cols = load_axis(logits + height, queries, axes, inside, left, width, -float("inf"), COLS)
-            pairs = sum_of_axes_transposed(rows, cols, BLOCK_M, ROWS, COLS)
+            if ROWS == 1:
+                base -= load_row(logits, queries, axes, inside, top) * scale
+                pairs = cols.trans()
+            else:
+                rows = load_axis(logits, queries, axes, inside, top, height, -float("inf"), ROWS)
+                pairs = sum_of_axes_transposed(rows, cols, BLOCK_M, ROWS, COLS)
         else:
             pairs = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32)
         pairs = add_product(pairs, k, q.trans(), PRECISION)
         if PADDED or not KEY_ENTRIES:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
-        # The log-sum-exp is infinite behind the last query, so that the weights there are zero.
-        base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
         weights = tl.exp2(pairs * scale - base[None, :])
         do = load_tokens(grad, queries, g_token, inside, VALUE_DIM, BLOCK_VALUE)
         grad_v = add_product(grad_v, weights.to(do.dtype), do, PRECISION)
-        mean = tl.load(means + before + queries, mask=inside, other=0.0)
         if VALUE_ENTRIES:
-            rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
             cols = load_axis(products + height, queries, axes, inside, left, width, 0.0, COLS)
-            grad_weights = sum_of_axes_transposed(rows - mean[:, None], cols, BLOCK_M, ROWS, COLS)
+        if ROWS == 1:
+            grad_weights = cols.trans() if VALUE_ENTRIES else tl.zeros((COLS, BLOCK_M), tl.float32)
+            if VALUE_ENTRIES:
+                mean -= load_row(products, queries, axes, inside, top)
+            grad_pairs = weights * (add_product(grad_weights, v, do.trans(), PRECISION) - mean[None, :])
         else:
-            grad_weights = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32) - mean[None, :]
-        grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
+            if VALUE_ENTRIES:
+                rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
+                grad_weights = sum_of_axes_transposed(rows - mean[:, None], cols, BLOCK_M, ROWS, COLS)
+            else:
+                grad_weights = tl.zeros((ROWS * COLS, BLOCK_M), tl.float32) - mean[None, :]
+            grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
         grad_k = add_product(grad_k, grad_pairs.to(q.dtype), q, PRECISION)
     grad_k *= scale * LN_2
     # All weights of padding are zero, and so are its gradients.

@@ -2,8 +2,9 @@
 
 A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query,
 and the tile's part of the row and column marginals are sums of its weights along either axis. The kernel goes from one
-strip of columns to the next, so that the column logits and marginals of a strip stay in registers. The softmax is that
-of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
+strip of columns to the next, so that the column logits and marginals of a strip stay in registers. In a tile of one row
+each query has a single row logit, the row marginal is the sum that the softmax needs anyway, and column marginals add
+up without a sum inside the tile. The softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
 
 Prefix keys come first, in tiles without terms.
 """
@@ -15,6 +16,7 @@ from relvit.ops.backends.triton.table_products import (
     CHUNK,
     add_product,
     load_axis,
+    load_row,
     load_tokens,
     run_up,
     store_products,
@@ -87,7 +89,9 @@ def forward_tile(
     result, maximum, total, col_sums = content
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
-    if KEY_ENTRIES:
+    if KEY_ENTRIES and ROWS == 1:
+        pairs = cols
+    elif KEY_ENTRIES:
         rows = load_axis(logits, slots, axes, inside, top, height, -float("inf"), ROWS)
         pairs = sum_of_axes(rows, cols, BLOCK_M, ROWS, COLS)
     else:
@@ -96,15 +100,27 @@ def forward_tile(
     # Rows and columns beyond the grid have logits of minus infinity already.
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
-    new_maximum = tl.maximum(maximum, tl.max(pairs, 1) * scale)
+    largest = tl.max(pairs, 1)
+    if KEY_ENTRIES and ROWS == 1:
+        # What a single row adds to the logits is a number per query, which need not be added to each pair.
+        row = load_row(logits, slots, axes, inside, top)
+        largest += row
+    new_maximum = tl.maximum(maximum, largest * scale)
     # The maximum is minus infinity for queries that have met no key so far.
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     decay = tl.exp2(maximum - finite)
-    weights = tl.exp2(pairs * scale - finite[:, None])
+    base = finite
+    if KEY_ENTRIES and ROWS == 1:
+        base -= row * scale
+    weights = tl.exp2(pairs * scale - base[:, None])
     if VALUE_TERM:
-        by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
-        row_sums = tl.sum(by_axis, 2)
-        col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
+        if ROWS == 1:
+            row_sums = tl.sum(weights, 1)[:, None]
+            col_sums = col_sums * decay[:, None] + weights
+        else:
+            by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
+            row_sums = tl.sum(by_axis, 2)
+            col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
         # The rest of the total comes from the column sums, once for each strip.
         total = total * decay
         # Logarithms of sums stay true when the maximum grows. The strips to the left have already stored their sums.

@@ -22,20 +22,26 @@ PROGRAMS = 4
 
 
 class Blocks(NamedTuple):
-    """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads."""
+    """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads.
+
+    With `by_row` a tile has as few rows as possible, one where the grid is as wide as `keys`; otherwise the shape with
+    which the fewest tiles cover the grid.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    by_row: bool = False
 
 
 # By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix units read shared
-# memory and leave more registers. The largest tiles that `tools/gpu/kernels.py` compiles without spilled registers.
+# memory and leave more registers. The largest tiles that `tools/gpu/kernels.py` compiles without spilled registers, and
+# tiles of few rows where it counts fewer instructions for them; `tools/gpu/tune.py` finds the fastest on a card.
 BLOCKS = {
-    ("forward", False, False): Blocks(128, 32, 8, 2),
+    ("forward", False, False): Blocks(128, 32, 8, 2, by_row=True),
     ("forward", True, False): Blocks(128, 16, 8, 2),
-    ("forward", False, True): Blocks(128, 64, 8, 3),
+    ("forward", False, True): Blocks(128, 64, 8, 3, by_row=True),
     ("forward", True, True): Blocks(128, 64, 8, 2),
     ("backward_queries", False, False): Blocks(64, 16, 4, 2),
     ("backward_queries", True, False): Blocks(32, 32, 4, 2),
@@ -56,6 +62,12 @@ def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     # unit hold.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
+    return keys // cols, cols
+
+
+def row_shape(keys: int, height: int, width: int) -> tuple[int, int]:
+    """Divide a tile of keys into as few rows of the grid as possible."""
+    cols = min(keys, triton.next_power_of_2(width))
     return keys // cols, cols
 
 
@@ -110,7 +122,7 @@ def constants(
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
     # The fewest keys that a matrix instruction takes are 16.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
-    rows, cols = tile_shape(keys, *size)
+    rows, cols = row_shape(keys, *size) if blocks.by_row else tile_shape(keys, *size)
     named = {}
     for name, dim in zip(("DIM", "VALUE_DIM", "POSITION_DIM"), dims, strict=True):
         named |= {name: dim, "BLOCK_" + name.removesuffix("_DIM"): max(16, triton.next_power_of_2(dim))}

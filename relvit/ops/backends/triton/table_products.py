@@ -70,6 +70,12 @@ def load_axis(pointer, slots, axes, inside, first, end, outside, SIZE: tl.conste
 
 
 @triton.jit
+def load_row(pointer, slots, axes, inside, row):
+    """Load what queries have for one row of the grid, (queries,)."""
+    return tl.load(pointer + slots * axes + row, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def run_up(
     sums, slots, axes, inside, base, dtype, LOGARITHMS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
 ):
