@@ -61,6 +61,9 @@ def main() -> int:
         print(text)
         return 0 if arguments else 2
     prepare_environment()
+    # As with `python -m relvit`, a module of one's own in this folder can be named (--data my_module.Mine); it comes
+    # last, so that no file here takes the place of an installed module.
+    sys.path.append(os.getcwd())
     from relvit.cli import main as run
 
     return run(arguments)

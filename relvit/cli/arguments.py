@@ -87,8 +87,9 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | (OF_FIT if command == "fit" else {})
     names = {"predict-onnx": {"ckpt_path": "model"}, "explain": {"model.model": "model"}}.get(command, {})
-    # `data` is a data module with options of its own.
-    return names if "data" in own else names | {f"data.{name}": name for name in own}
+    # `data` may be a data module with options of its own, or the name of one.
+    with_options = get_type_hints(function).get("data", str | None) != str | None
+    return names if with_options else names | {f"data.{name}": name for name in own}
 
 
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:

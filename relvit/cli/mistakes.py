@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import timm
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser
 
 from relvit.cli.arguments import OF_FIT, OF_TRAINER, SYNONYMS
 from relvit.cli.config_text import load_config, read_config
@@ -54,7 +53,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     missing = []
     for option in given:
         if (cls := _class_named(known.get(option.name), option.value)) is not None:
-            probe = LightningArgumentParser()
+            probe = type(parser)()
             probe.add_class_arguments(cls, option.name, fail_untyped=False)
             known = option_types(probe) | known
             needed = [f"{option.name}.{name}" for name in required(cls)]

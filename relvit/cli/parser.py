@@ -14,6 +14,8 @@ from relvit.cli.config_text import MODE
 from relvit.cli.errors import UsageError
 from relvit.cli.mistakes import explain
 from relvit.cli.secrets import without_masks
+from relvit.cli.trainer.own_data import open_inherited_options
+from relvit.data import ImageData
 
 # Several commands have these options; the docstring of a command need not describe them again.
 SHARED: dict[str, str] = {
@@ -22,6 +24,7 @@ SHARED: dict[str, str] = {
     "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
     "batch_size": "The number of images in a batch; None means as in training.",
     "root": "The folder of the images, where it is not the one that the checkpoint remembers.",
+    "data": "The data module of the images where it is one of your own, such as my_module.Mine.",
     "output": "A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.",
     "device": "The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.",
     "runs": "The folder in which the results get a folder of their own.",
@@ -48,6 +51,13 @@ class Parser(LightningArgumentParser):
             return super().parse_args(args, namespace, **kwargs)
         except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise UsageError(explain(self, args or (), namespace, error)) from error
+
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **options: Any) -> Any:
+        """Add the arguments of a class as options; those that a user's data module hands on have no defaults."""
+        added = super().add_class_arguments(theclass, nested_key, *args, **options)
+        if inspect.isclass(theclass) and issubclass(theclass, ImageData) and theclass.is_of_user():
+            open_inherited_options(self, theclass, nested_key)
+        return added
 
     def add_options_of(self, function: Callable[..., Any]) -> None:
         """Add the arguments of a command's function as options; an `Evaluation` is made from a checkpoint."""

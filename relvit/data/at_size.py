@@ -44,6 +44,11 @@ def at_size(
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:
+        if not hasattr(known, "transform"):
+            raise ValueError(
+                f"{type(data).__name__} builds a {type(known).__name__}, whose images cannot get another size: it has "
+                "no attribute `transform`, which relvit.data.DatasetData gives any dataset"
+            )
         own._datasets[split] = copy.copy(known)
         own._datasets[split].transform = own.eval_transform
     return own

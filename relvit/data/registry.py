@@ -6,6 +6,7 @@ import re
 
 import relvit.data
 from relvit.data.modules.base import ImageData
+from relvit.utils.messages import did_you_mean, listing
 
 
 def data_modules() -> list[type[ImageData]]:
@@ -49,6 +50,21 @@ def import_data_module(name: str) -> type[ImageData] | None:
             return None
         return imported_data_module(name)
     return next((cls for cls in data_modules() if cls.__name__ == last), None)
+
+
+def named_data_module(name: str | None) -> type[ImageData] | None:
+    """Return the data module that a user names, see `import_data_module`; None where there is no name.
+
+    Raises:
+        ValueError: There is no such data module.
+    """
+    found = None if name is None else import_data_module(name)
+    if name is not None and found is None:
+        known = [cls.__name__ for cls in data_modules()]
+        raise ValueError(
+            f"no data module {name!r}{did_you_mean(name, known)}: give one of {listing(known)}, or MODULE.CLASS"
+        )
+    return found
 
 
 def class_path_of(cls: type[ImageData]) -> str:

@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 
 from relvit.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.data.at_size import at_size
+from relvit.data.registry import named_data_module
 from relvit.evaluation.costs import count_macs, peak_memory
 from relvit.evaluation.outcomes import outcomes_of
 from relvit.evaluation.standard_error import paired_difference, with_errors
@@ -55,6 +56,7 @@ def evaluate_sizes(
     progress: Progress | None = None,
     reach: Reach = "trained",
     squares: bool = False,
+    data: str | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
@@ -74,6 +76,8 @@ def evaluate_sizes(
         reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
         squares: evaluate each size that is not square a second time, on the same images squashed to the square of as
             many patches (as nearly as whole patches allow): is the shape of the images worth keeping?
+        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
+            or not that of the training; None: that of the training, which has to be imported.
 
     Returns:
         Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
@@ -92,33 +96,34 @@ def evaluate_sizes(
             raise ValueError(f"give a {name} or several")
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ValueError(f"{name} {twice[0]} is given more than once")
-    checkpoints = [Checkpoint.read(path) for path in paths]
+    data_type = named_data_module(data)
+    checkpoints = [Checkpoint.read(path).with_data(data_type) for path in paths]
     pairs = []
     for checkpoint in checkpoints:
         pairs.append((classifier_of(checkpoint), checkpoint.data_module(root=root, batch_size=batch_size)))
-    for checkpoint, (_, data) in zip(checkpoints, pairs, strict=True):
-        _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, data)
-    for classifier, data in pairs:
-        set_reach(classifier.net, reach, data.img_size)
+    for checkpoint, (_, images) in zip(checkpoints, pairs, strict=True):
+        _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, images)
+    for classifier, images in pairs:
+        set_reach(classifier.net, reach, images.img_size)
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
     # Images that the first checkpoint classifies right, at each size.
     of_first: dict[Size, np.ndarray] = {}
-    for checkpoint, (classifier, data), possible in zip(checkpoints, pairs, todo, strict=True):
+    for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
-        trained = [list(size) for size in data.train_sizes or [data.img_size]] if data.shape.fixed else []
+        trained = [list(size) for size in images.train_sizes or [images.img_size]] if images.shape.fixed else []
         about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
         about |= {"train_sizes": trained}
         for size in possible:
-            results, right = _evaluate(classifier, data, size, split, protocol, fill, progress)
+            results, right = _evaluate(classifier, images, size, split, protocol, fill, progress)
             if checkpoint is checkpoints[0] and right is not None:
                 of_first[size] = right
             elif right is not None and size in of_first and len(right) == len(of_first[size]):
                 difference, error = paired_difference(of_first[size], right)
                 results |= {"acc1_difference": difference, "acc1_difference_se": error}
             if squares and right is not None and (side := _square_of(classifier.net, size)):
-                squashed, of_square = _evaluate(classifier, data, size, split, protocol, fill, progress, side)
+                squashed, of_square = _evaluate(classifier, images, size, split, protocol, fill, progress, side)
                 difference, error = paired_difference(of_square, right)
                 results |= {"square": side, "square_acc1": squashed["acc1"]}
                 results |= {"square_difference": difference, "square_difference_se": error}

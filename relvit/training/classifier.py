@@ -232,6 +232,8 @@ class ImageClassifier(EpochMetrics):
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
         images, names = batch
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
         return {"names": list(names), "probabilities": self.probabilities(self._logits(images))}
 
     def probabilities(self, logits: Tensor) -> Tensor:

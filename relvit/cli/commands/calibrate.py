@@ -27,6 +27,7 @@ def calibrate(
     root: str | None = None,
     batch_size: BatchSize | None = None,
     device: str = "auto",
+    data: str | None = None,
 ) -> None:
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
 
@@ -43,7 +44,7 @@ def calibrate(
         output = f"{place.stem}_calibrated.ckpt"
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
-    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar)
+    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data)
     if isinstance(found, ChosenThresholds):
         print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
         rows = [("mean F1", found.f1)]
@@ -56,6 +57,6 @@ def calibrate(
     )
     if found.images < FEW:
         print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
-    options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root}
+    options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}
     given = [part for name, value in options.items() if value is not None for part in (name, value)]
     print(f"written: {output}. Next:\n  {shlex.join(['relvit', 'test', output, *given])}", flush=True)

@@ -44,6 +44,7 @@ def resolutions(
     accelerator: str = "auto",
     output: str | None = None,
     reach: Reach = "trained",
+    data: str | None = None,
 ) -> None:
     """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
 
@@ -67,7 +68,7 @@ def resolutions(
             raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
         sizes = [(height, width) for height in sizes for width in widths]
     options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
-    rows = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None)
+    rows = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data)
     meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:

@@ -22,6 +22,8 @@ from relvit.cli.parser import Parser
 from relvit.cli.secrets import mask_command, mask_secrets
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
+from relvit.cli.trainer.own_data import data_in
+from relvit.data.registry import import_data_module
 from relvit.training import (
     AtomicCheckpointIO,
     Checkpoint,
@@ -106,7 +108,10 @@ class FitCLI(RelvitCLI):
                 )
             # The classes are found in the images, and compared with the checkpoint's afterwards.
             found = ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA))
-            known = values_of(checkpoint, given.values.get("data"), found)
+            # A configuration is the user's own, and may say which module is imported; a checkpoint may not.
+            if (asked := data_in(given.words)) is not None:
+                import_data_module(asked)
+            known = values_of(checkpoint, asked, found)
         super().__init__(fit, given, checkpoint, known, RunConfig)
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
@@ -149,9 +154,11 @@ class FitCLI(RelvitCLI):
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         data = checkpoint.data
         # Options that the checkpoint lacks are newer; it was trained with what is their default now.
-        known = {**self.datamodule.argument_defaults(), **data["init_args"]}
+        used = data_arguments(self.datamodule)
+        defaults = self.datamodule.argument_defaults()
+        known = {name: defaults[name] for name in used["init_args"] if name in defaults} | data["init_args"]
         trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
-        now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
+        now = {"model": self.model.hparams, "data": used} | fit_options(self.config)
         self.changed = changed_options(checkpoint.path, trained, now, self.given.values)
 
     def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from relvit.cli.trainer.folder import SCORES, baseline, class_counts, files_line, write_summary
 from relvit.data import ImageData
+from relvit.data.registry import class_path_of
 from relvit.evaluation.pictures import NotApplicableError, draw
 from relvit.evaluation.standard_error import plus_minus, with_errors
 from relvit.plots.style import save_figure
@@ -115,17 +116,19 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     """Return commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
+    # A checkpoint cannot choose which module is imported.
+    named = f" --data {class_path_of(type(data))}" if data.is_of_user() else ""
     lines = []
     if not data.shape.fixed:
         # The suggested size has half as many tokens more, in images of the same shapes.
-        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}")
+        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}{named}")
     elif getattr(net, "dynamic_img_size", False):
         # The suggested sides are a quarter larger, in whole patches; with much larger images accuracy would fall.
         patch = net.patch_embed.patch_size
         trained = list(data.img_size)
         larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
         first, second = (str(size).replace(" ", "") for size in (trained, larger))
-        lines.append(f"  relvit validate {path} --img_size '{second}'")
-        lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'")
+        lines.append(f"  relvit validate {path} --img_size '{second}'{named}")
+        lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'{named}")
     lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
     return [*lines, "Also of a checkpoint: relvit show, calibrate, probe, embed, export, publish; each has --help"]

@@ -17,7 +17,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.parser import Parser
 from relvit.cli.trainer.folder import check_runs, explained_failures
 from relvit.data import ImageData
-from relvit.data.registry import data_modules
+from relvit.data.registry import import_data_module
 from relvit.models import Reach, set_reach
 from relvit.models.sizes.reach import check_reach
 from relvit.training import Checkpoint, DataRecord, History, ImageClassifier
@@ -211,12 +211,8 @@ def evaluate(
     # Lightning reads the file again, and for an http address it would read an older copy of the same name.
     with local_file(path) as file:
         checkpoint = Checkpoint.read(path, file)
-        if data_type is None and asked is not None and checkpoint.data_type is not None:
-            named = (cls for cls in data_modules() if cls.__name__ == asked.rpartition(".")[2])
-            checkpoint = checkpoint.with_data(next(named, None), **changes)
-        else:
-            checkpoint = checkpoint.with_data(data_type, **changes)
-            asked = asked if data_type is None else checkpoint.data["class_path"]
+        checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
+        asked = asked if data_type is None else checkpoint.data["class_path"]
         evaluation = Evaluation(function, given, checkpoint, file, asked)
         names = (name for name in function.__annotations__ if name in evaluation.config_init)
         function(evaluation, **{name: evaluation.config_init[name] for name in names})
@@ -247,7 +243,7 @@ def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collectio
         arguments = {name: value for name, value in checkpoint.data_args.items() if f"data.{name}" not in without}
         values["data"] = Namespace(class_path=data, init_args=Namespace(arguments))
     elif asked_data is None:
-        raise UsageError(f"{checkpoint.path} was trained with the data module {data}: give --data {data}")
+        raise UsageError(checkpoint.unknown_data())
     return values
 
 

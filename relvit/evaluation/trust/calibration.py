@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relvit.data import ImageData
 from relvit.data.modules.base import Split
+from relvit.data.registry import named_data_module
 from relvit.evaluation.outcomes import calibration_error
 from relvit.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
@@ -112,6 +113,7 @@ def calibrate(
     batch_size: int | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+    data: str | None = None,
 ) -> Calibration | ChosenThresholds:
     """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
 
@@ -128,6 +130,8 @@ def calibrate(
         batch_size: images per batch; None: as in training.
         device: where the model runs.
         progress: wraps the batches, whose number is its second argument, such as in a progress bar.
+        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
+            or not that of the training; None: that of the training, which has to be imported.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
@@ -138,18 +142,18 @@ def calibrate(
     check_output(output, (".ckpt",), replaces=False)
     with local_file(ckpt_path) as file:
         checkpoint = Checkpoint.read(ckpt_path, file)
-        data = checkpoint.data_module(root=root, batch_size=batch_size)
-        checkpoint.check_data(data)
+        images = checkpoint.with_data(named_data_module(data)).data_module(root=root, batch_size=batch_size)
+        checkpoint.check_data(images)
         classifier = classifier_of(checkpoint).to(device)
         classifier.temperature = 1.0
-        data.prepare_data()
-        others: list[Split] = [each for each in ("test", "val") if each != split and data.missing(each) is None]
+        images.prepare_data()
+        others: list[Split] = [each for each in ("test", "val") if each != split and images.missing(each) is None]
         next_split = [*others, split][0]
-        outcomes = _outcomes(classifier, data, split, progress)
+        outcomes = _outcomes(classifier, images, split, progress)
         if classifier.thresholds is None:
             found = _evaluate(*outcomes, next_split)
             if "val" in others:
-                _check_val(found, split, *_outcomes(classifier, data, "val", progress))
+                _check_val(found, split, *_outcomes(classifier, images, "val", progress))
             change: dict[str, Any] = {"temperature": found.temperature}
         else:
             found = _choose(*outcomes, classifier.thresholds, next_split)

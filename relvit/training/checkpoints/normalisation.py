@@ -12,12 +12,12 @@ from relvit.training.checkpoints.pretrained import Pretrained
 def set_normalisation(
     data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
 ) -> str:
-    """Normalise images for which no mean or std is given by those of the weights, and return a description.
+    """Normalise images for which nobody has given mean or std by those of the weights, and return a description.
 
     The values that are used are written into `config`, the arguments of the data module. `checkpoint` is the checkpoint
     that a command uses; `pretrained` are the weights that a training starts from.
     """
-    missing = [name for name in Normalisation._fields if name in config and config[name] is None]
+    missing = data.unset_statistics
     known, whose = Normalisation(), ""
     if checkpoint is not None:
         known, whose = checkpoint.normalisation(), "the checkpoint's"

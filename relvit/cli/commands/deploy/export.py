@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from relvit.cli.trainer.folder import SCORES
+from relvit.data import ImageData
+from relvit.data.registry import named_data_module
 from relvit.evaluation import Predictor, Size, export_model
 from relvit.evaluation.deploy import OnnxClassifier, compare
 from relvit.evaluation.deploy.export import check_export
@@ -19,6 +21,7 @@ def export(
     int8: bool = False,
     aot: bool = False,
     calibration: str | None = None,
+    data: str | None = None,
 ) -> None:
     """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
@@ -35,6 +38,7 @@ def export(
             which are found anew for each image otherwise.
     """
     check_export(output, int8, aot, calibration)
+    data_type = named_data_module(data)
     predictor = Predictor(ckpt_path, img_size, reach)
     print(f"Writing {output} and comparing it with the model ...", flush=True)
     shapes = export_model(predictor, output, int8, aot, calibration)
@@ -45,12 +49,12 @@ def export(
         print("It does not notice images of a wrong size, unless AOTI_RUNTIME_CHECK_INPUTS is 1.", flush=True)
     print("Class names and transforms are in it.", flush=True)
     if int8:
-        print(_accuracy(predictor, output), flush=True)
+        print(_accuracy(predictor, output, data_type), flush=True)
 
 
-def _accuracy(predictor: Predictor, output: str) -> str:
+def _accuracy(predictor: Predictor, output: str, data_type: type[ImageData] | None) -> str:
     try:
-        data = predictor.checkpoint.data_module(img_size=predictor.img_size)
+        data = predictor.checkpoint.with_data(data_type).data_module(img_size=predictor.img_size)
         found = compare(predictor, OnnxClassifier(output), data)
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
