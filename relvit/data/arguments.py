@@ -28,7 +28,7 @@ class RecordedArguments(LightningDataModule):
     @classmethod
     def is_of_user(cls) -> bool:
         """Return whether the constructor is not one of relvit's."""
-        return not cls.__init__.__module__.startswith("relvit.")
+        return not str(cls.__init__.__module__).startswith("relvit.")
 
     def init_args(self) -> dict[str, Any]:
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.

@@ -58,6 +58,8 @@ class Untransformed(ImageData):
     def build(self, split):
         return TensorDataset(IMAGES[..., :16, :16], torch.arange(24) % 3)
 """
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 MODEL = [option for option in TINY if not option.startswith("--data.")]
 SIZES = ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0"]
 
