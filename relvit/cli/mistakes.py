@@ -138,9 +138,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     dashes = "--" if option.file is None else ""
     shown = f"unknown option {dashes}{name}{place}"
     group, _, last = name.partition(".")
-    if group == "data" in known and (
-        owners := sorted({cls.__name__ for cls in data_modules() if last in cls.argument_names()})
-    ):
+    relvits = [cls for cls in data_modules() if not cls.is_of_user()]
+    if group == "data" in known and (owners := sorted(cls.__name__ for cls in relvits if last in cls.argument_names())):
         return f"{shown}: {listing(owners)} {'has' if len(owners) == 1 else 'have'} it; name the data by --data NAME"
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
