@@ -6,12 +6,12 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from relvit.layers.attention_weights import show_weights
+from relvit.layers.attention_weights import show_weights, wants_weights
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import terms_of
 from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, to_windows
-from relvit.ops.attention import BACKENDS, attend
+from relvit.ops.attention import BACKENDS, attend, attend_packed
 from relvit.ops.backends.fused import augmented_width
 from relvit.ops.checks import check_backend, check_heads
 from relvit.ops.inputs import AttentionInputs, checked
@@ -21,6 +21,19 @@ from relvit.ops.windows import exceeds_window
 # A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column are a key
 # term that the position has multiplied with the queries itself.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
+
+
+# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm and no rotation comes between, all of them as
+# the projection returns them, (B, N, 3 heads, head_dim), which saves operations.
+Projected = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def separate(projected: Projected) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, (B, heads, N, head_dim) each."""
+    if not isinstance(projected, Tensor):
+        return projected
+    query, key, value = (part.transpose(1, 2) for part in projected.chunk(3, dim=2))
+    return query, key, value
 
 
 def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
@@ -33,7 +46,7 @@ def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid
 def attend_with(
     layer: "GridAttention",
     x: Tensor,
-    projected: tuple[Tensor, Tensor, Tensor],
+    projected: Projected,
     grid: Grid,
     key_grid: Grid | None = None,
     *,
@@ -52,7 +65,8 @@ def attend_with(
     Args:
         layer: the layer, which has the position.
         x: (B, Nq, dim), the input of the layer's position.
-        projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to.
+        projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to; or
+            one tensor, see `Projected`.
             float32 queries and keys, which norms return under autocast, are rotated in float32, as in timm.
         grid: grid of the queries.
         key_grid: grid of the keys; None: that of the queries.
@@ -62,9 +76,16 @@ def attend_with(
     Returns:
         (B, heads, Nq, head_dim).
     """
-    query, key, value = projected
-    keys = grid if key_grid is None else key_grid
-    query, terms = with_query_bias(query, relative_terms(layer, x, grid, keys))
+    keys, dropout_p = grid if key_grid is None else key_grid, layer.attn_drop.p if layer.training else 0.0
+    terms = relative_terms(layer, x, grid, keys)
+    if isinstance(projected, Tensor):
+        usual = attn_mask is None and not is_causal and dropout_p == 0 and layer.trained_keys is None
+        if usual and rotate is None and not wants_weights(layer.attn_drop):
+            mixed = attend_packed(projected, terms, grid, layer.scale, layer.backend)
+            if mixed is not None:
+                return mixed.transpose(1, 2)
+    query, key, value = separate(projected)
+    query, terms = with_query_bias(query, terms)
     position_query = position_key = None
     if rotate is not None:
         position_query, position_key = query.to(value.dtype), key.to(value.dtype)
@@ -72,7 +93,7 @@ def attend_with(
     query, key = query.to(value.dtype), key.to(value.dtype)
     inputs = AttentionInputs(
         query, key, value, terms, grid, key_grid, attn_mask, is_causal,
-        layer.attn_drop.p if layer.training else 0.0, layer.scale, position_query, position_key, layer.trained_keys,
+        dropout_p, layer.scale, position_query, position_key, layer.trained_keys,
     )  # fmt: skip
     show_weights(layer.attn_drop, inputs)
     return attend(inputs, layer.backend)
@@ -116,20 +137,22 @@ class GridAttention(Mixer):
         if exceeds_window(grid, self.window, attn_mask, is_causal):
             windows, inner = to_windows(x, grid, self.window)
             return from_windows(self.attend(windows, inner, None, False, rotate), grid, self.window)
-        query, key, value = self.project(x if memory is None else torch.cat((memory, x), dim=1))
+        projected = self.project(x if memory is None else torch.cat((memory, x), dim=1))
         if memory is not None:
-            query = query[:, :, -x.shape[1] :]
+            query, key, value = separate(projected)
+            projected = query[:, :, -x.shape[1] :], key, value
         options = {"rotate": rotate, "attn_mask": attn_mask, "is_causal": is_causal}
-        return self.output(x, attend_with(self, x, (query, key, value), grid, key_grid, **options))
+        return self.output(x, attend_with(self, x, projected, grid, key_grid, **options))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
-        return self.heads(*self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2))
+    def project(self, x: Tensor) -> Projected:
+        """Compute queries, keys and values of (B, N, dim) tokens."""
+        return self.heads(self.qkv(x).unflatten(-1, (3 * self.num_heads, self.head_dim)))
 
-    def heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Put heads before tokens in projections (B, N, heads, head_dim), and normalise queries and keys."""
-        # The fused projection is unbound before the transposition: backward then stacks gradients in the same order.
-        query, key, value = (part.transpose(1, 2) for part in projected)
+    def heads(self, projected: Projected) -> Projected:
+        """Normalise queries and keys, if there are norms."""
+        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
+            return projected
+        query, key, value = separate(projected)
         return self.q_norm(query), self.k_norm(key), value
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:

@@ -46,13 +46,20 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
         return attend(inputs.to(dtype))
 
 
+def wants_weights(attn_drop: nn.Module) -> bool:
+    """Return whether `show_weights` does anything for a layer's `attn_drop`."""
+    if torch.compiler.is_compiling():
+        return False
+    return _RECORD.get() is not None or bool(attn_drop._forward_hooks or attn_drop._forward_pre_hooks)
+
+
 def show_weights(attn_drop: nn.Module, inputs: AttentionInputs) -> None:
     """Call a layer's `attn_drop` with the attention weights if the module has hooks, as timm's unfused attention does.
 
     Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. In compiled graphs nothing is
     computed.
     """
-    if torch.compiler.is_compiling():
+    if not wants_weights(attn_drop):
         return
     if (record := _RECORD.get()) is not None:
         record[attn_drop] = inputs

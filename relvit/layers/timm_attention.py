@@ -10,7 +10,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from relvit.layers.attention import GridAttention
+from relvit.layers.attention import GridAttention, Projected
 from relvit.ops import Grid
 
 
@@ -58,11 +58,12 @@ class TimmRelativeAttention(GridAttention):
         rotate = None if rope is None else partial(_rotate, rope=rope, half=self.rotate_half)
         return self.attend(x, grid, attn_mask, is_causal, rotate)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values (B, heads, N, head_dim) of (B, N, dim) tokens."""
+    def project(self, x: Tensor) -> Projected:
+        """Compute queries, keys and values of (B, N, dim) tokens."""
         if self.qkv is None:
             projections = (self.q_proj, self.k_proj, self.v_proj)
-            query, key, value = self.heads(*(part(x).unflatten(-1, (-1, self.head_dim)) for part in projections))
+            parts = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
+            query, key, value = self.heads(tuple(parts))
             if (group := self.num_kv_groups) > 1:
                 key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
             return query, key, value
@@ -73,7 +74,7 @@ class TimmRelativeAttention(GridAttention):
         qkv = self.qkv(x)
         # timm adds most of these biases inside `F.linear`, which would bypass an adapter (LoRA) in the place of `qkv`.
         qkv = qkv + bias.to(qkv.dtype)
-        return self.heads(*qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2))
+        return self.heads(qkv.unflatten(-1, (3 * self.num_heads, self.head_dim)))
 
 
 class TimmRelativePlain(TimmRelativeAttention, Attention):

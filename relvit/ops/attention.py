@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from relvit.ops import reference
-from relvit.ops.backends import fused, gathered, tiled, triton
+from relvit.ops.backends import fused, gathered, lean, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.index_range import check_index_range
-from relvit.ops.inputs import AttentionInputs, check_terms, checked, with_channels, with_equal_heads
+from relvit.ops.inputs import (
+    AttentionInputs,
+    check_terms,
+    checked,
+    completed,
+    signature,
+    with_channels,
+    with_equal_heads,
+)
 from relvit.ops.temperature import with_temperature
-from relvit.ops.terms import JointTable, RelativeTerms, is_stock
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, triton)
+    module.__name__.rpartition(".")[2]: module for module in (reference, lean, fused, tiled, gathered, triton)
 }
 
 # The attention weights of up to this many tokens take no more memory than their vectors.
@@ -103,8 +111,97 @@ def relative_attention(
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     """Compute `relative_attention` of `AttentionInputs`, which layers build."""
+    decision = _decision(inputs, backend)
+    inputs, dtype, backend = completed(inputs), inputs.query.dtype, decision.backend
+    if decision.plan is not None:
+        contents = tuple(part.transpose(1, 2) for part in inputs[:3])
+        return lean.attend(contents, inputs.terms, decision.plan).transpose(1, 2)
+    if backend == "reference":
+        return reference.relative_attention(**inputs._asdict())
+    if backend in ("tiled", "gathered"):
+        # Logits, softmax and sums of tiles would lose too much in half precision; fused kernels also convert them.
+        inputs = inputs.to(torch.promote_types(dtype, torch.float32))
+    return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
+
+
+def attend_packed(packed: Tensor, terms: RelativeTerms, grid: Grid, scale: float, backend: str) -> Tensor | None:
+    """Compute attention of queries, keys and values that one projection returns, in the fewest operations.
+
+    Args:
+        packed: (B, N, 3 heads, head_dim), the heads of queries, then of keys, then of values.
+        terms, grid, scale, backend: see `relative_attention`.
+
+    Returns:
+        (B, N, heads, head_dim); None where another backend than 'lean' computes this, by `attend`.
+    """
+    usual = backend in ("auto", "lean") and grid.coords is None and grid.valid is None and type(packed) is Tensor
+    if not usual or not is_eager():
+        return None
+    key = [backend, scale, grid, packed.shape, packed.dtype, packed.device, _switches(packed), terms.bucketing]
+    for term in (*terms[:4], *terms[5:]):
+        if term is not None:
+            if type(term) is not AxisTables:
+                return None
+            rows, cols = term
+            key += (rows.shape, cols.shape, rows.dtype, cols.dtype)
+        key.append(term is None)
+    key = tuple(key)
+    if (decision := _DECISIONS.get(key)) is None:
+        parts = (part.transpose(1, 2) for part in packed.chunk(3, dim=2))
+        inputs = AttentionInputs(*parts, terms, grid, scale=scale)
+        decision = _decision(inputs, backend)
+        filled = completed(inputs)
+        if filled.scale != scale or any(one is not other for one, other in zip(filled.terms, terms, strict=True)):
+            # `completed` has changed the queries or the tables, which `packed` and `terms` do not show.
+            decision = decision._replace(plan=None)
+        _remember(key, decision)
+    return None if decision.plan is None else lean.attend((packed,), terms, decision.plan)
+
+
+class _Decision(NamedTuple):
+    """The backend that computes inputs, and for 'lean' its plan."""
+
+    backend: str
+    plan: lean.Plan | None
+
+
+# Decisions by all that they depend on, so that a layer's inputs are checked once for each size.
+_DECISIONS: dict[Any, _Decision] = {}
+_MOST_DECISIONS = 64
+
+
+def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
+    """Check inputs, unless such inputs were checked before, and choose the backend."""
+    if not is_eager():
+        return _decide(checked(inputs), backend)
+    try:
+        # Defaults that depend on which tensors are the same: position queries may be the queries.
+        key = (backend, inputs.position_query is inputs.query, _switches(inputs.query), signature(inputs))
+    except TypeError:
+        return _decide(checked(inputs), backend)
+    if (decision := _DECISIONS.get(key)) is None:
+        decision = _decide(checked(inputs), backend)
+        _remember(key, decision)
+    return decision
+
+
+def _switches(query: Tensor) -> tuple[Any, ...]:
+    """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
+    device, cuda = query.device.type, torch.backends.cuda
+    lowers = device in lean.DEVICES and torch.is_autocast_enabled(device)
+    autocast = torch.get_autocast_dtype(device) if lowers else None
+    return autocast, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+def _remember(key: Any, decision: _Decision) -> None:
+    if len(_DECISIONS) >= _MOST_DECISIONS:
+        _DECISIONS.clear()
+    _DECISIONS[key] = decision
+
+
+def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
+    """Choose the backend for inputs that are checked; raise where the one chosen by name cannot compute them."""
     check_backend(backend, tuple(BACKENDS))
-    dtype, inputs = inputs.query.dtype, checked(inputs)
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled", "triton"):
@@ -112,16 +209,11 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
         for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):
             if isinstance(tables, JointTable) and not adds_bias:
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
-    if backend in ("tiled", "triton") and not is_eager():
+    if backend in ("tiled", "triton", "lean") and not is_eager():
         raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
     if is_eager():
         check_index_range(inputs, backend)
-    if backend == "reference":
-        return reference.relative_attention(**inputs._asdict())
-    if backend in ("tiled", "gathered"):
-        # Logits, softmax and sums of tiles would lose too much in half precision; fused kernels also convert them.
-        inputs = inputs.to(torch.promote_types(dtype, torch.float32))
-    return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
+    return _Decision(backend, lean.plan_of(inputs) if backend == "lean" else None)
 
 
 def choose(
@@ -173,6 +265,9 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("gathered", reason, "N x N weights")
     if _math_alone():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
+    if lean.pays(inputs, device):
+        reason = "the usual case, in as few operations as there are"
+        return Choice("lean", reason, "augmented output, logits, marginals: O(N (H + W))")
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
@@ -54,14 +54,18 @@ class AttentionInputs(NamedTuple):
 
 def checked(inputs: AttentionInputs) -> AttentionInputs:
     """Raise unless the inputs fit together, as `relvit.ops.relative_attention` describes, and fill in all defaults."""
-    query, key, grid = inputs.query, inputs.key, inputs.grid
-    key_grid = grid if inputs.key_grid is None else inputs.key_grid
     if inputs.attn_mask is not None:
         check_kind("attn_mask", inputs.attn_mask, Tensor, "a tensor")
-    _check_contents(inputs, key_grid)
+    _check_contents(inputs, inputs.grid if inputs.key_grid is None else inputs.key_grid)
     _check_options(inputs)
+    return completed(inputs)
+
+
+def completed(inputs: AttentionInputs) -> AttentionInputs:
+    """Fill in the defaults of inputs that are right."""
+    query, key, grid, mask = inputs.query, inputs.key, inputs.grid, inputs.attn_mask
+    key_grid = grid if inputs.key_grid is None else inputs.key_grid
     scale = query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale
-    mask = inputs.attn_mask
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
         mask = mask[(None,) * max(0, 2 - mask.dim())]
@@ -83,6 +87,22 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
         position_query=position_query,
         position_key=position_key,
     )
+
+
+def signature(given: Any) -> Any:
+    """Describe inputs, or a part of them, by all that checks read: shapes, dtypes and devices of tensors, other values.
+
+    Raises:
+        TypeError: something is neither a tensor of PyTorch's own class nor a plain value, so it must be checked.
+    """
+    kind = type(given)
+    if kind is Tensor or kind is nn.Parameter:
+        return given.shape, given.dtype, given.device
+    if isinstance(given, tuple):
+        return kind, *map(signature, given)
+    if given is None or kind in (int, float, bool, str):
+        return given
+    raise TypeError(f"{kind.__name__} has no signature")
 
 
 def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relvit.layers.attention import attend_with
+from relvit.layers.attention import attend_with, separate
 from relvit.layers.block import RelativeBlock
 from relvit.ops import Grid
 
@@ -58,7 +58,7 @@ def run_gathered(
     """
     attn = block.attn
     normed = block.norm1(inputs)
-    query, *own = (part.transpose(1, 2) for part in attn.project(normed))
+    query, *own = (part.transpose(1, 2) for part in separate(attn.project(normed)))
     if memory is not None and inputs.shape[1] < memory[0].shape[1]:
         own = [put_tokens(old, index, new) for old, new in zip(memory, own, strict=True)]
     if chosen is not None:

@@ -72,6 +72,8 @@ class RelativePosition2d(LearnedPosition, Position):
         self.bucketing = bucketing
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
+        # The names of each term's tables.
+        self._names: dict[str, list[str]] = {}
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
             tail = () if letter == "b" else (head_dim,)
@@ -79,6 +81,7 @@ class RelativePosition2d(LearnedPosition, Position):
                 table = None
                 if letter in rel_terms and part in LAYOUTS[layout]._fields:
                     table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
+                    self._names.setdefault(term, []).append(f"{term}_{part}")
                 self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
 
@@ -89,14 +92,11 @@ class RelativePosition2d(LearnedPosition, Position):
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the terms, the same for every grid of the trained size."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        tables = {term: self._tables(term, grid, trained) for term in TERMS.values()}
+        tables = {term: self._tables(term, grid, trained) for term in self._names}
         return RelativeTerms(**tables, bucketing=self.bucketing if trained is None else "clip")
 
-    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable | None:
-        kind = LAYOUTS[self.layout]
-        tables = [getattr(self, f"{term}_{part}") for part in kind._fields]
-        if tables[0] is None:
-            return None
+    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable:
+        kind, tables = LAYOUTS[self.layout], [getattr(self, name) for name in self._names[term]]
         if trained is None:
             return kind(*tables)
         # Offsets are on the last axis of a bias, and before the width of vectors.

@@ -42,6 +42,12 @@ def grid_axes(grid: Grid) -> Axes:
     return AxisRange(0, grid.height), AxisRange(0, grid.width)
 
 
+def with_columns(axes: Axes, number: int) -> Axes:
+    """Append columns to the axes of a grid."""
+    rows, cols = axes
+    return rows, cols._replace(size=cols.size + number)
+
+
 def query_axes(inputs: AttentionInputs) -> Axes:
     """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
@@ -68,11 +74,12 @@ def axis_indices(axes: Axes, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @once_per_raster
 def table_index(
-    grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device
+    grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device, spare: int = 0
 ) -> tuple[Distances, Tensor]:
     """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
-    Returns the clip distances of the part of the tables that some pair of tokens can use, and the index (1 or B, 1, N,
+    Returns the clip distances of the part of the tables that some pair of tokens can use, or of a whole table with at
+    most `spare` more rows, and the index (1 or B, 1, N,
     H + W) int64 of entries of `join_tables`; 0, the zero row, for prefix tokens.
     """
     reach = distances
@@ -80,7 +87,10 @@ def table_index(
     if grid.coords is None and bucketing == "clip" and knows_values():
         # The largest offset that some pair can have.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
-        reach = tuple(min(distance, size - 1) for distance, size in zip(distances, sizes, strict=True))
+        reach = tuple(
+            distance if 2 * (distance - size + 1) <= spare else size - 1
+            for distance, size in zip(distances, sizes, strict=True)
+        )
     y, x = batched_coords(grid, device).split(1, dim=-1)
     rows, cols = axis_indices(axes, device)
     row_index = bucket(rows - y, reach[0], bucketing) + 1

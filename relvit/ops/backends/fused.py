@@ -32,6 +32,7 @@ from relvit.ops.backends.axis_logits import (
     plus_times_table,
     query_axes,
     query_logits,
+    with_columns,
 )
 from relvit.ops.backends.pair_bias import bias_in_mask
 from relvit.ops.grid import Grid, batched_coords, key_mask, once_per_raster, without_padding
@@ -81,15 +82,15 @@ def _attend(inputs: AttentionInputs) -> Tensor:
     # a case of their own; a number of columns is not, so that one graph serves all sizes.
     # ExecuTorch computes remainders of negative numbers as C does, so no number here is negative.
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
-    key_axes, axes_of_queries = _with_columns(grid_axes(key_grid), missing), query_axes(inputs)
+    key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
-        axes_of_queries = _with_columns(axes_of_queries, missing)
+        axes_of_queries = with_columns(axes_of_queries, missing)
     like = (query.dtype, query.device)
     augment = partial(
         _augment,
         width=width + missing,
-        key_hot=_one_hot(key_grid, key_axes, *like) if key_term or value_term else None,
-        query_hot=_one_hot(grid, axes_of_queries, *like) if terms.query is not None else None,
+        key_hot=one_hot(key_grid, key_axes, *like) if key_term or value_term else None,
+        query_hot=one_hot(grid, axes_of_queries, *like) if terms.query is not None else None,
         valid=valid,
         value_term=value_term,
     )
@@ -138,13 +139,8 @@ def _has_query_logits(terms: RelativeTerms) -> bool:
     return isinstance(terms.bias, AxisTables) or any(term is not None for term in (terms.key, terms.axis_logits))
 
 
-def _with_columns(axes: Axes, number: int) -> Axes:
-    rows, cols = axes
-    return rows, cols._replace(size=cols.size + number)
-
-
 @once_per_raster
-def _one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -> Tensor:
+def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Encode the row, then the column of each token one-hot, zero for prefix tokens: (1 or B, 1, N, H + W)."""
     rows, cols = axis_indices(axes, device)
     y, x = batched_coords(grid, device).split(1, dim=-1)

@@ -50,9 +50,8 @@ class SamRowsAttention(SamAttention):
             windows, inner = to_windows(x.flatten(1, 2), grid, self.window)
             windows = self.attend_rows(windows.unflatten(1, inner[:2]), inner).flatten(1, 2)
             return from_windows(windows, grid, self.window).unflatten(1, grid[:2])
-        qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim))
-        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
-        mixed = attend_with(self, x.flatten(1, 2), (query, key, value), grid)
+        qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3 * self.num_heads, self.head_dim))
+        mixed = attend_with(self, x.flatten(1, 2), qkv, grid)
         return self.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, grid[:2]))
 
 

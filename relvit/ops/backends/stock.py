@@ -1,0 +1,79 @@
+"""Stock fused attention and its backward as two calls, for autograd functions that compute their own gradients.
+
+`F.scaled_dot_product_attention` keeps its operands for backward. A function that can make them again calls the kernel
+that PyTorch would choose, keeps the results, and hands both to the kernel's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+_aten = torch.ops.aten
+# Dropout and causality, which no caller uses.
+_OFF = (0.0, False)
+
+
+class Kernel(NamedTuple):
+    """A fused kernel: `forward(query, key, value, scale)` returns the output first; `backward` takes all results."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+def _cpu(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Any, ...]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, *_OFF, scale=scale)
+
+
+def _cpu_backward(grad: Tensor, operands: tuple[Tensor, ...], results: tuple[Any, ...], scale: float) -> Any:
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return backward(grad, *operands, *results, *_OFF, scale=scale)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Any, ...]:
+    results = _aten._scaled_dot_product_flash_attention.default(query, key, value, *_OFF, False, scale=scale)
+    return results[:-1]
+
+
+def _flash_backward(grad: Tensor, operands: tuple[Tensor, ...], results: tuple[Any, ...], scale: float) -> Any:
+    backward = _aten._scaled_dot_product_flash_attention_backward.default
+    return backward(grad, *operands, *results[:6], *_OFF, *results[6:], scale=scale)
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Any, ...]:
+    forward = _aten._scaled_dot_product_efficient_attention.default
+    return forward(query, key, value, None, True, *_OFF, scale=scale)
+
+
+def _efficient_backward(grad: Tensor, operands: tuple[Tensor, ...], results: tuple[Any, ...], scale: float) -> Any:
+    backward = _aten._scaled_dot_product_efficient_attention_backward.default
+    wanted = [True, True, True, False]
+    return backward(grad, *operands, None, *results, 0.0, wanted, False, scale=scale)[:3]
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Any, ...]:
+    forward = _aten._scaled_dot_product_cudnn_attention.default
+    return forward(query, key, value, None, True, *_OFF, False, scale=scale)[:-1]
+
+
+def _cudnn_backward(grad: Tensor, operands: tuple[Tensor, ...], results: tuple[Any, ...], scale: float) -> Any:
+    backward = _aten._scaled_dot_product_cudnn_attention_backward.default
+    out, logsumexp, *lengths, seed, offset = results
+    return backward(grad, *operands, out, logsumexp, seed, offset, None, *lengths, *_OFF, scale=scale)
+
+
+KERNELS: dict[tuple[str, int], Kernel] = {
+    ("cpu", SDPBackend.FLASH_ATTENTION.value): Kernel(_cpu, _cpu_backward),
+    ("cuda", SDPBackend.FLASH_ATTENTION.value): Kernel(_flash, _flash_backward),
+    ("cuda", SDPBackend.EFFICIENT_ATTENTION.value): Kernel(_efficient, _efficient_backward),
+    ("cuda", SDPBackend.CUDNN_ATTENTION.value): Kernel(_cudnn, _cudnn_backward),
+}
+
+
+def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
+    """Return the fused kernel that PyTorch would choose for operands (B, heads, N, width); None: there is none."""
+    return KERNELS.get((query.device.type, torch._fused_sdp_choice(query, key, value)))
