@@ -23,8 +23,8 @@ from relvit.ops.windows import exceeds_window
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
-# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm and no rotation comes between, all of them as
-# the projection returns them, (B, N, 3 heads, head_dim), which saves operations.
+# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm comes between, all of them as the projection
+# returns them, (B, N, 3 heads, head_dim), which saves operations.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -166,7 +166,9 @@ class GridAttention(Mixer):
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""
         given, position = self.example(grid), self.position
         with torch.set_grad_enabled(training):
-            backend, reason, keeps = choose(given.query.requires_grad_(training), *given[1:6], device=device)
+            dropout_p = self.attn_drop.p if training else 0.0
+            options = {"device": device, "dropout_p": dropout_p, "trained_keys": self.trained_keys}
+            backend, reason, keeps = choose(given.query.requires_grad_(training), *given[1:6], **options)
         if self.backend != "auto":
             keeps = keeps if backend == self.backend else ""
             backend, reason = self.backend, "chosen by name"

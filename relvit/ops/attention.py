@@ -29,7 +29,7 @@ from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (reference, lean, fused, tiled, gathered, triton)
+    module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
 # The attention weights of up to this many tokens take no more memory than their vectors.
@@ -87,7 +87,9 @@ def relative_attention(
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
-            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'tiled' (one
+            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'lean' (the
+            same in the fewest operations, for one raster without padding, tables per axis, and neither mask nor
+            dropout, without second derivatives and graphs), 'tiled' (one
             tile of queries after the other, recomputed in backward: it keeps nothing of N x N either, but has no second
             derivatives and cannot be part of compiled or exported graphs), 'gathered' (tiles in which every pair looks
             up its table entries: slower, but it takes all joint tables, while 'fused' and 'tiled' only take a joint
@@ -114,8 +116,7 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     decision = _decision(inputs, backend)
     inputs, dtype, backend = completed(inputs), inputs.query.dtype, decision.backend
     if decision.plan is not None:
-        contents = tuple(part.transpose(1, 2) for part in inputs[:3])
-        return lean.attend(contents, inputs.terms, decision.plan).transpose(1, 2)
+        return lean.relative_attention(inputs, decision.plan)
     if backend == "reference":
         return reference.relative_attention(**inputs._asdict())
     if backend in ("tiled", "gathered"):
@@ -176,7 +177,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
         return _decide(checked(inputs), backend)
     try:
         # Defaults that depend on which tensors are the same: position queries may be the queries.
-        key = (backend, inputs.position_query is inputs.query, _switches(inputs.query), signature(inputs))
+        key = (backend, inputs.position_query is inputs.query, signature(inputs), _switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
     if (decision := _DECISIONS.get(key)) is None:
@@ -225,15 +226,16 @@ def choose(
     key_grid: Grid | None = None,
     *,
     device: str | None = None,
+    **options: Any,
 ) -> Choice:
     """Return which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
 
-    Other arguments and errors are those of `relative_attention`.
+    Arguments and errors are those of `relative_attention`, without `backend`, but for one:
 
     Args:
         device: the kind of device that would compute, 'cpu' or 'cuda', which need not be there; None: the query's.
     """
-    inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid))
+    inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid, **options))
     choice = _choose(inputs, device)
     if not is_eager():
         return choice
@@ -265,9 +267,10 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("gathered", reason, "N x N weights")
     if _math_alone():
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
-    if lean.pays(inputs, device):
-        reason = "the usual case, in as few operations as there are"
-        return Choice("lean", reason, "augmented output, logits, marginals: O(N (H + W))")
+    keeps = "augmented output, logits, marginals: O(N (H + W))"
+    usual = lean.refusal(inputs, device) is None
+    if device == "cpu" and usual and lean.pays_on_cpu(inputs):
+        return Choice("lean", "on the CPU, where grids are small, few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
@@ -278,10 +281,14 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         if triton.refusal(inputs, device) is None:
             return Choice("triton", "stock GPU kernels end at width 256, these augment nothing", "O(N)")
         return Choice("tiled", "fused GPU kernels end at width 256", little)
-    keeps = "augmented output, logits, marginals: O(N (H + W))"
-    # The two take about the same time (docs/benchmarks), and stock kernels are part of PyTorch.
+    # The kernels of relvit take about the same time (docs/benchmarks), and stock kernels are part of PyTorch.
     narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
-    return Choice("fused", "one stock attention over augmented q, k and v" + narrower, keeps)
+    reason = "one stock attention over augmented q, k and v"
+    return (
+        Choice("lean", f"{reason}, with the fewest operations around it{narrower}", keeps)
+        if usual
+        else Choice("fused", reason + narrower, keeps)
+    )
 
 
 def _math_alone() -> bool:

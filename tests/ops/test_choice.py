@@ -1,7 +1,5 @@
 """The choice of a backend: `choose` names the backend that runs, and the rules for GPUs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from draws import draw_case, leaves
@@ -17,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
     ("case", "options", "backend", "reason"),
     [
         ({}, {"attn_mask": torch.ones(54, 54, dtype=torch.bool), "dropout_p": 0.1}, "tiled", "on the CPU"),
+        ({"batch": 40}, {}, "tiled", "passes over a tile"),
+        ({}, {}, "lean", "grids are small"),
         ({"layout": "joint"}, {}, "gathered", "joint tables"),
         ({"layout": "joint", "which": "b", "per_head": "b"}, {}, "fused", "small window"),
         ({"layout": "joint", "which": "b", "dim": 2, "height": 9}, {}, "tiled", "slices add the joint bias"),
@@ -30,7 +30,7 @@ def test_auto_runs_what_it_says(case, options, backend, reason, gradient, monkey
         leaves(q, k, v, terms)
     ran = spied_backends(monkeypatch)
     relative_attention(q, k, v, terms, grid, **options)
-    choice = choose(q, k, v, terms, grid)
+    choice = choose(q, k, v, terms, grid, **options)
     assert ran == [backend] == [choice.backend]
     assert reason in choice.reason
     assert ("no gradient" in choice.keeps) == (not gradient)
@@ -72,8 +72,7 @@ def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0, which="
     q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, which=which, dim=64, batch=1)
     # The width is that of the contents, 64, plus 8 rows plus the columns.
     inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
-    return attention._choose(checked(inputs)._replace(query=query))[field]
+    return attention._choose(checked(inputs), "cuda")[field]
 
 
 def test_kernels_of_our_own_where_stock_ones_end():
@@ -86,7 +85,8 @@ def test_kernels_of_our_own_where_stock_ones_end():
 
 
 def test_the_rules_for_gpus(monkeypatch):
-    assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "fused"
+    assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "lean"
+    assert on_a_gpu(which="qkv") == "fused"
     assert on_a_gpu(dtype=torch.float64) == "tiled"
     monkeypatch.setattr(attention.triton, "refusal", lambda *_: "is not installed")
     assert on_a_gpu(width=257) == "tiled"

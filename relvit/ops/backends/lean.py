@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends.axis_logits import (
     WIDTH_MULTIPLE,
@@ -29,14 +29,13 @@ from relvit.ops.backends.fused import one_hot
 from relvit.ops.backends.stock import Kernel, stock_kernel
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, RelativeTerms, with_width
+from relvit.ops.tracing import without_autocast
 
 DEVICES = ("cpu", "cuda")
 # Taking a part of a table costs more than multiplying this number of rows that no pair of tokens can use.
 SPARE_ROWS = 32
 # On the CPU other backends take less time for more pairs of tokens than this, in all heads and samples.
-MOST_PAIRS = 2**14
-# Stock kernels of GPUs end at this width.
-WIDEST = 256
+MOST_PAIRS = 2**17
 
 
 class Entries(NamedTuple):
@@ -114,14 +113,10 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     return None
 
 
-def pays(inputs: AttentionInputs, device: str) -> bool:
-    """Return whether this backend can compute inputs, and takes less time than others."""
-    if refusal(inputs, device) is not None:
-        return False
-    if device == "cpu":
-        (batch, heads, tokens, _) = inputs.query.shape
-        return batch * heads * tokens * tokens <= MOST_PAIRS
-    return inputs.query.shape[-1] + sum(axis.size for axis in _axes(inputs)) <= WIDEST
+def pays_on_cpu(inputs: AttentionInputs) -> bool:
+    """Return whether there are so few pairs of tokens that operations cost more than their arithmetic."""
+    batch, heads, tokens, _ = inputs.query.shape
+    return batch * heads * tokens * tokens <= MOST_PAIRS
 
 
 def _axes(inputs: AttentionInputs) -> Axes:
@@ -175,6 +170,21 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     return Plan(heads, width, inputs.scale, hot, both_hot, no_logits, of_key, of_value, of_bias, _kernel(inputs))
 
 
+def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Tensor:
+    """Compute attention with relative terms by a plan; see `relvit.ops.relative_attention`.
+
+    Args:
+        inputs: arguments of the usual case.
+        plan: of these arguments; None: it is worked out here.
+
+    Raises:
+        ValueError: see `plan_of`.
+    """
+    plan = plan_of(inputs) if plan is None else plan
+    contents = tuple(part.transpose(1, 2) for part in inputs[:3])
+    return attend(contents, inputs.terms, plan).transpose(1, 2)
+
+
 def attend(contents: tuple[Tensor, ...], terms: RelativeTerms, plan: Plan) -> Tensor:
     """Compute attention by a plan.
 
@@ -189,8 +199,10 @@ def attend(contents: tuple[Tensor, ...], terms: RelativeTerms, plan: Plan) -> Te
     """
     tables = [table for term in (terms.key, terms.value, terms.bias) for table in term or (None, None)]
     if torch.is_grad_enabled():
-        return _Lean.apply(plan, len(contents), *contents, *tables)
-    return _forward(plan, contents, tables, _stock)[0]
+        mixed = _Lean.apply(plan, len(contents), *contents, *tables)
+    else:
+        mixed = _forward(plan, contents, tables, _stock)[0]
+    return _by_token(mixed, contents[0].shape[:2])
 
 
 class _Lean(torch.autograd.Function):
@@ -208,43 +220,54 @@ class _Lean(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan, saved, number = ctx.plan, ctx.saved_tensors, ctx.number
-        contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
-        tensors = iter(saved[number + 4 :])
-        results = [next(tensors) if part is None else part[0] for part in ctx.numbers]
-        key_grads = value_grads = bias_grads = (None, None)
-        if plan.value is None:
-            of_output = F.pad(grad, (0, plan.hot.shape[-1]))
-        else:
-            value_grads = _split(plan.value, _transposed_product(by_entry, grad, value_table), ctx.dtypes[1])
-            of_marginals = _product(grad, value_table.transpose(-2, -1)).gather(-1, plan.value.index)
-            of_output = torch.cat((grad, of_marginals), dim=-1)
-        operands = _operands(plan, contents, logits)
-        grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
-        of_query, of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads)
-        of_logits = grads[0].transpose(1, 2).narrow(-1, plan.width, plan.hot.shape[-1])
-        if (entries := plan.bias) is not None:
-            of_logits = of_logits.to(entries.sums.dtype)
-            of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
-            of_bias = of_bias.sum(0) if entries.zeros[0].dim() == 2 else of_bias
-            bias_grads = (part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtypes[2]))
-        if (entries := plan.key) is not None:
-            of_entries = entries.sums.scatter_add(-1, entries.index, of_logits).to(grad.dtype)
-            query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
-            key_grads = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtypes[0])
-            of_query = _product(of_entries, key_table, of_query)
-        of_contents = (of_query, of_key, of_value)
-        if number == 1:
-            of_contents = (torch.cat(of_contents, dim=2),)
-        return None, None, *of_contents, *key_grads, *value_grads, *bias_grads
+        if torch.is_grad_enabled():
+            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
+        if torch.is_autocast_enabled(grad.device.type):
+            # Backward may run inside of a user's autocast.
+            with without_autocast(grad.device):
+                return _backward(ctx, grad)
+        return _backward(ctx, grad)
+
+
+def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    plan, saved, number = ctx.plan, ctx.saved_tensors, ctx.number
+    contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
+    tensors = iter(saved[number + 4 :])
+    results = [next(tensors) if part is None else part[0] for part in ctx.numbers]
+    grad = _by_token(grad, contents[0].shape[:2])
+    key_grads = value_grads = bias_grads = (None, None)
+    if (entries := plan.value) is None:
+        of_output = F.pad(grad, (0, plan.hot.shape[-1]))
+    else:
+        value_grads = _split(entries, _transposed_product(by_entry, grad, value_table), ctx.dtypes[1])
+        of_entries = _by_token(_product(grad, value_table.transpose(-2, -1)), grad.shape[:2])
+        of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), dim=-1)
+    operands = _operands(plan, contents, logits)
+    grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
+    of_query, of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads)
+    of_logits = grads[0].transpose(1, 2).narrow(-1, plan.width, plan.hot.shape[-1])
+    if (entries := plan.bias) is not None:
+        of_logits = of_logits.to(entries.sums.dtype)
+        of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
+        of_bias = of_bias.sum(0) if entries.zeros[0].dim() == 2 else of_bias
+        bias_grads = (part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtypes[2]))
+    if (entries := plan.key) is not None:
+        of_entries = entries.sums.scatter_add(-1, entries.index, of_logits).to(grad.dtype)
+        query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
+        key_grads = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtypes[0])
+        of_query = _by_token(_product(of_entries, key_table, of_query), grad.shape[:2])
+    of_contents = (of_query, of_key, of_value)
+    if number == 1:
+        of_contents = (torch.cat(of_contents, dim=2),)
+    return None, None, *of_contents, *key_grads, *value_grads, *bias_grads
 
 
 def _forward(
     plan: Plan, contents: tuple[Tensor, ...], tables: Sequence[Tensor | None], stock: Callable[..., tuple[Any, ...]]
 ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """Return the attention (B, N, heads, head_dim), what its backward needs, and the results of `stock`."""
+    """Return the attention as `_product` returns it, what its backward needs, and the results of `stock`."""
     key_table, value_table, bias = _join(plan, tables, contents[0].dtype)
     logits = _logits(plan, contents[0], key_table, bias)
     results = stock(*_operands(plan, contents, logits), plan.scale)
@@ -253,6 +276,9 @@ def _forward(
     if (entries := plan.value) is not None:
         by_entry = entries.sums.scatter_add(-1, entries.index, marginals.to(entries.sums.dtype)).to(mixed.dtype)
         mixed = _product(by_entry, value_table, mixed)
+    else:
+        # Nothing else holds the result, so that it may be changed in place.
+        mixed = mixed.flatten(0, 2).clone()
     return mixed, (key_table, value_table, logits, by_entry), results
 
 
@@ -334,15 +360,19 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _product(weights: Tensor, table: Tensor, plus: Tensor | None = None) -> Tensor:
-    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), and add `plus`: (B, N, heads, dim)."""
-    lead = weights.shape[:3]
+    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), and add `plus`: (B N heads, dim) or (heads, B N, dim)."""
     if table.dim() == 2:
-        rows = weights.flatten(0, 2)
-        product = torch.mm(rows, table) if plus is None else torch.addmm(plus.flatten(0, 2), rows, table)
-        return product.view(*lead, -1)
-    rows = _by_head(weights)
-    product = torch.bmm(rows, table) if plus is None else torch.baddbmm(_by_head(plus), rows, table)
-    return product.transpose(0, 1).unflatten(0, lead[:2])
+        weights = weights.flatten(0, 2)
+        return torch.mm(weights, table) if plus is None else torch.addmm(plus.flatten(0, 2), weights, table)
+    weights = _by_head(weights)
+    return torch.bmm(weights, table) if plus is None else torch.baddbmm(_by_head(plus), weights, table)
+
+
+def _by_token(product: Tensor, size: Sequence[int]) -> Tensor:
+    """Reshape (B N heads, dim) or (heads, B N, dim) to (B, N, heads, dim), a view; `size`: (B, N)."""
+    if product.dim() == 2:
+        return product.view(*size, -1, product.shape[-1])
+    return product.transpose(0, 1).unflatten(0, size)
 
 
 def _transposed_product(weights: Tensor, vectors: Tensor, table: Tensor) -> Tensor:
