@@ -99,6 +99,11 @@ def attend_with(
     return attend(inputs, layer.backend)
 
 
+def _does_nothing(norm: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a norm is an `nn.Identity` without hooks."""
+    return type(norm) is nn.Identity and not norm._forward_hooks and not norm._forward_pre_hooks
+
+
 class GridAttention(Mixer):
     """Base of attention with relative terms between its projections: relvit's own, and timm's after a retrofit.
 
@@ -150,7 +155,7 @@ class GridAttention(Mixer):
 
     def heads(self, projected: Projected) -> Projected:
         """Normalise queries and keys, if there are norms."""
-        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
+        if _does_nothing(self.q_norm) and _does_nothing(self.k_norm):
             return projected
         query, key, value = separate(projected)
         return self.q_norm(query), self.k_norm(key), value

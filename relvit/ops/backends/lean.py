@@ -91,7 +91,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     vectors = [table for term in (terms.key, terms.value) if term is not None for table in term]
     if (device or query.device.type) not in DEVICES:
         return f"runs on {' and '.join(DEVICES)}, the query is on {query.device}"
-    if inputs.key_grid != grid or grid.coords is not None or grid.valid is not None:
+    if any(part is not None for each in (grid, inputs.key_grid) for part in each[3:]) or inputs.key_grid != grid:
         return "takes the tokens of one raster as queries and keys, without padding"
     if inputs.attn_mask is not None or inputs.is_causal or inputs.dropout_p > 0 or inputs.trained_keys is not None:
         return "takes no attn_mask, is_causal, dropout_p and trained_keys"

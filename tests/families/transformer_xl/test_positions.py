@@ -11,6 +11,7 @@ from torch import nn
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import RelativeAttention, RelativePosition2d
+from relvit.layers.attention import separate
 from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention
 
 
@@ -89,7 +90,7 @@ def test_a_position_with_a_content_bias_works_with_a_warning():
     x, grid = draw(2, 6, DIM), make_grid(2, 3)
     with pytest.warns(FutureWarning, match="Old: return content_bias as RelativeTerms"):
         got = old(x, grid)
-    query, key, value = old.project(x)[:3]
+    query, key, value = separate(old.project(x))
     terms = old.position(grid)
     mixed = relative_attention(query + old.position.content_bias[:, None], key, value, terms, grid)
     torch.testing.assert_close(got, old.output(x, mixed), rtol=0, atol=1e-12)
