@@ -31,7 +31,7 @@ from relvit.training.optim.freeze import Backbone
 from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
 from relvit.training.optim.optimizer import make_optimizer
-from relvit.training.optim.schedule import Plan, describe, make_plan
+from relvit.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
 from relvit.training.optim.strategy import check_strategy
 from relvit.utils.messages import one_line
 from relvit.utils.progress import rank_zero_print
@@ -49,7 +49,7 @@ from relvit.utils.seeding import run_seed, seed_all
 
 
 class ImageClassifier(EpochMetrics):
-    """Trains, evaluates and predicts with any timm model and optimiser, by a warm-up + cosine learning rate per step.
+    """Trains, evaluates and predicts with any timm model and optimiser, by a learning rate for each step.
 
     Args:
         model: The name of a relvit or timm model. None: that of `pretrained` with its `model_kwargs` and `retrofit`
@@ -73,6 +73,8 @@ class ImageClassifier(EpochMetrics):
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.
+        schedule: The factor on the learning rate at each optimiser step: a function with the arguments of
+            `relvit.training.warmup_cosine`, or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
         label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
@@ -121,6 +123,7 @@ class ImageClassifier(EpochMetrics):
         weight_decay: NonNegativeFloat = 0.05,
         warmup_epochs: NonNegativeFloat = 5.0,
         min_lr: NonNegativeFloat = 1e-5,
+        schedule: str | Schedule = DEFAULT,
         loss: Loss = "ce",
         label_smoothing: ShareBelowOne = 0.1,
         bce_threshold: ShareBelowOne | None = None,
@@ -151,7 +154,9 @@ class ImageClassifier(EpochMetrics):
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # A checkpoint has to name its model even where the file of pretrained weights, which names it here, is gone.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
-        self.save_hyperparameters(built._asdict())
+        self.save_hyperparameters(built._asdict() | {"schedule": schedule_name(schedule)})
+        # A name is imported when a training starts: it may come from a checkpoint, which is only evaluated.
+        self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
@@ -284,7 +289,7 @@ class ImageClassifier(EpochMetrics):
         optimizer = make_optimizer(
             self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
         )
-        scheduler = self.plan.scheduler(optimizer, hparams.min_lr)
+        scheduler = self.plan.scheduler(optimizer, hparams.min_lr, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:

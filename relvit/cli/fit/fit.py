@@ -106,8 +106,9 @@ class FitCLI(RelvitCLI):
                     f"{path} holds weights alone (an average does), with which no training can go on: start one from "
                     f"them with --model.pretrained {path}"
                 )
-            # The classes are found in the images, and compared with the checkpoint's afterwards.
-            found = ("data.class_names", *(f"model.{name}" for name in OF_THE_DATA))
+            # The classes are found in the images, and compared with the checkpoint's afterwards. A schedule is imported
+            # where the user names it alone.
+            found = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
             # A configuration is the user's own, and may say which module is imported; a checkpoint may not.
             if (asked := data_in(given.words)) is not None:
                 import_data_module(asked)

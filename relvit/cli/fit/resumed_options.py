@@ -18,6 +18,7 @@ from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.training.checkpoints.file import EPOCH_NAME
 from relvit.training.classifier import LOSS_DEFAULTS
+from relvit.training.optim.schedule import DEFAULT
 from relvit.utils.files import is_address
 from relvit.utils.messages import cut
 
@@ -34,7 +35,7 @@ FREE = {
     "trainer.detect_anomaly",
 }
 # Older runs lack these options, and were trained with what are now the defaults.
-ADDED = {f"model.{name}": value for name, value in LOSS_DEFAULTS.items()}
+ADDED = {f"model.{name}": value for name, value in LOSS_DEFAULTS.items()} | {"model.schedule": DEFAULT}
 # These files may have moved, but they must be there before and after.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # Changes of all other options are refused, with the reason for the longest of these names that the option begins with.

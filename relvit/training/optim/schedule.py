@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+# A function of the optimiser step and, by name, of `total`, `warmup` and `floor`, as `warmup_cosine` is.
+Schedule = Callable[..., float]
+DEFAULT = "relvit.training.warmup_cosine"
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
@@ -29,6 +36,40 @@ def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def schedule_of(schedule: str | Schedule) -> Schedule:
+    """Return a schedule, which is imported where it is given as 'module.function'.
+
+    Raises:
+        ValueError: There is no such function.
+        TypeError: It does not take a step, `total`, `warmup` and `floor`.
+    """
+    function = schedule
+    if isinstance(schedule, str):
+        module, _, name = schedule.rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"schedule {schedule!r} is no function of a module: {error}; give 'module.name'"
+            ) from error
+    try:
+        inspect.signature(function).bind(0, total=1, warmup=0, floor=0.0)
+    except TypeError as error:
+        raise TypeError(
+            f"schedule {schedule_name(schedule)} must take (step, total, warmup, floor): {error}"
+        ) from error
+    return function
+
+
+def schedule_name(schedule: str | Schedule) -> str:
+    """Return the 'module.function' by which a checkpoint records a schedule."""
+    if isinstance(schedule, str):
+        return schedule
+    kind = schedule if hasattr(schedule, "__qualname__") else type(schedule)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return DEFAULT if schedule is warmup_cosine else name
+
+
 class Plan(NamedTuple):
     """Batch, learning rate and steps of a training on its devices.
 
@@ -46,12 +87,12 @@ class Plan(NamedTuple):
     warmup: int
     warmup_asked: int
 
-    def scheduler(self, optimizer: Optimizer, min_lr: float) -> LambdaLR:
-        """Build the scheduler, whose last learning rate is `min_lr`."""
+    def scheduler(self, optimizer: Optimizer, min_lr: float, schedule: str | Schedule = DEFAULT) -> LambdaLR:
+        """Build the scheduler, whose floor is `min_lr`."""
         if min_lr > self.lr:
             raise ValueError(f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images")
         floor = min_lr / self.lr if self.lr else 0.0
-        return LambdaLR(optimizer, partial(warmup_cosine, total=self.steps, warmup=self.warmup, floor=floor))
+        return LambdaLR(optimizer, partial(schedule_of(schedule), total=self.steps, warmup=self.warmup, floor=floor))
 
 
 def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
