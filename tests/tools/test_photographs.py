@@ -127,7 +127,7 @@ def test_models_have_the_same_size():
 
 def test_all_runs_have_another_folder_and_the_most_important_ones_come_first():
     runs = COMMAND.runs_of(MODELS.SETTINGS["imagenette"], [0, 1])
-    assert len({run.folder for run in runs}) == len(runs) == 2 * (11 + 4) + 3 * (7 + 7 + 6 + 6)
+    assert len({run.folder for run in runs}) == len(runs) == 2 * (11 + 4) + 3 * (9 + 9 + 8 + 8)
     assert [run[:3] for run in runs[:4]] == [
         ("scratch", "learned", 0),
         ("scratch", "kv-4-learned", 0),
@@ -159,6 +159,18 @@ def test_a_resumed_training_is_the_same(tmp_path, monkeypatch):
     resumed, _ = RUNS.train(TOY, run, FEW, tmp_path / "stopped")
     for (name, one), other in zip(expected.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_tables_learn_faster_than_the_rest(tmp_path):
+    RUNS.train(TOY, MODELS.base_of(TOY), FEW, tmp_path)
+    norms = {}
+    for name in ("kv-1", "kv-1-rate-10", "kv-1-rate-30"):
+        model, _ = RUNS.train(TOY, MODELS.Run("tenth", name, 0, 5), FEW, tmp_path)
+        assert len(RUNS.tables_of(model)) == 4
+        norms[name] = float(torch.cat([table.detach().flatten() for table in RUNS.tables_of(model)]).abs().max())
+    # A step of Adam is at most about as long as the learning rate.
+    assert 5 * norms["kv-1"] < norms["kv-1-rate-10"] < 15 * norms["kv-1"]
+    assert 2 * norms["kv-1-rate-10"] < norms["kv-1-rate-30"]
 
 
 def test_a_growing_field_is_tested_with_the_embedding_stretched_and_in_the_centre(tmp_path):

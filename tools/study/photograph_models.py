@@ -93,10 +93,17 @@ class Model(NamedTuple):
 
 
 class FineTuning(NamedTuple):
-    """How the plain model is changed before a fine-tuning: arguments of `relvit.retrofit`, and its reach."""
+    """How the plain model is changed before a fine-tuning, and how fast its tables learn.
+
+    Args:
+        retrofit: arguments of `relvit.retrofit`; None: the model stays as it is.
+        reach: see `relvit.models.set_reach`.
+        rate: factor of the learning rate of the tables, which start at zero.
+    """
 
     retrofit: dict[str, Any] | None
     reach: str = "trained"
+    rate: float = 1.0
 
 
 class Part(NamedTuple):
@@ -165,6 +172,8 @@ def tunings_of(setting: Setting) -> dict[str, FineTuning]:
     return {
         "plain": FineTuning(None),
         f"kv-{clip}": FineTuning(kv),
+        # Tables that learn as the rest does stay small in the few steps of a fine-tuning.
+        **{f"kv-{clip}-rate-{rate}": FineTuning(kv, rate=rate) for rate in (10, 30)},
         **{f"kv-{each}": FineTuning(kv | {"max_distance": each}) for each in (2, 4) if each != clip},
         f"v-{clip}": FineTuning(kv | {"rel_terms": "v"}),
         f"b-{clip}": FineTuning(kv | {"rel_terms": "b"}),

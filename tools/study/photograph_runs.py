@@ -52,11 +52,12 @@ def epoch_of(setting: Setting, part: Part, seed: int, epoch: int, images: Images
     The last images of the order, fewer than a batch, are left out; each epoch has another order.
     """
     generator = torch.Generator().manual_seed(1000 * seed + epoch)
-    count, device = len(images.labels), images.labels.device
-    order = torch.randperm(count, generator=generator)[: count - count % batch_of(images)]
+    count, size = len(images.labels), batch_of(images)
+    order = torch.randperm(count, generator=generator)[: count - count % size]
     within = middle(images.pixels.shape[2:], (part.share, part.share))
     ratio = part.size[1] / part.size[0]
-    return order.to(device), random_boxes(generator, len(order), within, ratio, setting.least_area).to(device)
+    boxes = [random_boxes(generator, size, within, ratio, setting.least_area) for _ in range(count // size)]
+    return order.to(images.labels.device), torch.cat(boxes).to(images.labels.device)
 
 
 def batch_of(images: Images) -> int:
@@ -101,6 +102,8 @@ def train(
     own = images_of(part, images)
     lr = LR if part.tuned is None else LR / 2
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
+    if part.tuned is not None and (rate := tunings_of(setting)[run.model].rate) != 1:
+        apart(optimizer, tables_of(model), lr * rate)
     steps = run.epochs * (len(own.labels) // batch_of(own))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step, steps))
     state: dict[str, Any] = {"epoch": 0, "minutes": 0.0}
@@ -136,6 +139,18 @@ def train(
         loss_of = float(total) * run.epochs / steps
         print(f"{run.folder}: epoch {epoch + 1}, loss {loss_of:.4f}, {minutes:.2f} minutes", flush=True)
     return model, state["minutes"]
+
+
+def tables_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return what `relvit.retrofit` has added to a model."""
+    return [parameter for name, parameter in model.named_parameters() if ".position." in name]
+
+
+def apart(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], lr: float) -> None:
+    """Give some of an optimizer's parameters their own learning rate, and no weight decay."""
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if all(each is not other for other in parameters)]
+    optimizer.add_param_group({"params": parameters, "lr": lr, "weight_decay": 0.0})
 
 
 def now(device: torch.device) -> float:

@@ -45,7 +45,7 @@ FIELD = ("learned", "rope-mixed-learned", "lookhere")
 def runs_of(setting: Setting, seeds: Sequence[int]) -> list[Run]:
     """List all runs, the most important ones first; fine-tunings come with the seed of their plain model."""
     clip, parts = setting.clips[0], parts_of(setting)
-    leading = ("learned", f"kv-{clip}-learned", "plain", f"kv-{clip}")
+    leading = ("learned", f"kv-{clip}-learned", "plain", f"kv-{clip}", f"kv-{clip}-rate-10")
     runs = []
     for seed in seeds:
         runs += [Run("scratch", model, seed, setting.epochs) for model in models_of(setting)]
