@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from relvit.cli.config_text import MODE
 from relvit.cli.errors import UsageError
 from relvit.cli.mistakes import explain
-from relvit.cli.secrets import without_masks
+from relvit.cli.secrets import CLASSES, without_masks
 from relvit.cli.trainer.own_data import open_inherited_options
 from relvit.data import ImageData
 
@@ -72,5 +72,6 @@ class Parser(LightningArgumentParser):
         """Make the objects of a configuration; where its record hides a secret as `***`, the secret is left out."""
         if "trainer" in cfg:
             cfg = cfg.clone()
-            cfg.trainer.logger = without_masks(cfg.trainer.logger)
+            for kind in CLASSES:
+                cfg.trainer[kind] = without_masks(cfg.trainer[kind], kind)
         return super().instantiate_classes(cfg, **kwargs)

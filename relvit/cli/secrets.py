@@ -1,4 +1,4 @@
-"""Secrets in the arguments of loggers: recorded as `***`, and left out again where a record is read."""
+"""Secrets in the arguments of loggers and callbacks: recorded as `***`, and left out again where a record is read."""
 
 from __future__ import annotations
 
@@ -12,55 +12,63 @@ from typing import Any
 from jsonargparse import Namespace
 
 from relvit.cli.errors import UsageError
+from relvit.utils.messages import without_secrets
 
 MASK = "***"
-SECRET = {"key", "token", "secret", "password"}
+SECRET = {*("key", "apikey", "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "pwd")}
+SECRET |= {*("credential", "credentials", "auth", "authorization", "headers")}
+# These arguments of the trainer are classes with arguments of their own.
+CLASSES = ("logger", "callbacks")
 
 
 def mask_secrets(logger: Any) -> Any:
-    """Return a logger's configuration, or a list of several, in which the secrets are `***`.
+    """Return the configuration of a logger or callback, or a list of several, in which the secrets are `***`.
 
-    An argument is a secret if a whole word of its name is key, token, secret or password, such as `api_key`.
+    An argument is a secret if a whole word of its name is one of `SECRET`, such as `api_key`. Of addresses the user,
+    the password and the query are left out.
     """
     if isinstance(logger, Mapping | Namespace):
         fields = _fields(logger)
         return type(logger)(
             {name: MASK if _is_secret(name, fields[name]) else mask_secrets(fields[name]) for name in fields}
         )
-    return [mask_secrets(item) for item in logger] if isinstance(logger, list | tuple) else logger
+    return [mask_secrets(item) for item in logger] if isinstance(logger, list | tuple) else without_secrets(logger)
 
 
-def mask_command(command: Sequence[str], logger: Any) -> list[str]:
-    """Return a command line in which the secrets of the logger's configuration are `***`, in any place of it."""
-    secrets = {*_texts(logger)} - {*_texts(mask_secrets(logger))}
+def mask_command(command: Sequence[str], *classes: Any) -> list[str]:
+    """Return a command line in which the secrets of loggers and callbacks are `***`, in any place of it."""
+    command = [without_secrets(argument) for argument in command]
+    secrets = {*_texts(classes)} - {*_texts(mask_secrets(classes))}
     # JSON may write a secret in other characters. The longest form comes first, because it may contain another one.
     forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
     return [pattern.sub(MASK, argument) for argument in command]
 
 
-def without_masks(logger: Any) -> Any:
-    """Return a logger's configuration without the secrets that are `***`: the logger takes them from the environment.
+def without_masks(logger: Any, kind: str = "logger") -> Any:
+    """Return the configuration of a logger or callback without the secrets that are `***`, which it finds elsewhere.
+
+    A logger takes them from the environment. `kind` is the argument of the trainer.
 
     Raises:
         UsageError: the logger needs one of them as an argument.
     """
     if isinstance(logger, list | tuple):
-        return [without_masks(item) for item in logger]
+        return [without_masks(item, kind) for item in logger]
     if not isinstance(logger, Mapping | Namespace):
         return logger
     fields = _fields(logger)
     if fields.get("init_args"):
-        _check_given(fields["class_path"], _fields(fields["init_args"]))
-    return type(logger)({name: without_masks(value) for name, value in fields.items() if value != MASK})
+        _check_given(fields["class_path"], _fields(fields["init_args"]), kind)
+    return type(logger)({name: without_masks(value, kind) for name, value in fields.items() if value != MASK})
 
 
-def _check_given(path: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a logger whose arguments without a default are `***`."""
+def _check_given(path: str, arguments: Mapping[str, Any], kind: str) -> None:
+    """Refuse a logger or callback whose arguments without a default are `***`."""
     module, _, cls = path.rpartition(".")
     for name, parameter in inspect.signature(getattr(importlib.import_module(module), cls)).parameters.items():
         if arguments.get(name) == MASK and parameter.default is parameter.empty:
-            option = f"--trainer.logger.init_args.{name}"
+            option = f"--trainer.{kind}.init_args.{name}"
             raise UsageError(f"{cls} needs its {name}, which the configuration does not record: give {option}")
 
 

@@ -33,7 +33,7 @@ from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
 from relvit.training.optim.strategy import check_strategy
-from relvit.utils.messages import one_line
+from relvit.utils.messages import one_line, without_secrets
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.ranges import (
     NonNegativeFloat,
@@ -154,7 +154,10 @@ class ImageClassifier(EpochMetrics):
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # A checkpoint has to name its model even where the file of pretrained weights, which names it here, is gone.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
-        self.save_hyperparameters(built._asdict() | {"schedule": schedule_name(schedule)})
+        # Checkpoints and loggers record these addresses, which may hold a password or a signature.
+        public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
+        self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
+        self._teacher_source: str | None = teacher
         # A name is imported when a training starts: it may come from a checkpoint, which is only evaluated.
         self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
@@ -267,7 +270,7 @@ class ImageClassifier(EpochMetrics):
             return
         self.temperature = 1.0
         if self.hparams.teacher is not None and self.teacher is None:
-            self.teacher = build_teacher(self.hparams, data)
+            self.teacher = build_teacher({**self.hparams, "teacher": self._teacher_source}, data)
             if hasattr(self.net, "set_distilled_training"):
                 self.net.set_distilled_training(True)
         if training_losses(self.net):

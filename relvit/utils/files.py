@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import did_you_mean, without_secrets
 
 # The disk or the user's quota is full, the file system is read-only, or takes no file of this size.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -189,13 +189,13 @@ def _is_alive(process: int) -> bool:
 def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table as a CSV file with a header, see `atomic_write`."""
     with atomic_write(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file).writerows(map(without_secrets, map(list, [header, *rows])))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file, see `atomic_write`."""
     with atomic_write(path) as part:
-        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(without_secrets(value), indent=2) + "\n", encoding="utf-8")
 
 
 def from_here(path: str) -> str:

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 # Optional package -> the extra of relvit that installs the package.
 EXTRAS = {
@@ -45,6 +46,31 @@ def printable(name: str) -> str:
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+# An address, with what may be secret in it: user and password, and a query or fragment (signatures, tokens).
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)([?#][^\s'\"]*)?")
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a text, or the texts in mappings and lists, whose addresses have neither user and password nor query.
+
+    Everything that relvit prints or writes goes through this function. The `?` of a pattern such as
+    s3://bucket/shard-?.tar stays.
+    """
+
+    def public(found: re.Match[str]) -> str:
+        query = found[3] or ""
+        pattern = not found[1].lower().startswith("http") and "=" not in query
+        return f"{found[1]}{found[2]}{query if pattern else ''}"
+
+    if isinstance(value, str):
+        return _ADDRESS.sub(public, value) if "://" in value else value
+    if isinstance(value, Mapping):
+        return {name: without_secrets(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_secrets, value)) if type(value) in (list, tuple) else value
+    return value
+
+
 def visible(text: str, keep: str = "") -> str:
     r"""Return a text as a terminal may show it: control characters, and bytes that are not UTF-8, become ``\x1b``.
 
@@ -62,8 +88,8 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Return a message of several lines as a terminal may show it, see `visible`."""
-    return visible(text, keep="\n\t")
+    """Return a message of several lines as a terminal may show it, see `visible` and `without_secrets`."""
+    return visible(without_secrets(text), keep="\n\t")
 
 
 def listing(names: Sequence[str], most: int = 10) -> str:

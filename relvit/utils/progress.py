@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tqdm import tqdm
 
-from relvit.utils.messages import visible_lines
+from relvit.utils.messages import visible_lines, without_secrets
 
 
 def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Yield the items while a progress bar on standard error counts them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield from bar.track(items, total, description=what)
+        yield from bar.track(items, total, description=without_secrets(what))
 
 
 @rank_zero_only

@@ -1,15 +1,20 @@
 """Secrets of loggers: in no file of a run, and taken from the command line or the environment again."""
 
+import functools
+import http.server
 import json
 import shutil
+import threading
 
 import pytest
 import yaml
 from command_line import fit
+from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from relvit.cli import main
 from relvit.cli.secrets import MASK, mask_command, mask_secrets
+from relvit.utils.messages import without_secrets
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 SEEN = []
@@ -21,6 +26,13 @@ class Service(CSVLogger):
     def __init__(self, save_dir: str, api_key: str | None = None, monitor_keys: str = "all", **settings: str) -> None:
         SEEN.append((api_key, monitor_keys, settings))
         super().__init__(save_dir)
+
+
+class Reporter(Callback):
+    """A callback that wants a token, or takes one of the environment."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        SEEN.append((url, token))
 
 
 class StrictService(CSVLogger):
@@ -86,7 +98,11 @@ def test_a_key_that_only_an_argument_gives_is_asked_for(run, tmp_path, fails):
     assert SEEN[-1] == "s3cr3t"
 
 
-@pytest.mark.parametrize("name", ["api_key", "hf_token", "client-secret", "password", "apiKey", "KEY", "Token2"])
+NAMES = ["api_key", "hf_token", "client-secret", "password", "apiKey", "KEY", "Token2", "apikey", "passwd", "db_pwd"]
+NAMES += ["credentials", "auth", "tokens", "headers", "smtp_passwords"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_names_of_secrets(name):
     assert mask_secrets({"init_args": {name: "x", "deep": [{name: {"a": 1}}]}}) == {
         "init_args": {name: MASK, "deep": [{name: MASK}]}
@@ -96,6 +112,64 @@ def test_names_of_secrets(name):
 @pytest.mark.parametrize("name", ["monkey", "keyboard", "tokenizer", "keys", "secretary", "project"])
 def test_names_of_others(name):
     assert mask_secrets([{"init_args": {name: "x"}}]) == [{"init_args": {name: "x"}}]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        """The server's own log has the addresses as they are."""
+
+
+@pytest.fixture
+def server(best):
+    """The host of a server of checkpoints."""
+    handler = functools.partial(Quiet, directory=str(best.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_no_file_and_no_line_holds_what_is_secret_in_addresses(photos, server, tmp_path, monkeypatch, capsys):
+    address = f"http://user:p4ss@{server}/best.ckpt?X-Signature=s1gn"
+    reporter = f"{Reporter.__module__}.Reporter"
+    options = [f"--model.pretrained={address}", f"--model.teacher={address}", f"--trainer.callbacks={reporter}"]
+    options += [f"--trainer.callbacks.url={address}", "--trainer.callbacks.token=t0k3n", "--trainer.logger=csv"]
+    monkeypatch.setattr("sys.argv", ["relvit", "fit", *options])
+    SEEN.clear()
+    run = fit(photos, tmp_path / "runs", *options)
+    # The callback itself and the download get them.
+    assert [(address, "t0k3n")] == SEEN
+    assert main(["publish", str(run / "checkpoints" / "best.ckpt"), f"--to={tmp_path / 'runs' / 'published'}"]) == 0
+    assert main(["test", address, f"--root={photos}", f"--runs={tmp_path / 'runs'}"]) == 0
+    assert main(["resolutions", address, "--sizes=16", f"--root={photos}", f"--output={tmp_path / 'runs'}"]) == 0
+    assert main(["show", address.replace("best", "no")]) == 2
+    written = everything_written(tmp_path / "runs") + "".join(capsys.readouterr()).encode()
+    for secret in (b"p4ss", b"s1gn", b"t0k3n"):
+        assert secret not in written, written[written.index(secret) - 300 :][:600]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["pretrained"] == config["model"]["teacher"] == f"http://{server}/best.ckpt"
+    assert "`best.ckpt`, whose licence" in (tmp_path / "runs" / "published" / "README.md").read_text()
+    # A training that goes on needs no pretrained weights; the teacher's address is given again.
+    again = [f"--resume={run}", "--trainer.max_epochs=2", f"--model.teacher={address}"]
+    monkeypatch.setattr("sys.argv", ["relvit", "fit", *again])
+    assert main(["fit", *again]) == 0
+    assert SEEN[-1] == (f"http://{server}/best.ckpt", None)
+    assert b"s1gn" not in everything_written(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("https://me:a%2Fb@host:80/a.ckpt?sig=1&x=2#part", "https://host:80/a.ckpt"),
+        ("simplecache::s3://KEY:SECRET@bucket/a b.ckpt", "simplecache::s3://bucket/a b.ckpt"),
+        ("no file at http://token@host/x?SIG, but 'ftp://u:p@h/y'", "no file at http://host/x but 'ftp://h/y'"),
+        ("s3://bucket/shard-??.tar", "s3://bucket/shard-??.tar"),
+        ("hf://datasets/me/birds@main/a.parquet", "hf://datasets/me/birds@main/a.parquet"),
+        ("me@host: what? a=b", "me@host: what? a=b"),
+    ],
+)
+def test_addresses(text, public):
+    assert without_secrets({"a": [text, (text, 1)]}) == {"a": [public, (public, 1)]}
 
 
 def test_commands_hide_a_secret_wherever_it_stands():

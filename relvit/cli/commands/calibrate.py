@@ -12,6 +12,7 @@ from relvit.evaluation import ChosenThresholds
 from relvit.evaluation import calibrate as calibrate_checkpoint
 from relvit.utils.devices import find_device
 from relvit.utils.files import is_address
+from relvit.utils.messages import without_secrets
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
 
@@ -40,7 +41,7 @@ def calibrate(
         split: The images to use, which the model must not have been trained on.
     """
     if output is None:
-        place = Path(ckpt_path)
+        place = Path(without_secrets(ckpt_path))
         output = f"{place.stem}_calibrated.ckpt"
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")

@@ -13,6 +13,7 @@ from relvit.evaluation.standard_error import plus_minus
 from relvit.plots import plot_probes
 from relvit.plots.style import short_labels
 from relvit.utils.devices import find_device
+from relvit.utils.messages import without_secrets
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 
@@ -49,7 +50,7 @@ def probe(
     targets = output_files(output, "probe")
     images = ImageFolderData(root) if root is not None else data
     options = shares, k, seed, not random, batch_size, find_device(device), with_bar
-    rows = probe_models(models, images, split, *options)
+    rows, models = without_secrets([probe_models(models, images, split, *options), models])
     title = f"accuracy on {rows[0]['images']} images of {split}"
     print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
     cells = []

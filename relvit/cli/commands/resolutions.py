@@ -13,6 +13,7 @@ from relvit.evaluation.standard_error import plus_minus
 from relvit.models import Reach
 from relvit.plots import plot_size_grid, plot_sizes
 from relvit.plots.style import short_labels
+from relvit.utils.messages import without_secrets
 from relvit.utils.progress import with_bar
 from relvit.utils.ranges import BatchSize
 
@@ -68,7 +69,7 @@ def resolutions(
             raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
         sizes = [(height, width) for height in sizes for width in widths]
     options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
-    rows = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data)
+    rows = without_secrets(evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data))
     meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:

@@ -19,7 +19,7 @@ from relvit.cli.errors import UsageError
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.fit.start_and_end import describe_training, report_fit
 from relvit.cli.parser import Parser
-from relvit.cli.secrets import mask_command, mask_secrets
+from relvit.cli.secrets import CLASSES, mask_command, mask_secrets
 from relvit.cli.trainer.folder import new_folder
 from relvit.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.cli.trainer.own_data import data_in
@@ -41,6 +41,7 @@ from relvit.training.run.folder import RunLock
 from relvit.training.run.launch import leave_processes
 from relvit.utils.devices import busy_note
 from relvit.utils.files import atomic_write
+from relvit.utils.messages import without_secrets
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.remote import local_file
 
@@ -251,7 +252,10 @@ class RunConfig(SaveConfigCallback):
         folder = Path(trainer.default_root_dir)
         with atomic_write(folder / self.config_filename) as path:
             recorded = self.config.clone()
-            recorded.trainer.logger = mask_secrets(recorded.trainer.logger)
+            for name, value in self.config.items():
+                recorded[name] = without_secrets(value)
+            for kind in CLASSES:
+                recorded.trainer[kind] = mask_secrets(recorded.trainer[kind])
             self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
-        command = mask_command(sys.argv, self.config.trainer.logger)
+        command = mask_command(sys.argv, *(self.config.trainer[kind] for kind in CLASSES))
         record_run(folder, command, self.config.seed_everything, trainer)

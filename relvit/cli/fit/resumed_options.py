@@ -13,14 +13,14 @@ from typing import Any
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
-from relvit.cli.secrets import mask_secrets
+from relvit.cli.secrets import CLASSES, mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.training.checkpoints.file import EPOCH_NAME
 from relvit.training.classifier import LOSS_DEFAULTS
 from relvit.training.optim.schedule import DEFAULT
 from relvit.utils.files import is_address
-from relvit.utils.messages import cut
+from relvit.utils.messages import cut, without_secrets
 
 # These options may change at a checkpoint. `relvit.training.checkpoints.exact_resume.Progress.check_layout` limits the
 # changes of batch size, accumulation and devices.
@@ -119,8 +119,8 @@ def checkpoint_of_epoch_end(
 def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a fit beside those of model and data, in plain types, as its checkpoints hold them."""
     options = {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
-    options["trainer"]["logger"] = mask_secrets(options["trainer"]["logger"])
-    return options
+    options["trainer"] |= {kind: mask_secrets(options["trainer"][kind]) for kind in CLASSES}
+    return without_secrets(options)
 
 
 def changed_options(

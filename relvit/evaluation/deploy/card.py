@@ -20,7 +20,7 @@ from relvit.evaluation.predictor import Predictor
 from relvit.evaluation.standard_error import plus_minus
 from relvit.training import ImageClassifier
 from relvit.training.checkpoints.checkpoint import OF_THE_DATA
-from relvit.utils.messages import one_line
+from relvit.utils.messages import one_line, without_secrets
 from relvit.version import __version__
 
 # A card lists at most this number of class names; config.json lists all.
@@ -233,7 +233,7 @@ def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _without_folders(name: str) -> str:
-    return name if name.startswith("hf-hub:") else name.rpartition("/")[2]
+    return name if name.startswith("hf-hub:") else without_secrets(name).rpartition("/")[2]
 
 
 def _rounded(values: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
 from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
-from relvit.utils.messages import listing
+from relvit.utils.messages import listing, without_secrets
 
 # No other kind of model can use tensors of these patterns, for the reason beside; rooms add patterns.
 UNFIT: dict[re.Pattern[str], str] = {}
@@ -79,7 +79,12 @@ class TransferReport:
 
     def plain(self) -> dict[str, Any]:
         """Return the report in plain types, for a file."""
-        return {"source": self.source, "loaded": len(self.loaded), **self._titled(), "reordered": self.reordered}
+        return {
+            "source": without_secrets(self.source),
+            "loaded": len(self.loaded),
+            **self._titled(),
+            "reordered": self.reordered,
+        }
 
     def _titled(self) -> dict[str, list[str]]:
         parts = [f"the {part} of {name}" for name, part in self.in_part.items()]

@@ -11,6 +11,7 @@ from relvit.data import ImageData, parse_size
 from relvit.data.arguments import plain_values
 from relvit.data.registry import class_path_of
 from relvit.training.checkpoints.checkpoint import Normalisation, versions
+from relvit.utils.messages import without_secrets
 
 if TYPE_CHECKING:
     from relvit.training.classifier import ImageClassifier
@@ -44,7 +45,7 @@ def data_arguments(data: LightningDataModule | None) -> dict[str, Any]:
     """Return 'class_path' and 'init_args' of a data module in plain types; '' and {} of no `ImageData`."""
     if not isinstance(data, ImageData):
         return {"class_path": "", "init_args": {}}
-    return {"class_path": class_path_of(type(data)), "init_args": data.init_args()}
+    return {"class_path": class_path_of(type(data)), "init_args": without_secrets(data.init_args())}
 
 
 def images_of_module(data: ImageData) -> dict[str, Any]:
