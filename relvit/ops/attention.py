@@ -206,7 +206,7 @@ def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
     if backend == "auto":
         backend = _choose(inputs).backend
     if backend in ("fused", "tiled", "triton"):
-        adds_bias = backend != "triton" and _adds_pair_bias(inputs)
+        adds_bias = _adds_pair_bias(inputs)
         for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):
             if isinstance(tables, JointTable) and not adds_bias:
                 raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
@@ -257,6 +257,8 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
             if max(query.shape[2], inputs.key.shape[2]) <= SMALL_WINDOW:
                 return Choice("fused", "stock attention with the bias of a small window as its mask", "N x N weights")
             return Choice("tiled", "slices add the joint bias of a row of queries, no pair looks up its own", keeps)
+        if is_eager() and not _math_alone() and triton.refusal(inputs, device) is None:
+            return Choice("triton", "its tiles look the joint bias up, and add up its gradient, without N x N", "O(N)")
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
     if is_stock(terms) and (is_compiling() or not is_functorch()):
         return Choice("fused", "without relative terms in tables it is stock attention", "what stock attention keeps")

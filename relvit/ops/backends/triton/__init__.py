@@ -17,6 +17,7 @@ from torch import Tensor
 from relvit.ops.backends.triton.lookup import key_operands, value_operands
 from relvit.ops.grid import key_mask
 from relvit.ops.inputs import AttentionInputs, added_width
+from relvit.ops.terms import JointTable
 from relvit.ops.tracing import without_autocast
 
 LARGEST_DIM = 128
@@ -32,6 +33,11 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}")
     # Triton is imported here, because users of other backends need not have it.
+    if isinstance(inputs.terms.bias, JointTable):
+        from relvit.ops.backends.triton.joint.launch import joint_attention
+
+        with without_autocast(inputs.query.device):
+            return joint_attention(inputs)
     from relvit.ops.backends.triton.launch import Attention, Operands
 
     query, key, value, terms, _, key_grid = inputs[:6]
@@ -73,4 +79,16 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
         return "takes no attn_mask and no is_causal (padding goes into the grid's `valid`): use 'fused'"
     if inputs.dropout_p:
         return f"has no dropout on attention weights, got dropout_p={inputs.dropout_p}: use 'fused'"
+    return _refusal_of_joint_tables(inputs)
+
+
+def _refusal_of_joint_tables(inputs: AttentionInputs) -> str | None:
+    terms = inputs.terms
+    if any(isinstance(tables, JointTable) for tables in (terms.key, terms.value)):
+        return "takes a joint table as the bias alone: use 'gathered'"
+    if isinstance(terms.bias, JointTable):
+        if terms.key is not None or terms.value is not None:
+            return "takes a joint bias without key and value terms: use 'gathered'"
+        if inputs.grid.coords is not None:
+            return "takes a joint bias between rasters, without coords of the queries: use 'gathered'"
     return None

@@ -1,0 +1,254 @@
+"""Launch of the Triton kernels for a joint bias: block sizes, arguments, and the autograd function around them."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from relvit.ops.backends.pair_bias import offset_table
+from relvit.ops.backends.tile import new_tokens
+from relvit.ops.backends.triton.joint.backward import joint_backward_keys, joint_backward_queries
+from relvit.ops.backends.triton.joint.forward import joint_forward
+from relvit.ops.backends.triton.joint.offsets import FAR, by_entry, places
+from relvit.ops.backends.triton.joint.table_gradient import joint_backward_table
+from relvit.ops.grid import Grid, key_mask, num_tokens
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.tracing import without_autocast
+
+LOG2_E = math.log2(math.e)
+# The samples are divided among several programs until there are this number for each multiprocessor.
+PROGRAMS = 4
+
+
+class Blocks(NamedTuple):
+    """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The largest tiles that
+# `tools/gpu/kernels.py` compiles without spilled registers.
+BLOCKS = {
+    ("joint_forward", False, False): Blocks(128, 32, 4, 2),
+    ("joint_forward", True, False): Blocks(128, 32, 8, 2),
+    ("joint_forward", False, True): Blocks(128, 64, 8, 2),
+    ("joint_forward", True, True): Blocks(128, 64, 8, 2),
+    ("joint_backward_queries", False, False): Blocks(64, 32, 4, 2),
+    ("joint_backward_queries", True, False): Blocks(64, 32, 8, 2),
+    ("joint_backward_queries", False, True): Blocks(128, 64, 8, 2),
+    ("joint_backward_queries", True, True): Blocks(64, 64, 8, 2),
+    ("joint_backward_keys", False, False): Blocks(32, 64, 4, 2),
+    ("joint_backward_keys", True, False): Blocks(32, 64, 8, 2),
+    ("joint_backward_keys", False, True): Blocks(64, 64, 4, 2),
+    ("joint_backward_keys", True, True): Blocks(64, 64, 8, 2),
+    ("joint_backward_table", False, False): Blocks(64, 64, 8, 2),
+    ("joint_backward_table", True, False): Blocks(64, 64, 8, 2),
+    ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
+    ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
+}
+# Float32 avoids matrix units, which would round to ten bits.
+BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 1)
+
+
+def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
+    """Divide a tile into rows and columns such that the fewest tiles cover grids of these sizes."""
+
+    def covered(cols: int) -> int:
+        rows = patches // cols
+        return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
+
+    cols = min((1 << power for power in range(patches.bit_length())), key=covered)
+    return patches // cols, cols
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """Divide vectors into two parts of a power of two each, 16 or more, the second one 0 where one part is as short."""
+    whole = max(16, triton.next_power_of_2(dim))
+    rest = max(16, triton.next_power_of_2(dim - whole // 2))
+    return (whole // 2, rest) if 16 < whole // 2 + rest < whole else (whole, 0)
+
+
+@lru_cache(maxsize=256)
+def constants(
+    kernel: Any, dtype: torch.dtype, dims: tuple[int, int], grid: Grid, key_grid: Grid, padded: bool, hopper: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the constants of a kernel for widths of queries and values, and the options of its compilation.
+
+    A launch asks several times: both are remembered, and are not to be changed.
+    """
+    blocks = BLOCKS_OF_FLOAT32 if dtype == torch.float32 else BLOCKS[kernel.__name__, max(dims) > 64, hopper]
+    precision = "ieee" if isinstance(kernel, triton.JITFunction) else "interpreted"
+    named: dict[str, Any] = {"PADDED": padded, "PRECISION": precision}
+    for prefix, dim in zip(("", "VALUE_"), dims, strict=True):
+        main, rest = parts(dim)
+        named |= {prefix + "DIM": dim, prefix + "MAIN": main, prefix + "REST": rest}
+    if kernel is joint_backward_table:
+        named["ROWS"], named["COLS"] = tile_shape(blocks.queries, grid[:2], key_grid[:2])
+    else:
+        lengths = [num_tokens(tokens) for tokens in (grid, key_grid)]
+        # The fewest tokens that a matrix instruction takes are 16.
+        queries, keys = (
+            min(block, max(16, triton.next_power_of_2(length)))
+            for block, length in zip(blocks[:2], lengths, strict=True)
+        )
+        named |= {"BLOCK_M": queries, "BLOCK_N": keys, "EDGE": lengths[1] % keys > 0}
+        named["PREFIX"] = grid.prefix + key_grid.prefix > 0
+    return named, {"num_warps": blocks.warps, "num_stages": blocks.stages}
+
+
+class Operands(NamedTuple):
+    """Tensors that all kernels read, in the order of their parameters."""
+
+    query: Tensor  # (B, heads, N, dim); key and value likewise
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None  # (B, Nk) bytes, zero for padding
+    table: Tensor  # (heads, 1 + offsets) float32, over the scale, behind a zero
+
+
+class Launch(NamedTuple):
+    """A kernel's launch on all samples and heads; both grids are rasters without `valid`."""
+
+    operands: Operands
+    grid: Grid
+    key_grid: Grid
+    scale: float
+
+    def constants(self, kernel: Any) -> tuple[dict[str, Any], dict[str, int]]:
+        query, _, value, valid, _ = self.operands
+        hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+        dims = (query.shape[-1], value.shape[-1])
+        return constants(kernel, query.dtype, dims, self.grid, self.key_grid, valid is not None, hopper)
+
+    def run(self, kernel: Any, vectors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+        """Run a kernel over blocks of tokens; `vectors` are (B, heads, N, dim), the others contiguous."""
+        query, key, _, _, table = self.operands
+        named, _ = self.constants(kernel)
+        batch, heads, length, _ = query.shape
+        keys = key.shape[2]
+        if kernel is joint_backward_keys:
+            blocks = triton.cdiv(keys, named["BLOCK_N"])
+        else:
+            blocks = triton.cdiv(length, named["BLOCK_M"])
+        found = places(self.grid, self.key_grid, query.device)
+        sizes = (heads, length, keys, table.shape[1])
+        self._start(kernel, batch * heads * blocks, found, vectors, others, sizes)
+
+    def sums(self, grad: Tensor, lse: Tensor, means: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Compute the gradients of logits by offset with `joint_backward_table`; return them and the tile's shape."""
+        query = self.operands.query
+        named, _ = self.constants(joint_backward_table)
+        tile, (samples, heads) = (named["ROWS"], named["COLS"]), query.shape[:2]
+        # Distances between rectangles of queries and of keys.
+        distances = [
+            triton.cdiv(size, of_tile) + triton.cdiv(key_size, of_tile) - 1
+            for size, key_size, of_tile in zip(self.grid, self.key_grid, tile, strict=False)
+        ]
+        programs = heads * math.prod(distances)
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
+        splits = max(1, min(samples, PROGRAMS * processors // programs))
+        sums = query.new_empty(splits, heads, *distances, *(2 * size for size in tile), dtype=torch.float32)
+        sizes = (samples, splits, heads, *self.grid[:3], *self.key_grid[:3])
+        self._start(joint_backward_table, splits * programs, (), (grad,), (lse, means, sums), sizes)
+        return sums, tile
+
+    def _start(
+        self,
+        kernel: Any,
+        programs: int,
+        found: tuple[Tensor, ...],
+        vectors: tuple[Tensor, ...],
+        others: tuple[Tensor, ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        query, key, value, valid, _ = self.operands
+        self._check_offsets((query, key, value, *vectors))
+        # An absent tensor is never read.
+        pointers = (query if tensor is None else tensor for tensor in (*self.operands, *found, *vectors, *others))
+        strides = [number for tensor in (query, key, value, *vectors) for number in tensor.stride()[:3]]
+        strides += [0 if valid is None else valid.stride(0)]
+        named, options = self.constants(kernel)
+        kernel[(programs,)](*pointers, *strides, *sizes, self.scale * LOG2_E, **named, **options)
+
+    def _check_offsets(self, tokens: tuple[Tensor, ...]) -> None:
+        """Raise where an offset within a head, which kernels compute in 32 bits, would be too large."""
+        query, key = self.operands[:2]
+        largest = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
+        if largest >= 2**31 or self.operands.table.shape[1] >= FAR:
+            raise ValueError(
+                f"backend 'triton' computes offsets in 32 bits; {query.shape[2]} queries with {key.shape[2]} keys need "
+                f"{max(largest, self.operands.table.shape[1])}: use 'gathered', or an image in parts "
+                "(`relvit.models.set_reach`)"
+            )
+
+
+class JointAttention(torch.autograd.Function):
+    """The kernels, forward and backward.
+
+    `apply(inputs, query, key, value, table)` returns the attention (B, heads, Nq, value_dim). The table may be in
+    another precision than queries, keys and values, which its gradient gets.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, inputs: AttentionInputs, *tensors: Tensor) -> Tensor:
+        query, key, value, table = tensors
+        # Kernels read vectors whose last axis is contiguous in memory.
+        query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
+        valid = key_mask(inputs.key_grid)
+        if valid is not None:
+            valid = valid.to(torch.uint8).expand(query.shape[0], -1)
+        flat = F.pad(offset_table(inputs).float().flatten(1) / inputs.scale, (1, 0))
+        operands = Operands(query, key, value, valid, flat)
+        grids = (tokens._replace(valid=None) for tokens in (inputs.grid, inputs.key_grid))
+        launch = Launch(operands, *grids, inputs.scale)
+        out = new_tokens(query, value.shape[-1])
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        launch.run(joint_forward, (out,), (lse,))
+        ctx.launch, ctx.bucketing = launch._replace(operands=None), inputs.terms.bucketing
+        ctx.save_for_backward(*operands, table, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
+        *operands, table, out, lse = ctx.saved_tensors
+        launch = ctx.launch._replace(operands=Operands(*operands))
+        query, key, value = operands[:3]
+        grad = _with_unit_stride(grad.to(query.dtype))
+        grad_query, grad_key, grad_value = (new_tokens(tensor, tensor.shape[-1]) for tensor in (query, key, value))
+        means = torch.empty_like(lse)
+        launch.run(joint_backward_queries, (grad, out, grad_query), (lse, means))
+        launch.run(joint_backward_keys, (grad, grad_key, grad_value), (lse, means))
+        grad_table = None
+        if ctx.needs_input_grad[4]:
+            # Backward may run inside of a user's autocast, and forward ran without.
+            with without_autocast(grad.device):
+                sums, tile = launch.sums(grad, lse, means)
+                grad_table = by_entry(sums, table, launch.grid, launch.key_grid, tile, ctx.bucketing)
+        return None, grad_query, grad_key, grad_value, grad_table
+
+
+def joint_attention(inputs: AttentionInputs) -> Tensor:
+    """Compute attention with a joint bias between rasters; `inputs` are those that `triton.refusal` lets pass."""
+    vectors = (inputs.query, inputs.key)
+    if (width := inputs.query.shape[-1]) % 8:
+        # Loads of odd widths would be narrow; channels leave such widths, as in BEiT.
+        vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
+    return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Copy a tensor unless its last axis is contiguous in memory."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,100 @@
+"""Parts that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
+
+A head of 80, or of 64 and some free channels, would take tiles of 128 numbers, because Triton's have a power of two.
+Two parts of 64 and 16 take a third less of all products.
+"""
+
+import triton
+import triton.language as tl
+
+from relvit.ops.backends.triton.forward import store_tokens
+from relvit.ops.backends.triton.table_products import add_product, load_tokens
+
+
+@triton.jit
+def load_vectors(
+    pointer, tokens, stride, keep, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
+):
+    """Load the vectors of some tokens, (tokens, MAIN) and (tokens, REST); without a rest the first part twice."""
+    if REST:
+        main = load_tokens(pointer, tokens, stride, keep, MAIN, MAIN)
+        return main, load_tokens(pointer + MAIN, tokens, stride, keep, DIM - MAIN, REST)
+    main = load_tokens(pointer, tokens, stride, keep, DIM, MAIN)
+    return main, main
+
+
+@triton.jit
+def store_vectors(
+    pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
+):
+    """Store the vectors of some tokens, given in two parts."""
+    main, rest = vectors
+    if REST:
+        store_tokens(pointer, tokens, stride, keep, main, MAIN, MAIN)
+        store_tokens(pointer + MAIN, tokens, stride, keep, rest, DIM - MAIN, REST)
+    else:
+        store_tokens(pointer, tokens, stride, keep, main, DIM, MAIN)
+
+
+@triton.jit
+def add_products_of(total, left, right, REST: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the product of each vector on the left with each on the right, both in two parts."""
+    (left, left_rest), (right, right_rest) = left, right
+    total = add_product(total, left, right.trans(), PRECISION)
+    if REST:
+        total = add_product(total, left_rest, right_rest.trans(), PRECISION)
+    return total
+
+
+@triton.jit
+def add_vectors(total, weights, vectors, REST: tl.constexpr, PRECISION: tl.constexpr):
+    """Add vectors times their weights to a total, both in two parts."""
+    (main, rest), (vectors, vectors_rest) = total, vectors
+    weights = weights.to(vectors.dtype)
+    main = add_product(main, weights, vectors, PRECISION)
+    if REST:
+        rest = add_product(rest, weights, vectors_rest, PRECISION)
+    return main, rest
+
+
+@triton.jit
+def zero_vectors(SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Return zeros for vectors in two parts; a rest that is absent is one number wide."""
+    return tl.zeros((SIZE, MAIN), tl.float32), tl.zeros((SIZE, REST if REST else 1), tl.float32)
+
+
+@triton.jit
+def times(factor, vectors):
+    """Multiply vectors in two parts by a number, or by one for each of them, (tokens, 1)."""
+    main, rest = vectors
+    return main * factor, rest * factor
+
+
+@triton.jit
+def pair_bias(table, of_queries, of_keys, PREFIX: tl.constexpr):
+    """Look up the bias of pairs: entry `of_keys` minus `of_queries` of the table, see `places`.
+
+    Neighbours in a row of the image read neighbours in the table, so a warp's loads share few sectors of the cache.
+    """
+    index = of_keys - of_queries
+    if PREFIX:
+        # Entry 0 is zero, and all pairs with a prefix token have negative indices.
+        index = tl.maximum(index, 0)
+    return tl.load(table + index)
+
+
+@triton.jit
+def kept_keys(valid, tokens, keys, PADDED: tl.constexpr):
+    """Return which keys exist and are no padding."""
+    keep = tokens < keys
+    if PADDED:
+        keep = keep & (tl.load(valid + tokens, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def place_of_block(item, heads, length, BLOCK: tl.constexpr):
+    """Return sample, head, both in one number, and the tokens of a block."""
+    blocks = tl.cdiv(length, BLOCK)
+    pair = (item // blocks).to(tl.int64)
+    return pair // heads, pair % heads, pair, item % blocks * BLOCK + tl.arange(0, BLOCK)
