@@ -84,6 +84,15 @@ def test_kernels_of_our_own_where_stock_ones_end():
     assert on_a_gpu(width=257, dtype=torch.float64) == on_a_gpu(width=257, which="qkv") == "tiled"
 
 
+def test_a_joint_bias_takes_kernels_of_its_own_on_gpus(monkeypatch):
+    pytest.importorskip("triton")
+    assert on_a_gpu(layout="joint", which="b") == "triton"
+    assert "look the joint bias up" in on_a_gpu(layout="joint", which="b", field=1)
+    assert on_a_gpu(layout="joint", which="b", dtype=torch.float64) == on_a_gpu(layout="joint", which="kb") == "gathered"
+    monkeypatch.setattr(attention, "is_eager", lambda: False)
+    assert on_a_gpu(layout="joint", which="b") == "gathered"
+
+
 def test_the_rules_for_gpus(monkeypatch):
     assert on_a_gpu() == on_a_gpu(width=256) == on_a_gpu(dtype=torch.float32) == "lean"
     assert on_a_gpu(which="qkv") == "fused"

@@ -13,14 +13,15 @@ from relvit.ops import Channels, make_grid, relative_attention
 from relvit.ops.backends import triton
 from relvit.ops.inputs import AttentionInputs, checked
 
-INTERPRETED = Path(__file__).parents[2] / "support" / "interpreted_triton.py"
+SUPPORT = Path(__file__).parents[2] / "support"
 VERSION = pytest.importorskip("triton").__version__
 
 
 @pytest.mark.skipif(VERSION.startswith("3.6."), reason="the interpreter of Triton 3.6 does not know NumPy 2.4")
 @pytest.mark.slow
-def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+@pytest.mark.parametrize("tests", ["interpreted_triton.py", "interpreted_joint_bias.py"])
+def test_in_the_interpreter(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUPPORT / tests)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stdout[-6000:]
@@ -39,6 +40,7 @@ COORDS = torch.cartesian_prod(torch.arange(2), torch.arange(3))
         ({"which": "qk"}, {}, r"no query term \(terms.query\): use 'fused'"),
         ({"dim": 129}, {}, "head dimensions up to 128, got 129"),
         ({"layout": "joint"}, {}, "terms.key is a joint table: backend 'gathered' or 'reference', not 'triton'"),
+        ({"layout": "joint", "which": "b"}, {"is_causal": True}, "no attn_mask and no is_causal"),
     ],
 )
 def test_refused(case, options, message, monkeypatch):
@@ -46,6 +48,22 @@ def test_refused(case, options, message, monkeypatch):
     q, k, v, terms, grid = draw_case(2, 3, **case)
     with pytest.raises(ValueError, match=message):
         relative_attention(q.float(), k.float(), v.float(), terms, grid, backend="triton", **options)
+
+
+def test_a_joint_bias_beside_other_tables_or_with_coords_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v, terms, grid = draw_case(2, 3, which="kb", layout="joint")
+    q, k, v = (part.float() for part in (q, k, v))
+
+    def reason(terms, grid, key_grid=grid):
+        return triton.refusal(checked(AttentionInputs(q, k, v, terms, grid, key_grid)))
+
+    alone = terms._replace(key=None)
+    assert reason(alone, grid) is None
+    assert "a joint table as the bias alone" in reason(terms, grid)
+    separate = draw_case(2, 3, which="k")[3].key
+    assert "a joint bias without key and value terms" in reason(terms._replace(key=separate), grid)
+    assert "without coords of the queries" in reason(alone, grid._replace(coords=COORDS))
 
 
 def test_refused_devices_dtypes_and_transforms(monkeypatch):

@@ -29,7 +29,7 @@ def joint_backward_queries(
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PREFIX: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK_M queries of one head, and D, means (B, heads, Nq), for the other kernels.
 
@@ -60,7 +60,7 @@ def joint_backward_queries(
         keep = kept_keys(valid, tokens, keys, PADDED)
         k = load_vectors(key, tokens, k_token, keep, DIM, MAIN, REST)
         v = load_vectors(value, tokens, v_token, keep, VALUE_DIM, VALUE_MAIN, VALUE_REST)
-        pairs = pair_bias(table, of_queries, tl.load(key_places + tokens)[None, :], PREFIX)
+        pairs = pair_bias(table, of_queries, tl.load(key_places + tokens)[None, :], PRECISION)
         pairs = add_products_of(pairs, q, k, REST, PRECISION)
         if PADDED or EDGE:
             pairs = tl.where(keep[None, :], pairs, -float("inf"))
@@ -80,7 +80,7 @@ def joint_backward_keys(
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PREFIX: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK_N keys and values of one head.
 
@@ -106,7 +106,7 @@ def joint_backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_vectors(query, queries, q_token, inside, DIM, MAIN, REST)
-        pairs = pair_bias(table, tl.load(query_places + queries)[None, :], of_keys, PREFIX)
+        pairs = pair_bias(table, tl.load(query_places + queries)[None, :], of_keys, PRECISION)
         pairs = add_products_of(pairs, k, q, REST, PRECISION)
         if PADDED or EDGE:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))

@@ -28,7 +28,7 @@ def joint_forward(
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PREFIX: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of one head, and their log-sum-exp in base 2.
 
@@ -53,7 +53,7 @@ def joint_forward(
         tokens = start + tl.arange(0, BLOCK_N)
         keep = kept_keys(valid, tokens, keys, PADDED)
         k = load_vectors(key, tokens, k_token, keep, DIM, MAIN, REST)
-        pairs = pair_bias(table, of_queries, tl.load(key_places + tokens)[None, :], PREFIX)
+        pairs = pair_bias(table, of_queries, tl.load(key_places + tokens)[None, :], PRECISION)
         pairs = add_products_of(pairs, q, k, REST, PRECISION)
         if PADDED or EDGE:
             pairs = tl.where(keep[None, :], pairs, -float("inf"))

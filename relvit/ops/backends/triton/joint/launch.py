@@ -16,7 +16,7 @@ from relvit.ops.backends.pair_bias import offset_table
 from relvit.ops.backends.tile import new_tokens
 from relvit.ops.backends.triton.joint.backward import joint_backward_keys, joint_backward_queries
 from relvit.ops.backends.triton.joint.forward import joint_forward
-from relvit.ops.backends.triton.joint.offsets import FAR, by_entry, places
+from relvit.ops.backends.triton.joint.offsets import by_entry, layout
 from relvit.ops.backends.triton.joint.table_gradient import joint_backward_table
 from relvit.ops.grid import Grid, key_mask, num_tokens
 from relvit.ops.inputs import AttentionInputs
@@ -39,16 +39,16 @@ class Blocks(NamedTuple):
 # By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The largest tiles that
 # `tools/gpu/kernels.py` compiles without spilled registers.
 BLOCKS = {
-    ("joint_forward", False, False): Blocks(128, 32, 4, 2),
+    ("joint_forward", False, False): Blocks(128, 64, 8, 2),
     ("joint_forward", True, False): Blocks(128, 32, 8, 2),
     ("joint_forward", False, True): Blocks(128, 64, 8, 2),
     ("joint_forward", True, True): Blocks(128, 64, 8, 2),
-    ("joint_backward_queries", False, False): Blocks(64, 32, 4, 2),
+    ("joint_backward_queries", False, False): Blocks(128, 32, 8, 2),
     ("joint_backward_queries", True, False): Blocks(64, 32, 8, 2),
     ("joint_backward_queries", False, True): Blocks(128, 64, 8, 2),
     ("joint_backward_queries", True, True): Blocks(64, 64, 8, 2),
-    ("joint_backward_keys", False, False): Blocks(32, 64, 4, 2),
-    ("joint_backward_keys", True, False): Blocks(32, 64, 8, 2),
+    ("joint_backward_keys", False, False): Blocks(64, 64, 8, 2),
+    ("joint_backward_keys", True, False): Blocks(16, 64, 4, 2),
     ("joint_backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_keys", True, True): Blocks(64, 64, 8, 2),
     ("joint_backward_table", False, False): Blocks(64, 64, 8, 2),
@@ -57,7 +57,7 @@ BLOCKS = {
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
 # Float32 avoids matrix units, which would round to ten bits.
-BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 1)
+BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 2)
 
 
 def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
@@ -67,7 +67,8 @@ def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
         rows = patches // cols
         return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
 
-    cols = min((1 << power for power in range(patches.bit_length())), key=covered)
+    # The first of equal sizes wins: the fewer rows, the fewer sums there are at the end.
+    cols = min((patches >> power for power in range(patches.bit_length())), key=covered)
     return patches // cols, cols
 
 
@@ -102,7 +103,6 @@ def constants(
             for block, length in zip(blocks[:2], lengths, strict=True)
         )
         named |= {"BLOCK_M": queries, "BLOCK_N": keys, "EDGE": lengths[1] % keys > 0}
-        named["PREFIX"] = grid.prefix + key_grid.prefix > 0
     return named, {"num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
@@ -113,7 +113,7 @@ class Operands(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
-    table: Tensor  # (heads, 1 + offsets) float32, over the scale, behind a zero
+    table: Tensor  # (heads, entries) float32, over the scale, as `layout` says
 
 
 class Launch(NamedTuple):
@@ -140,13 +140,14 @@ class Launch(NamedTuple):
             blocks = triton.cdiv(keys, named["BLOCK_N"])
         else:
             blocks = triton.cdiv(length, named["BLOCK_M"])
-        found = places(self.grid, self.key_grid, query.device)
+        found = layout(self.grid, self.key_grid, query.device)[:2]
         sizes = (heads, length, keys, table.shape[1])
         self._start(kernel, batch * heads * blocks, found, vectors, others, sizes)
 
     def sums(self, grad: Tensor, lse: Tensor, means: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Compute the gradients of logits by offset with `joint_backward_table`; return them and the tile's shape."""
-        query = self.operands.query
+        query, table = self.operands.query, self.operands.table
+        first = layout(self.grid, self.key_grid, query.device).before
         named, _ = self.constants(joint_backward_table)
         tile, (samples, heads) = (named["ROWS"], named["COLS"]), query.shape[:2]
         # Distances between rectangles of queries and of keys.
@@ -158,7 +159,7 @@ class Launch(NamedTuple):
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
         splits = max(1, min(samples, PROGRAMS * processors // programs))
         sums = query.new_empty(splits, heads, *distances, *(2 * size for size in tile), dtype=torch.float32)
-        sizes = (samples, splits, heads, *self.grid[:3], *self.key_grid[:3])
+        sizes = (table.shape[1], first, samples, splits, heads, *self.grid[:3], *self.key_grid[:3])
         self._start(joint_backward_table, splits * programs, (), (grad,), (lse, means, sums), sizes)
         return sums, tile
 
@@ -184,7 +185,7 @@ class Launch(NamedTuple):
         """Raise where an offset within a head, which kernels compute in 32 bits, would be too large."""
         query, key = self.operands[:2]
         largest = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
-        if largest >= 2**31 or self.operands.table.shape[1] >= FAR:
+        if largest >= 2**31 or self.operands.table.shape[1] >= 2**31:
             raise ValueError(
                 f"backend 'triton' computes offsets in 32 bits; {query.shape[2]} queries with {key.shape[2]} keys need "
                 f"{max(largest, self.operands.table.shape[1])}: use 'gathered', or an image in parts "
@@ -207,9 +208,10 @@ class JointAttention(torch.autograd.Function):
         valid = key_mask(inputs.key_grid)
         if valid is not None:
             valid = valid.to(torch.uint8).expand(query.shape[0], -1)
-        flat = F.pad(offset_table(inputs).float().flatten(1) / inputs.scale, (1, 0))
+        grids = [tokens._replace(valid=None) for tokens in (inputs.grid, inputs.key_grid)]
+        _, _, *around = layout(*grids, query.device)
+        flat = F.pad(offset_table(inputs).float().flatten(1) / inputs.scale, around)
         operands = Operands(query, key, value, valid, flat)
-        grids = (tokens._replace(valid=None) for tokens in (inputs.grid, inputs.key_grid))
         launch = Launch(operands, *grids, inputs.scale)
         out = new_tokens(query, value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)

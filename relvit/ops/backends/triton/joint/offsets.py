@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,35 +13,43 @@ from relvit.ops.grid import Grid, once_per_raster
 
 # Blocks of tokens are no larger than this, and places beyond the last token are read.
 LARGEST_BLOCK = 128
-# Prefix tokens are so far away that all their pairs have negative indices, in 32 bits.
-FAR = 1 << 29
+
+
+class Layout(NamedTuple):
+    """How a flat table by offset is read: its row is (heads, `before` + offsets + `behind`), zeros on both sides."""
+
+    queries: Tensor  # (Nq,) int32; a pair reads the entry number keys[j] - queries[i]
+    keys: Tensor  # (Nk,) int32, both up to a multiple of `LARGEST_BLOCK` tokens
+    before: int
+    behind: int
 
 
 @once_per_raster
-def places(grid: Grid, key_grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Number the tokens of two rasters such that the difference, key minus query, is the pair's entry in a flat table.
+def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
+    """Lay out a table with a row for each vertical offset, H + H' - 1, and a column for each horizontal, W + W' - 1.
 
-    The table has a row for each vertical offset, H + H' - 1, and a column for each horizontal one, behind an entry for
-    pairs with a prefix token, whose differences are negative.
-
-    Returns:
-        Places of queries and of keys, int32, each up to a multiple of `LARGEST_BLOCK` tokens.
+    Pairs with a prefix token read zeros: a prefix key those before the table, in which each query may move as far as
+    in the table, and a prefix query those behind. So the kernels have no case for prefix tokens.
     """
     columns = grid.width + key_grid.width - 1
-    least = (grid.height - 1) * columns + grid.width
-    found = []
-    for tokens, first, far in ((grid, -least, FAR), (key_grid, 0, -FAR)):
+    offsets = (grid.height + key_grid.height - 1) * columns
+    # The numbers of distinct places of queries and of keys.
+    span, key_span = ((tokens.height - 1) * columns + tokens.width for tokens in (grid, key_grid))
+    before, behind = (span, span + key_span) if grid.prefix or key_grid.prefix else (0, 0)
+    first_query, first_key = 1 - span - before, 0
+    places = []
+    for tokens, first, of_prefix in ((grid, first_query, -2 * before - offsets), (key_grid, first_key, -before)):
         rows, cols = (torch.arange(size, dtype=torch.int32, device=device) for size in tokens[:2])
         patches = (rows[:, None] * columns + cols + first).flatten()
         beyond = -(tokens.prefix + len(patches)) % LARGEST_BLOCK
-        found.append(torch.cat((patches.new_full((tokens.prefix,), far), patches, patches[-1:].expand(beyond))))
-    return found[0], found[1]
+        places.append(torch.cat((patches.new_full((tokens.prefix,), of_prefix), patches, patches[-1:].expand(beyond))))
+    return Layout(*places, before, behind)
 
 
 def by_entry(sums: Tensor, table: Tensor, grid: Grid, key_grid: Grid, tile: tuple[int, int], bucketing: str) -> Tensor:
     """Sum up the `sums` of `joint_backward_table` by entry of a table (1 or heads, 2k + 1, 2k + 1)."""
     of_rows, of_cols = (
-        _entries_of_sums(grid, key_grid, axis, tile[axis], table.shape[axis + 1] // 2, bucketing, table.device)
+        _entries_of_sums(grid, key_grid, axis, tile[axis], table.shape[axis - 2] // 2, bucketing, table.device)
         for axis in (0, 1)
     )
     by_row = sums.sum(0).permute(0, 1, 3, 2, 4).flatten(3, 4).flatten(1, 2)

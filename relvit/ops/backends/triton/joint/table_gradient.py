@@ -18,14 +18,14 @@ from relvit.ops.backends.triton.joint.tiles import add_products_of, load_vectors
 def joint_backward_table(
     query, key, value, valid, table, grad, lse, means, sums,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
-    valid_batch, samples, splits, heads, height, width, prefix, key_height, key_width, key_prefix, scale,
+    valid_batch, entries, first, samples, splits, heads, height, width, prefix, key_height, key_width, key_prefix, scale,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum up the gradients of logits by offset, for one distance of rectangles, one head and a part of the samples.
 
-    Axes as in `joint_backward_queries`; table (heads, 1 + offsets), and sums (splits, heads, distances of rows,
+    Axes as in `joint_backward_queries`; the table's entries begin at the number `first`. sums (splits, heads, distances of rows,
     distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and column are zero. Prefix tokens take no part.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
@@ -47,8 +47,7 @@ def joint_backward_table(
     columns = width + key_width - 1
     # Pairs beyond these offsets have a place outside of its grid.
     exists = (row >= 0) & (row < height + key_height - 1) & (col >= 0) & (col < columns)
-    entries = 1 + (height + key_height - 1) * columns
-    bias = tl.load(table + head * entries + 1 + row * columns + col, mask=exists, other=0.0)
+    bias = tl.load(table + head * entries + first + row * columns + col, mask=exists, other=0.0)
 
     query += head * q_head
     key += head * k_head
@@ -83,8 +82,8 @@ def joint_backward_table(
     sums += item.to(tl.int64) * (4 * ROWS * COLS)
     shift = tl.arange(0, 2 * COLS)
     to_x = x[:, None] + shift[None, :] - (COLS - 1)
-    for step in range(2 * ROWS):
-        to_y = y[:, None] + step - (ROWS - 1)
-        exists = (to_y >= 0) & (to_y < ROWS) & (to_x >= 0) & (to_x < COLS)
-        found = tl.gather(total, tl.where(exists, to_y * COLS + to_x, 0), 1)
-        tl.store(sums + step * 2 * COLS + shift, tl.sum(tl.where(exists, found, 0.0), 0))
+    for row_shift in range(2 * ROWS):
+        to_y = y[:, None] + row_shift - (ROWS - 1)
+        meets = (to_y >= 0) & (to_y < ROWS) & (to_x >= 0) & (to_x < COLS)
+        found = tl.gather(total, tl.where(meets, to_y * COLS + to_x, 0), 1)
+        tl.store(sums + row_shift * 2 * COLS + shift, tl.sum(tl.where(meets, found, 0.0), 0))

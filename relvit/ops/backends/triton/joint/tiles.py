@@ -18,9 +18,11 @@ def load_vectors(
     """Load the vectors of some tokens, (tokens, MAIN) and (tokens, REST); without a rest the first part twice."""
     if REST:
         main = load_tokens(pointer, tokens, stride, keep, MAIN, MAIN)
-        return main, load_tokens(pointer + MAIN, tokens, stride, keep, DIM - MAIN, REST)
-    main = load_tokens(pointer, tokens, stride, keep, DIM, MAIN)
-    return main, main
+        rest = load_tokens(pointer + MAIN, tokens, stride, keep, DIM - MAIN, REST)
+    else:
+        main = load_tokens(pointer, tokens, stride, keep, DIM, MAIN)
+        rest = main
+    return main, rest
 
 
 @triton.jit
@@ -71,16 +73,18 @@ def times(factor, vectors):
 
 
 @triton.jit
-def pair_bias(table, of_queries, of_keys, PREFIX: tl.constexpr):
+def pair_bias(table, of_queries, of_keys, PRECISION: tl.constexpr):
     """Look up the bias of pairs: entry `of_keys` minus `of_queries` of the table, see `places`.
 
     Neighbours in a row of the image read neighbours in the table, so a warp's loads share few sectors of the cache.
     """
-    index = of_keys - of_queries
-    if PREFIX:
-        # Entry 0 is zero, and all pairs with a prefix token have negative indices.
-        index = tl.maximum(index, 0)
-    return tl.load(table + index)
+    pointers = (table - of_queries) + of_keys
+    if PRECISION == "interpreted":
+        return tl.load(pointers)
+    # Triton would distribute what `tl.load` loads among threads in its own way, and pass it on through shared memory.
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -96,5 +100,5 @@ def kept_keys(valid, tokens, keys, PADDED: tl.constexpr):
 def place_of_block(item, heads, length, BLOCK: tl.constexpr):
     """Return sample, head, both in one number, and the tokens of a block."""
     blocks = tl.cdiv(length, BLOCK)
-    pair = (item // blocks).to(tl.int64)
-    return pair // heads, pair % heads, pair, item % blocks * BLOCK + tl.arange(0, BLOCK)
+    pair = item // blocks
+    return (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), pair.to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
