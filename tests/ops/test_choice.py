@@ -88,7 +88,9 @@ def test_a_joint_bias_takes_kernels_of_its_own_on_gpus(monkeypatch):
     pytest.importorskip("triton")
     assert on_a_gpu(layout="joint", which="b") == "triton"
     assert "look the joint bias up" in on_a_gpu(layout="joint", which="b", field=1)
-    assert on_a_gpu(layout="joint", which="b", dtype=torch.float64) == on_a_gpu(layout="joint", which="kb") == "gathered"
+    assert (
+        on_a_gpu(layout="joint", which="b", dtype=torch.float64) == on_a_gpu(layout="joint", which="kb") == "gathered"
+    )
     monkeypatch.setattr(attention, "is_eager", lambda: False)
     assert on_a_gpu(layout="joint", which="b") == "gathered"
 

@@ -18,15 +18,17 @@ from relvit.ops.backends.triton.joint.tiles import add_products_of, load_vectors
 def joint_backward_table(
     query, key, value, valid, table, grad, lse, means, sums,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
-    valid_batch, entries, first, samples, splits, heads, height, width, prefix, key_height, key_width, key_prefix, scale,
+    valid_batch, entries, first, samples, splits, heads, height, width, prefix, key_height, key_width, key_prefix,
+    scale,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum up the gradients of logits by offset, for one distance of rectangles, one head and a part of the samples.
 
-    Axes as in `joint_backward_queries`; the table's entries begin at the number `first`. sums (splits, heads, distances of rows,
-    distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and column are zero. Prefix tokens take no part.
+    Axes as in `joint_backward_queries`; the table's entries begin at the number `first`. sums (splits, heads, distances
+    of rows, distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and the last column are zero. Prefix
+    tokens take no part.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)

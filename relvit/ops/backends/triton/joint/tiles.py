@@ -12,9 +12,7 @@ from relvit.ops.backends.triton.table_products import add_product, load_tokens
 
 
 @triton.jit
-def load_vectors(
-    pointer, tokens, stride, keep, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
-):
+def load_vectors(pointer, tokens, stride, keep, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
     """Load the vectors of some tokens, (tokens, MAIN) and (tokens, REST); without a rest the first part twice."""
     if REST:
         main = load_tokens(pointer, tokens, stride, keep, MAIN, MAIN)
@@ -26,9 +24,7 @@ def load_vectors(
 
 
 @triton.jit
-def store_vectors(
-    pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
-):
+def store_vectors(pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
     """Store the vectors of some tokens, given in two parts."""
     main, rest = vectors
     if REST:
@@ -101,4 +97,9 @@ def place_of_block(item, heads, length, BLOCK: tl.constexpr):
     """Return sample, head, both in one number, and the tokens of a block."""
     blocks = tl.cdiv(length, BLOCK)
     pair = item // blocks
-    return (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), pair.to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
+    return (
+        (pair // heads).to(tl.int64),
+        (pair % heads).to(tl.int64),
+        pair.to(tl.int64),
+        item % blocks * BLOCK + tl.arange(0, BLOCK),
+    )
