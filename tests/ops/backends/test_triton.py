@@ -19,7 +19,7 @@ VERSION = pytest.importorskip("triton").__version__
 
 @pytest.mark.skipif(VERSION.startswith("3.6."), reason="the interpreter of Triton 3.6 does not know NumPy 2.4")
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["interpreted_triton.py", "interpreted_joint_bias.py"])
+@pytest.mark.parametrize("tests", ["interpreted_triton.py", "interpreted/joint_bias.py"])
 def test_in_the_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUPPORT / tests)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
