@@ -151,7 +151,7 @@ class GridAttention(Mixer):
 
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
-        return self.heads(self.qkv(x).unflatten(-1, (3 * self.num_heads, self.head_dim)))
+        return self.heads(self.qkv(x).view(*x.shape[:2], 3 * self.num_heads, self.head_dim))
 
     def heads(self, projected: Projected) -> Projected:
         """Normalise queries and keys, if there are norms."""

@@ -135,17 +135,24 @@ def attend_packed(packed: Tensor, terms: RelativeTerms, grid: Grid, scale: float
     Returns:
         (B, N, heads, head_dim); None where another backend than 'lean' computes this, by `attend`.
     """
-    usual = backend in ("auto", "lean") and grid.coords is None and grid.valid is None and type(packed) is Tensor
-    if not usual or not is_eager():
+    tables = (terms.key, terms.value, terms.bias)
+    others = (terms.query, terms.channels, terms.query_bias, terms.axis_logits, grid.coords, grid.valid)
+    if (
+        backend not in ("auto", "lean")
+        or any(part is not None for part in others)
+        or type(packed) is not Tensor
+        or not is_eager()
+    ):
         return None
-    key = [backend, scale, grid, packed.shape, packed.dtype, packed.device, _switches(packed), terms.bucketing]
-    for term in (*terms[:4], *terms[5:]):
+    key = [backend, scale, grid, packed.shape, packed.dtype, packed.device, terms.bucketing, _switches(packed)]
+    for term in tables:
         if term is not None:
             if type(term) is not AxisTables:
                 return None
             rows, cols = term
             key += (rows.shape, cols.shape, rows.dtype, cols.dtype)
-        key.append(term is None)
+        else:
+            key.append(None)
     key = tuple(key)
     if (decision := _DECISIONS.get(key)) is None:
         parts = (part.transpose(1, 2) for part in packed.chunk(3, dim=2))
@@ -186,12 +193,15 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     return decision
 
 
-def _switches(query: Tensor) -> tuple[Any, ...]:
+def _switches(query: Tensor) -> Any:
     """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
-    device, cuda = query.device.type, torch.backends.cuda
-    lowers = device in lean.DEVICES and torch.is_autocast_enabled(device)
-    autocast = torch.get_autocast_dtype(device) if lowers else None
-    return autocast, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    device, flash = query.device.type, torch.backends.cuda.flash_sdp_enabled()
+    if device not in lean.DEVICES:
+        return flash
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "cpu":
+        return flash, autocast
+    return flash, autocast, torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _remember(key: Any, decision: _Decision) -> None:

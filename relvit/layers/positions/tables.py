@@ -92,10 +92,12 @@ class RelativePosition2d(LearnedPosition, Position):
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the terms, the same for every grid of the trained size."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        tables = {term: self._tables(term, grid, trained) for term in self._names}
-        return RelativeTerms(**tables, bucketing=self.bucketing if trained is None else "clip")
+        tables = (self._tables(term, grid, trained) for term in TERMS.values())
+        return RelativeTerms(*tables, self.bucketing if trained is None else "clip")
 
-    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable:
+    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable | None:
+        if term not in self._names:
+            return None
         kind, tables = LAYOUTS[self.layout], [getattr(self, name) for name in self._names[term]]
         if trained is None:
             return kind(*tables)

@@ -255,7 +255,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_bias = of_bias.sum(0) if entries.zeros[0].dim() == 2 else of_bias
         bias_grads = (part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtypes[2]))
     if (entries := plan.key) is not None:
-        of_entries = entries.sums.scatter_add(-1, entries.index, of_logits).to(grad.dtype)
+        of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
         query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
         key_grads = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtypes[0])
         of_query = _by_token(_product(of_entries, key_table, of_query), grad.shape[:2])
@@ -275,7 +275,7 @@ def _forward(
     mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
     by_entry = None
     if (entries := plan.value) is not None:
-        by_entry = entries.sums.scatter_add(-1, entries.index, marginals.to(entries.sums.dtype)).to(mixed.dtype)
+        by_entry = _to(entries.sums.scatter_add(-1, entries.index, _to(marginals, entries.sums.dtype)), mixed.dtype)
         mixed = _product(by_entry, value_table, mixed)
     else:
         # Nothing else holds the result, so that it may be changed in place.
@@ -293,7 +293,7 @@ def _join(plan: Plan, tables: Sequence[Tensor | None], dtype: torch.dtype) -> li
     terms = [(number, entries) for number, entries in enumerate((plan.key, plan.value)) if entries is not None]
     if terms:
         pieces = [piece for number, entries in terms for piece in _pieces(entries, tables[2 * number : 2 * number + 2])]
-        both, sizes = torch.cat(pieces, dim=-2).to(dtype), [entries.sums.shape[-1] for _, entries in terms]
+        both, sizes = _to(torch.cat(pieces, dim=-2), dtype), [entries.sums.shape[-1] for _, entries in terms]
         for (number, _), part in zip(terms, both.split_with_sizes(sizes, -2), strict=True):
             joined[number] = part
     if plan.bias is not None:
@@ -315,7 +315,7 @@ def _pieces(entries: Entries, tables: Sequence[Tensor]) -> list[Tensor]:
 def _split(entries: Entries, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split the gradient of joined tables into those of both tables."""
     (first_row, rows), (first_col, cols) = entries.parts
-    of_rows, of_cols = (part.to(dtype) for part in grad.narrow(-2, 1, rows + cols).split_with_sizes((rows, cols), -2))
+    of_rows, of_cols = _to(grad, dtype).split_with_sizes((1, rows, cols, grad.shape[-2] - 1 - rows - cols), -2)[1:3]
     # Rows that are not used lie on both sides of those that are.
     if first_row:
         of_rows = F.pad(of_rows, (0, 0, first_row, first_row))
@@ -332,10 +332,12 @@ def _logits(plan: Plan, content: Tensor, key_table: Tensor | None, bias: Tensor 
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
     if key_table is not None:
         # Head by head, the queries of a packed projection need no copy.
-        by_head = content.flatten(0, 1).transpose(0, 1).narrow(0, 0, heads)
+        by_head = _by_head(content, heads)
         table = key_table.expand(heads, -1, -1).transpose(-2, -1)
         by_entry = torch.bmm(by_head, table) if bias is None else torch.baddbmm(bias, by_head, table)
-        by_entry = by_entry.view(heads, batch, tokens, -1).permute(1, 2, 0, 3)
+        entries = by_entry.shape[2]
+        strides = (tokens * entries, entries, batch * tokens * entries, 1)
+        by_entry = by_entry.as_strided((batch, tokens, heads, entries), strides)
         return by_entry.gather(-1, plan.key.index)
     if bias is not None:
         by_entry = bias.transpose(0, 1).expand(1, tokens, -1, -1)
@@ -348,16 +350,26 @@ def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor) -> tuple
     heads = plan.heads
     if len(contents) == 1:
         query, *both = contents[0].split_with_sizes((heads, 2 * heads), 2)
-        key, value = torch.cat((*both, plan.both_hot), dim=-1).transpose(1, 2).split(heads, 1)
+        both = torch.cat((*both, plan.both_hot), dim=-1).transpose(1, 2)
+        key, value = both.split_with_sizes((heads, heads), 1)
     else:
         query, *both = contents
         key, value = (torch.cat((part, plan.hot), dim=-1).transpose(1, 2) for part in both)
     return torch.cat((query, logits), dim=-1).transpose(1, 2), key, value
 
 
-def _by_head(x: Tensor) -> Tensor:
-    """Reshape (B, N, heads, dim) to (heads, B N, dim)."""
-    return x.flatten(0, 1).transpose(0, 1)
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Even where it does nothing, `Tensor.to` takes as long as an operation.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _by_head(x: Tensor, heads: int | None = None) -> Tensor:
+    """Reshape (B, N, heads, dim) to (heads, B N, dim), or the first heads alone: one view where memory allows it."""
+    (batch, tokens, of_all, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
+    heads = of_all if heads is None else heads
+    if of_batch == tokens * of_token:
+        return x.as_strided((heads, batch * tokens, dim), (of_head, of_token, of_number))
+    return x.flatten(0, 1).transpose(0, 1)[:heads]
 
 
 def _product(weights: Tensor, table: Tensor, plus: Tensor | None = None) -> Tensor:
