@@ -31,10 +31,14 @@ class LookHerePosition2d(KeepConstants, Position):
 
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
     edges, so every token sees itself. The slope m is the product of a slope of the head and one of the layer, which
-    falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight look
-    in the directions, with slopes 1/2 (the first four) and 1/4, and four see everything, with slopes 1/4, 1/16, 1/64
-    and 1/256. Of any other number n of heads, 4 (n // 6) are directed, at least four, and the others see everything;
-    their slopes continue in the same way. The paper has no layout for four heads: here all four are directed.
+    falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight are
+    directed and four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. The first heads that see each direction
+    have the slope 1/2, and the second ones have 1/4: of eight directed heads, the last four have 1/4 with views of 180
+    and 90 degrees, which have four directions, and none has 1/4 with 45 degrees, where every head has a direction of
+    its own. That is how the authors' code (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes slopes
+    for the layouts 'halves-none', 'corners-none' and 'eighths1-eighths2-none'. Of any other number n of heads,
+    4 (n // 6) are directed, at least four, and the rest see everything; their slopes continue in the same way. The
+    paper has no layout for four heads: here all four are directed.
 
     Args:
         head_dim, dtype: not used, see `Position`.
@@ -77,8 +81,9 @@ class LookHerePosition2d(KeepConstants, Position):
         index, depth = self.layer
         of_layer = 1.5 - index / max(1, depth - 1)
         directed = max(4, 4 * (self.num_heads // 6))
-        views = [VIEWS[self.view][head % len(VIEWS[self.view])] for head in range(directed)]
-        slopes = [2.0 ** -(head // 4 + 1) for head in range(directed)]
+        directions = VIEWS[self.view]
+        views = [directions[head % len(directions)] for head in range(directed)]
+        slopes = [2.0 ** -(head // len(directions) + 1) for head in range(directed)]
         everywhere = self.num_heads - directed
         # Where the heads that see everything are a multiple of four, neighbours have the same slope, as in the paper's
         # model of 16 heads.

@@ -31,6 +31,8 @@ EIGHTHS = [
 EVERYWHERE = [lambda y, x: True]
 SECTORS = {180: HALVES, 90: QUARTERS, 45: EIGHTHS}
 DIRECTED = {4: [0.5] * 4, 6: [0.5] * 4, 12: [0.5] * 4 + [0.25] * 4, 16: [0.5] * 4 + [0.25] * 4}
+# The authors' `create_lh_layer_tensor` counts slopes anew for 'eighths1' and for 'eighths2', four heads each.
+DIRECTED_BY_EIGHTHS = {12: [0.5] * 8, 16: [0.5] * 8}
 OTHERS = {
     4: [],
     6: [1 / 4, 1 / 16],
@@ -41,7 +43,8 @@ OTHERS = {
 
 def by_hand(heads, view, prefix):
     """Compute which keys each head sees, and slope times distance, zero for prefix tokens, both (heads, N, N)."""
-    directed = len(DIRECTED[heads])
+    directed_slopes = (DIRECTED_BY_EIGHTHS if view == 45 else DIRECTED)[heads]
+    directed = len(directed_slopes)
     sees = (SECTORS[view] * 4)[:directed] + EVERYWHERE * (heads - directed)
     tokens = [None] * prefix + [(y, x) for y in range(HEIGHT) for x in range(WIDTH)]
 
@@ -51,13 +54,13 @@ def by_hand(heads, view, prefix):
         dy, dx = other[0] - one[0], other[1] - one[1]
         return see(dy, dx), slope * math.hypot(dy, dx)
 
-    slopes = DIRECTED[heads] + OTHERS[heads]
+    slopes = directed_slopes + OTHERS[heads]
     pairs = [[[of(*head, i, j) for j in tokens] for i in tokens] for head in zip(sees, slopes, strict=True)]
     found = torch.tensor(pairs, dtype=torch.float64)
     return found[..., 0].bool(), found[..., 1]
 
 
-@pytest.mark.parametrize(("heads", "view"), [(4, 180), (4, 90), (6, 180), (12, 90), (12, 45), (16, 180)])
+@pytest.mark.parametrize(("heads", "view"), [(4, 180), (4, 90), (6, 180), (12, 90), (12, 45), (16, 180), (16, 45)])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_attention_is_that_under_a_boolean_mask(heads, view, prefix):
     position = LookHerePosition2d(8, heads, view, layer=(1, 3)).double()
