@@ -22,6 +22,16 @@ import relvit
 from relvit.layers import SlopePosition2d
 
 SWIN = {"image_size": 24, "embed_dim": 12, "depths": [1], "num_heads": [2], "window_size": 3}
+COARSE_KEYS = {
+    "patch_kernel": (3, 3),
+    "patch_stride": (2, 2),
+    "patch_padding": (1, 1),
+    "depths": (1,),
+    "embed_dim": (6,),
+    "num_heads": (1,),
+    "stride_q": ((1, 1),),
+    "stride_kv": ((4, 4),),
+}
 BLOCK_OF_VIDEOS = MSBlockConfig(1, 8, 8, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2])
 
 
@@ -96,6 +106,18 @@ MODELS = {
     "absolute MViT": (
         lambda: mvit("patches", use_abs_pos=True),
         "pos_embed: MViTv2 with an absolute embedding, .* use_abs_pos=False",
+    ),
+    # timm's models for 16 and for 17 px have tables for 8 x 8 patches, and run on 8 x 8 and on 9 x 9.
+    **{
+        f"MViT of {side} px": (
+            lambda side=side: mvit("patches", (side, side), **COARSE_KEYS),
+            r"timm builds the same model for images of 16 and 17 px, and its offsets differ between them; choose a pa",
+        )
+        for side in (16, 17)
+    },
+    "MViT whose padding leaves out patches": (
+        lambda: mvit("patches", patch_padding=(0, 0)),
+        "timm builds the same model for images of 64 and 67 px",
     ),
     "MViT without positions": (
         lambda: mvit("patches", rel_pos_type=""),

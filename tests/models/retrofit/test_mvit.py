@@ -85,6 +85,13 @@ def test_plans_and_the_sizes_of_the_training():
         model(images(*TRAINED)[0])
 
 
+# The second model has tables for 16 x 16 patches, and 15 x 15 patches at each side that gives these tables.
+@pytest.mark.parametrize(("kernel", "padding", "side"), [(7, 2, 66), (12, 2, 65)])
+def test_numbers_stay_at_the_size_that_the_model_was_built_for(kernel, padding, side):
+    original = mvit("patches", (side, side), patch_kernel=(kernel, kernel), patch_padding=(padding, padding))
+    assert_equal(outputs(imported(original), images(side, side)), outputs(original, images(side, side)), 1e-10)
+
+
 def test_reaches(monkeypatch):
     original = mvit("patches")
     model, x, larger = imported(original), images(*TRAINED), images(96, 128)

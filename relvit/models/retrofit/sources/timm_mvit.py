@@ -126,6 +126,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
 
     Attributes:
         poolings: poolings of the queries in all blocks before this one.
+        built_for: rows and columns of the tokens at the image size that the model was built for.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
@@ -133,6 +134,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     }
     trained_grid: Size | None = None
     poolings: tuple[Pooling, ...] = ()
+    built_for: Size
 
     @property
     def position(self) -> PooledOffsets:
@@ -142,15 +144,6 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     def sizes(self, size: Size) -> tuple[Size, Size]:
         """Return rows and columns of pooled queries and of pooled keys, for tokens of this size."""
         return Pooling.of(self.pool_q).size(size), Pooling.of(self.pool_k).size(size)
-
-    @property
-    def built_for(self) -> Size:
-        """Rows and columns of the tokens for which the tables have all offsets of the finer grid, queries or keys."""
-        strides = zip(Pooling.of(self.pool_q).stride, Pooling.of(self.pool_k).stride, strict=True)
-        rows, columns = (
-            (len(table) + 1) // 2 * min(both) for table, both in zip(self.position.parameters(), strides, strict=True)
-        )
-        return rows, columns
 
     def tokens_of(self, patches: Size) -> Size:
         """Return rows and columns of the tokens of this attention, for an image of so many patches."""
@@ -251,14 +244,57 @@ class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
                 "pos_embed: MViTv2 with an absolute embedding, which has no rule for other sizes, cannot be "
                 "retrofitted: build the model with use_abs_pos=False, as all registered ones are"
             )
+        cls.image_size(model)
+
+    @classmethod
+    def image_size(cls, model: nn.Module) -> Size:
+        """Return the height and width of the images that an original model was built for, which timm does not keep.
+
+        Raises:
+            ValueError: timm builds the same model for several sizes, and computes other offsets at each of them.
+        """
+        embed, attentions = Pooling.of(model.patch_embed.proj), [attn for _, attn in cls.named_attentions(model)]
+        first, sides = attentions[0], []
+        for axis, table in enumerate((first.rel_pos_h, first.rel_pos_w)):
+            step = min(Pooling.of(pool).stride[axis] for pool in (first.pool_q, first.pool_k)) * embed.stride[axis]
+            least = (len(table) + 1) // 2 * step
+            # Tokens at each side that gives tables of this length, unless an offset is beyond a table in timm.
+            found = {side: tokens_within_tables(attentions, embed, side, axis) for side in range(least, least + step)}
+            different = {tokens: side for side, tokens in reversed(found.items()) if tokens}
+            if len(different) > 1:
+                raise ValueError(
+                    f"MultiScaleVit cannot be retrofitted: timm builds the same model for images of "
+                    f"{' and '.join(map(str, sorted(different.values())))} px, and its offsets differ between them; "
+                    "choose a patch_padding and strides that leave one"
+                )
+            sides.append(next(iter(different.values()), least))
+        return sides[0], sides[1]
 
     def open_to_all_sizes(self) -> None:
+        embed, size = self.patch_embed, self.image_size(self)
+        embed.__class__ = MultiScalePatchEmbed
+        embed.img_size = size
         poolings: list[Pooling] = []
         for _, block in self.named_blocks(self):
             block.attn.poolings = tuple(poolings)
+            block.attn.built_for = block.attn.tokens_of(embed.dynamic_feat_size(size))
             poolings.append(Pooling.of(block.attn.pool_q))
-        embed = self.patch_embed
-        embed.__class__ = MultiScalePatchEmbed
-        rows, columns = self.stages[0].blocks[0].attn.built_for
-        embed.img_size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
         declare_any_size(self)
+
+
+def tokens_within_tables(attentions: list[nn.Module], embed: Pooling, side: int, axis: int) -> tuple[Size, ...] | None:
+    """Return how many rows, or columns, the queries and the keys of each attention have in an image of this side.
+
+    None: timm raises IndexError there, since the farthest offset has no row in the table of an attention.
+    """
+    tokens, sizes = embed.size((side, side)), []
+    for attn in attentions:
+        pooled = Pooling.of(attn.pool_q).size(tokens)
+        queries, keys = (size[axis] for size in (pooled, Pooling.of(attn.pool_k).size(tokens)))
+        finer, coarser = max(queries, keys), min(queries, keys)
+        # `whole_steps` gives this number to the last query and the first key.
+        if int(2 * finer - 1 - finer / coarser) >= len(attn.rel_pos_w if axis else attn.rel_pos_h):
+            return None
+        sizes.append((queries, keys))
+        tokens = pooled
+    return tuple(sizes)
