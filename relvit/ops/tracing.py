@@ -1,4 +1,4 @@
-"""Queries about what PyTorch does around a call: compiling, exporting, torch.func, autocast."""
+"""Queries about what PyTorch does around a call: compiling, exporting, tracing, torch.func, autocast."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_compiling() -> bool:
-    """Return True while PyTorch compiles or exports a graph, which serves other values and sizes, too."""
-    return torch.compiler.is_compiling()
+    """Return True while PyTorch compiles, exports or traces a graph, which serves other values and sizes, too."""
+    # `torch.jit.trace` records no function with a backward of its own.
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def is_exporting() -> bool:
-    """Return True while `torch.export` makes a graph."""
+    """Return True while `torch.export` or `torch.jit.trace` makes a graph."""
     # `torch.compiler.is_exporting` is always True in PyTorch 2.11's compiled graphs.
-    return torch.compiler._is_exporting_flag
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
     # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into it, while
     # `torch.export` compares them.
+    if torch.jit.is_tracing():
+        # A traced size may be a tensor or, like constants, an integer.
+        return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
     return max(one, other) if torch.compiler.is_dynamo_compiling() else torch.sym_max(one, other)
 
 

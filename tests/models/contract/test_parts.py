@@ -45,6 +45,20 @@ def test_symbolic_tracing_has_the_same_outputs_and_gradients(part):
     assert_same(of_traced, grads, atol)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("part", PARTS)
+def test_jit_traces_serve_other_sizes_and_have_the_same_gradients(part):
+    model = small(**{"depth": 2, **PARTS[part]}).double().eval()
+    traced = torch.jit.trace(model, images(dtype=torch.float64), check_trace=False)
+    x, parameters = images(16, 40, dtype=torch.float64), [p for p in model.parameters() if p.requires_grad]
+    if part == "lsh":
+        # The number of buckets follows the size of the example.
+        x = images(dtype=torch.float64)
+    expected, got = model(x), traced(x)
+    assert_same(got, expected, 1e-6)
+    assert_same(*(torch.autograd.grad(out.square().sum(), parameters) for out in (got, expected)), 1e-5)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_checkpointing_changes_neither_outputs_nor_gradients(part):
     """Every parameter has a gradient, also with dropped patches."""

@@ -18,7 +18,7 @@ from own_positions import (
     tolerance_of,
     trained_images,
 )
-from retrofit_cases import build, fingerprint, images, with_exact_offsets
+from retrofit_cases import EACH, build, fingerprint, images, retrofitted, with_exact_offsets
 from sam_cases import SAMS
 from torch import nn
 
@@ -181,6 +181,27 @@ def test_plans_and_reaches(case):
         set_reach(model, "windows")
         assert_equal(outputs(model, x), expected, 1e-10)
         assert torch.isfinite(next(iter(outputs(model, larger).values()))).all()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize(
+    "case", ["class token", "hf beit shared", "hf sam", "segment_anything", "swin", "relpos mlp", "beit"]
+)
+def test_jit_traces_serve_other_sizes(case):
+    model, x = imported(source_of(case)), trained_images(case)
+    traced = torch.jit.trace(model, x, check_trace=False, strict=False)
+    for size in (x.shape[2:], (48, 80)):
+        got, expected = (net(images(*size)) for net in (traced, model))
+        # Traces return models' outputs of transformers as dictionaries.
+        got, expected = (out if isinstance(out, torch.Tensor) else out["last_hidden_state"] for out in (got, expected))
+        assert_equal({"": got}, {"": expected}, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("case", EACH)
+def test_jit_traces_of_added_positions(case):
+    model = retrofitted(build(case))
+    assert_equal({"": torch.jit.trace(model, images(), check_trace=False)(images())}, {"": model(images())}, 1e-10)
 
 
 # `test_beit_sam_swin.py` compiles timm's models, which attend in the same way, by Inductor.

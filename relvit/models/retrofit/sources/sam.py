@@ -12,7 +12,7 @@ from relvit.layers.patch_embed import PatchSizes, check_divisible, check_images
 from relvit.layers.positions.tables import SamTables
 from relvit.models.retrofit.source import Exchange, OwnPositions
 from relvit.ops import Grid, from_windows, to_windows
-from relvit.ops.tracing import is_compiling
+from relvit.ops.tracing import is_compiling, larger
 from relvit.ops.windows import exceeds_window
 
 
@@ -134,9 +134,6 @@ class SamEncoder(OwnPositions):
 def on_canvas(embedding: Tensor, rows: int, columns: int) -> Tensor:
     """Resize an embedding (1, H, W, dim) to the smallest canvas that holds a grid, and cut it to the grid."""
     height, width = embedding.shape[1], embedding.shape[2]
-    if rows * width >= columns * height:
-        canvas = (rows, -(-width * rows // height))
-    else:
-        canvas = (-(-height * columns // width), columns)
+    canvas = (larger(rows, -(-height * columns // width)), larger(columns, -(-width * rows // height)))
     flat = interpolate.resample_embedding(embedding.flatten(1, 2), (height, width), canvas, cut=(rows, columns))
     return flat.unflatten(1, (rows, columns))
