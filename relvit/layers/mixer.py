@@ -9,6 +9,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from relvit.ops import Grid
+from relvit.utils.constants import FillConstants
 
 
 class LayerPlan(NamedTuple):
@@ -40,7 +41,7 @@ class Leaf(nn.Module):
     """Base of modules that symbolic tracing (torch.fx) keeps whole, since they read sizes."""
 
 
-class Mixer(Leaf):
+class Mixer(FillConstants, Leaf):
     """Base of mixers: modules whose `forward(x, grid, attn_mask, is_causal)` maps (B, N, dim) tokens to the same shape.
 
     A mixer of your own needs no base.

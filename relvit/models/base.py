@@ -21,6 +21,7 @@ from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
 from relvit.ops.grid import keep_patches, keep_tokens
 from relvit.ops.tracing import is_exporting
+from relvit.utils.constants import FillConstants
 from relvit.utils.messages import check_choice
 
 # The `combine` of `AxialPositionEmbedding`.
@@ -200,7 +201,7 @@ class GridForward(AbsoluteEmbedding):
         return self.depth_plan.run(self, x, grid, attn_mask, is_causal, take, last)
 
 
-class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, GridForward, VisionTransformer):
+class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, GridForward, VisionTransformer):
     """timm's `VisionTransformer` for images of every size, whose blocks are `GridBlock`s.
 
     Args: see `RelVisionTransformer`; `block_fn` as in timm's class.

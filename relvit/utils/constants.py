@@ -1,14 +1,45 @@
-"""Buffers that stay in float32 when a model is cast to half precision, such as frequencies and slopes."""
+"""Buffers that no state dict holds, such as frequencies and slopes: casts and `load_state_dict(assign=True)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class KeepConstants(nn.Module):
+class FillConstants:
+    """Mixin before a module that computes constants when `load_state_dict(assign=True)` takes it off the meta device.
+
+    A state dict leaves out the non-persistent buffers of the module and its parts. They get the device of the weights,
+    or PyTorch's default device where the module has no weights.
+    """
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Tensor], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        if local_metadata.get("assign_to_params_buffers"):
+            device = next((value.device for value in state_dict.values()), torch.get_default_device())
+            for part in self.modules():
+                _fill(part, device)
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Move non-persistent buffers from the meta device to another one, and let the module compute them."""
+    gone = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+    gone = {name: buffer for name, buffer in gone.items() if buffer is not None and buffer.is_meta}
+    # PyTorch loads the parts of a module after its own weights, from which some parts compute their buffers.
+    waits = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    # This is the name in timm's layers, too.
+    if gone and not waits and hasattr(module, "init_non_persistent_buffers"):
+        for name, buffer in gone.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        module.init_non_persistent_buffers()
+
+
+class KeepConstants(FillConstants, nn.Module):
     """Mixin of modules whose non-persistent buffers are constants: kept in float32 at least, on its device.
 
     `module.bfloat16()` would round them, and a cast back to float32, with float32 weights, would leave them rounded.

@@ -1,11 +1,17 @@
-"""Fixed constants keep their precision through casts of a model, alone and in whole models."""
+"""Fixed constants keep their precision through casts of a model, and come back from the meta device."""
+
+from functools import partial
 
 import pytest
+import timm
 import torch
+from retrofit_cases import build
+from torch import nn
 from vits import images, small
 
+import relvit
 from relvit.families.reformer import LSHAttention
-from relvit.layers import RotaryEmbedding2d, SlopePosition2d
+from relvit.layers import LookHerePosition2d, RelativeAttention, RotaryEmbedding2d, SlopePosition2d
 from relvit.training.optim.loss import ClassificationLoss
 
 MODULES = {
@@ -58,3 +64,38 @@ def test_a_model_that_was_cast_computes_the_same_with_its_float32_weights(option
     torch.testing.assert_close(half.float(), expected, rtol=0, atol=0.05 * float(expected.detach().abs().max()))
     model.float().load_state_dict(weights)
     assert torch.equal(model(x), expected)
+
+
+def slopes(position):
+    return lambda: RelativeAttention(16, 4, position=position(4, 4))
+
+
+def retrofitted(case):
+    return relvit.retrofit(build(case).float())
+
+
+# Made on the meta device, these take their tensors from a state dict, which holds no constants.
+ASSIGNED = {
+    "slopes": partial(timm.create_model, "test_relvit", position="slopes"),
+    "lookhere": partial(timm.create_model, "test_relvit", position="lookhere", num_heads=4),
+    "rope": partial(timm.create_model, "test_relvit", rope="axial", embed_dim=64),
+    "lsh": partial(timm.create_model, "test_relvit_lsh"),
+    "a position": lambda: SlopePosition2d(4, 4),
+    "a layer": slopes(LookHerePosition2d),
+    "a part of another module": lambda: nn.Sequential(nn.Linear(16, 16), slopes(SlopePosition2d)()),
+    "retrofitted": lambda: relvit.retrofit(timm.create_model("test_vit"), position="slopes"),
+    # BEiT's attention, Swin V2's, and rotary embeddings have buffers of timm's.
+    **{case: partial(retrofitted, case) for case in ("beit", "swinv2", "eva", "eva02", "dinov3", "rope mixed")},
+}
+
+
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_constants_after_the_meta_device(case):
+    model = ASSIGNED[case]()
+    with torch.device("meta"):
+        empty = ASSIGNED[case]()
+    empty.load_state_dict(model.state_dict(), assign=True)
+    for name, buffer in model.named_buffers():
+        # timm computes these of its mixed rotary embedding at its own size alone.
+        if not name.endswith((".t_x", ".t_y")):
+            torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=1e-6)

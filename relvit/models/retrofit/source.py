@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions.factory import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
+from relvit.utils.constants import FillConstants
 from relvit.utils.messages import listing
 
 Classes = tuple[type[nn.Module], ...]
@@ -21,7 +22,7 @@ Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
 
-class Retrofitted(NoTorchScript, TablesWithoutDecay):
+class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     """Mixin before the class of a model, whose attention it hands the grid.
 
     Attributes:
