@@ -18,11 +18,13 @@ import os
 import platform
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +309,9 @@ def surroundings(device: str) -> dict[str, Any]:
     """Describe commit (of the relvit that is imported; '+dirty' with changes), versions and machine."""
     questions = ("rev-parse HEAD", "status --porcelain -- . :!docs/benchmarks")
     root = Path(relvit.__file__).parents[1]
-    runs = [subprocess.run(["git", *words.split()], cwd=root, capture_output=True, text=True) for words in questions]
-    head, changes = (run.stdout.strip() for run in runs)
+    ask = partial(subprocess.run, cwd=root, capture_output=True, text=True)
+    # A machine with a card may have a copy of the tree alone.
+    head, changes = (ask(["git", *words.split()]).stdout.strip() if shutil.which("git") else "" for words in questions)
     info = Path("/proc/cpuinfo")
     processors = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
     machine = {"processor": (processors or [platform.processor()])[0], "cores": os.cpu_count()}

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import gpu_aft
 import timm
 import torch
+from gpu_log import TIMES_STOCK, Limits, Log, Measured, short, stock_limits, worst
 from gpu_scenes import (
     BATCH,
     HEADS,
@@ -52,93 +55,23 @@ import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import AxisTables, JointTable, RelativeTerms, choose, make_grid, relative_attention
 from relvit.ops.attention import BACKENDS as MODULES
-from relvit.ops.backends import gathered, tiled, triton
+from relvit.ops.backends import gathered, tiled
 from relvit.ops.inputs import AttentionInputs, checked
 
-# The CPU has no kernels but in Triton's interpreter, which the test suite runs.
-BACKENDS = tuple(name for name in MODULES if name not in ("reference", "triton"))
+BACKENDS = tuple(name for name in MODULES if name != "reference")
+# These say by `refusal` what they do not take, such as query terms.
+LIMITED = tuple(name for name in BACKENDS if hasattr(MODULES[name], "refusal"))
 SHORT_DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (torch.bfloat16, torch.float16)
 ALL = (*EXACT, *HALVES)
-# How many times the error of stock attention on the same contents is allowed in half precision: the logits of terms
-# are rounded once more, as channels of the augmented vectors.
-TIMES_STOCK = 3
+Part = Callable[[Log], None]
 FUSED_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-Limits = dict[str, float] | float
-
-
-class Measured(NamedTuple):
-    """A relative error, what is allowed, and a remark."""
-
-    error: float
-    limit: float
-    remark: str = ""
-
-
-class Log:
-    """Prints a line per check, and counts them by status."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def check(self, name: str, measure: Callable[[], Measured]) -> None:
-        """Compare what `measure` returns; an exception is a failure."""
-        try:
-            error, limit, remark = measure()
-        except Exception as raised:
-            error, limit = math.inf, 0.0
-            remark = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
-        # NaN is no better than any limit.
-        self.print("ok" if error <= limit else "FAIL", name, f"{error:.1e} {limit:.1e} {remark}")
-
-    def print(self, status: str, name: str, remark: str) -> None:
-        """Print a line and count its status; status `note` cannot fail."""
-        self.counts[status] += 1
-        print(f"{status:4} {name} {remark}".rstrip(), flush=True)
 
 
 def has_dtype(device: str, dtype: torch.dtype) -> bool:
     """Return whether a device computes in a dtype."""
     return device != "mps" or dtype != torch.float64
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the RMS of the difference over that of the wanted; where zeros are wanted, nothing else will do."""
-    difference, size = (float(t.norm()) for t in (got.detach().cpu().double() - want, want))
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / size if size else (0.0 if difference == 0 else math.inf)
-
-
-def error_of(name: str, got: Tensor, want: Tensor) -> float:
-    """Return the relative error; that of the worst sample, lest a sample of zeros be lost among others."""
-    if name in ("result", "query", "key", "value"):
-        return max(map(relative_error, got, want))
-    return relative_error(got, want)
-
-
-def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor], times: float = TIMES_STOCK) -> Limits:
-    """Return errors allowed in half precision: of the result, and of gradients, by the worst of the stock ones."""
-    errors = {name: times * error_of(name, got[name], exact[name]) for name in got}
-    return {"result": errors.pop("result"), "gradient": max(errors.values())}
-
-
-def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: Limits) -> Measured:
-    """Return the error nearest to its limit, or furthest beyond."""
-    measured = []
-    for name, tensor in got.items():
-        limit = limits if isinstance(limits, float) else limits["result" if name == "result" else "gradient"]
-        if not isinstance(limits, float) and name.removeprefix("position.").startswith("bias"):
-            # In the gradient of a scalar per offset, large terms of either sign cancel.
-            limit *= 2
-        measured.append(Measured(error_of(name, tensor, want[name]), limit, name))
-    return max(measured, key=lambda one: one.error / one.limit)
 
 
 @contextmanager
@@ -172,7 +105,7 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
     if scene.contents[0].shape[-1] + scene.key_grid.height + scene.key_grid.width > 256:
         # PyTorch's kernels for such wide vectors round more; `choose` avoids them.
         of_fused = limits | {dtype: stock_limits(got, exact_stock, 2 * TIMES_STOCK) for dtype, got in stock.items()}
-    backends = (*BACKENDS, "auto", *(("triton",) if device == "cuda" else ()))
+    backends = (*present(device), "auto")
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
     # Of joint tables a bias alone is what most models have, and may get a backend of its own.
     joint = {letters: ("gathered", "auto") if letters == "b" else ("gathered",) for letters in scene.letters}
@@ -185,7 +118,8 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
             with several_tiles(), spied() as spies:
                 allowed = (of_fused if backend == "fused" else limits)[dtype]
                 measured = worst(outcome(scene, terms, device, dtype, backend), want, allowed)
-            if backend != "auto":
+            # `choose` is told of no mask.
+            if backend != "auto" or scene.options:
                 return measured
             chosen = choose(*arguments_of(scene, terms, device, dtype)).backend
             ran = [name for name, spy in spies.items() if spy.called]
@@ -195,16 +129,21 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
 
         for backend, dtype in product(backends, limits):
             name = f"{scene.name}, {layout.__name__} {letters or '-'}, {backend}, {short(dtype)}"
-            if backend == "triton" and (reason := refusal(scene, terms, device, dtype)):
+            if backend in LIMITED and (reason := refusal(scene, terms, device, dtype, backend)):
                 log.print("skip", name, reason)
                 continue
             log.check(name, partial(measure, backend, dtype, terms, want))
 
 
-def refusal(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype) -> str | None:
-    """Return why the backend 'triton' does not take a scene; None where it does."""
+def present(device: str) -> tuple[str, ...]:
+    """Return the backends of a device; the CPU has no kernels but in Triton's interpreter, for the test suite."""
+    return tuple(name for name in BACKENDS if device == "cuda" or name != "triton")
+
+
+def refusal(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype, backend: str) -> str | None:
+    """Return why a backend does not take a scene; None where it does."""
     arguments = arguments_of(scene, terms, device, dtype)
-    return triton.refusal(checked(AttentionInputs(*arguments, **moved(scene.options, device))))
+    return MODULES[backend].refusal(checked(AttentionInputs(*arguments, **moved(scene.options, device))))
 
 
 def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
@@ -233,10 +172,6 @@ def check_autocast(log: Log, device: str, quick: bool) -> None:
     """Check the layer under autocast, beside timm's with the same projections; tiles are as large as for users."""
     height, width, dim = (10, 7, 64) if quick else (14, 10, 128)
     torch.manual_seed(0)
-    position = RelativePosition2d(dim // HEADS, HEADS, "qkvb", (5, 4), init_std=0.3)
-    ours = RelativeAttention(dim, HEADS, position=position, qkv_bias=True)
-    stock = Attention(dim, HEADS, qkv_bias=True)
-    stock.load_state_dict(ours.state_dict(), strict=False)
     noise = torch.randn(2, BATCH, height * width, dim)
     grid = (make_grid(height, width),)
 
@@ -249,13 +184,25 @@ def check_autocast(log: Log, device: str, quick: bool) -> None:
             return with_gradients(out, {"x": x, **dict(layer.named_parameters())}, cotangent)
 
     exact, half = ("cpu", torch.float64), (device, torch.float32)
-    ours.backend = "reference"
-    want, limits = run(ours, grid, *exact), stock_limits(run(stock, (), *half), run(stock, (), *exact))
-    # torch advises against a backward inside, but stock attention can do it.
-    for inside, backend in product((False, True), (*BACKENDS, "auto")):
-        ours.backend = backend
-        name = f"autocast, backward {'inside' if inside else 'outside'}, {backend}"
-        log.check(name, lambda inside=inside: worst(run(ours, grid, *half, inside), want, limits))
+    limited = tuple(name for name in present(device) if name in LIMITED)
+    others = tuple(name for name in present(device) if name not in LIMITED)
+    for letters, backends in {"qkvb": others, "kvb": limited}.items():
+        position = RelativePosition2d(dim // HEADS, HEADS, letters, (5, 4), init_std=0.3)
+        ours = RelativeAttention(dim, HEADS, position=position, qkv_bias=True)
+        stock = Attention(dim, HEADS, qkv_bias=True)
+        stock.load_state_dict(ours.state_dict(), strict=False)
+        ours.backend = "reference"
+        want, limits = run(ours, grid, *exact), stock_limits(run(stock, (), *half), run(stock, (), *exact))
+        # torch advises against a backward inside, but stock attention can do it.
+        for inside, backend in product((False, True), (*backends, "auto")):
+            ours.backend = backend
+            name = f"autocast {letters}, backward {'inside' if inside else 'outside'}, {backend}"
+            log.check(
+                name,
+                lambda ours=ours, inside=inside, want=want, limits=limits: worst(
+                    run(ours, grid, *half, inside), want, limits
+                ),
+            )
 
 
 def check_memory(log: Log, device: str) -> None:
@@ -336,14 +283,48 @@ def check_attention_free(log: Log, device: str, quick: bool) -> None:
 
 def report_determinism(log: Log, scene: Scene, device: str) -> None:
     """Report whether a second run gives the same bits."""
-    backends = (*BACKENDS, *(("triton",) if device == "cuda" else ()))
-    for backend, dtype in product(backends, (torch.float32, torch.bfloat16)):
-        letters = "kv" if backend == "triton" else "qkvb"
+    for backend, dtype in product(present(device), (torch.float32, torch.bfloat16)):
+        letters = "kv" if backend in LIMITED else "qkvb"
         terms = draw_terms(scene, letters, AxisTables)
         once, twice = (outcome(scene, terms, device, dtype, backend) for _ in range(2))
         others = [name for name in once if not torch.equal(once[name], twice[name])]
         remark = f"not bit-equal: {', '.join(others)}" if others else "bit-equal"
         log.print("note", f"two runs: {scene.name}, {letters}, {backend}, {short(dtype)}", remark)
+
+
+def check_parts(log: Log, parts: Sequence[Part], processes: int, end: float) -> None:
+    """Check one part after the other, or in several processes, until a time: kernels are compiled beside each other."""
+    done = 0
+    if processes > 1:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            workers = [pool.submit(counted, part) for part in parts]
+            for worker in wait(workers, timeout=end - time.perf_counter() if end < math.inf else None).done:
+                log.counts += worker.result()
+                done += 1
+            for process in list(pool._processes.values()) if done < len(parts) else ():
+                process.terminate()
+    else:
+        for part in parts:
+            if time.perf_counter() > end:
+                break
+            part(log)
+            done += 1
+    if done < len(parts):
+        log.print("skip", f"{len(parts) - done} parts of {len(parts)}", "no time left")
+
+
+def counted(part: Part) -> Counter[str]:
+    """Check in a process of a pool; return the counts of lines."""
+    settle()
+    log = Log()
+    part(log)
+    return log.counts
+
+
+def settle() -> None:
+    """Keep float32 exact: TF32 has 10 bits, float32 is checked to 1e-5."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -357,36 +338,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", choices=("cuda", "mps", "cpu"), default="cuda")
     add("--quick", action="store_true", help="few and tiny cases")
     add("--short", action="store_true", help="backends and kernels alone, on a few grids, in two dtypes")
+    add("--processes", type=int, default=1, help="which compile kernels beside each other")
     add("--minutes", type=float, default=math.inf, help="after them no other part begins")
     given = parser.parse_args(arguments)
     device: str = given.device
     if device != "cpu" and not getattr(torch, device).is_available():
         raise ValueError(f"device {device!r} needs a GPU, torch sees none: use --device cpu")
-    # TF32 has 10 bits, float32 is checked to 1e-5.
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-
+    settle()
     begin, log = time.perf_counter(), Log()
-    short = list(draw_short_scenes())[: 1 if given.quick else None]
-    scenes, dtypes = (short, SHORT_DTYPES) if given.short else (list(draw_scenes(given.quick)), ALL)
-    parts: list[Callable[[], None]] = [partial(check_scene, log, scene, device, dtypes) for scene in scenes]
+    few = list(draw_short_scenes())[: 1 if given.quick else None]
+    scenes, dtypes = (few, SHORT_DTYPES) if given.short else (list(draw_scenes(given.quick)), ALL)
+    parts: list[Part] = [partial(check_scene, scene=scene, device=device, dtypes=dtypes) for scene in scenes]
     parts += (
         []
         if given.short
         else [
-            partial(check_autocast, log, device, given.quick),
-            partial(check_kernels, log, scenes, device),
-            partial(check_memory, log, device),
-            partial(check_compiled, log, device),
-            partial(check_attention_free, log, device, given.quick),
+            partial(check_autocast, device=device, quick=given.quick),
+            partial(check_kernels, scenes=scenes, device=device),
+            partial(check_memory, device=device),
+            partial(check_compiled, device=device),
+            partial(check_attention_free, device=device, quick=given.quick),
         ]
     )
-    parts.append(partial(report_determinism, log, scenes[0], device))
-    for number, run in enumerate(parts):
-        if time.perf_counter() - begin > 60 * given.minutes:
-            log.print("skip", f"{len(parts) - number} parts of {len(parts)}", "no time left")
-            break
-        run()
+    parts.append(partial(report_determinism, scene=scenes[0], device=device))
+    check_parts(log, parts, given.processes, begin + 60 * given.minutes)
 
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     counts = ", ".join(f"{count} {status}" for status, count in log.counts.items())

@@ -3,7 +3,7 @@
 With a card at hand for a quarter of an hour, in commands of ten minutes at most, run from the root of the repository,
 without an installation (it needs torch, triton, timm, einops and matplotlib):
 
-    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5
+    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5 --commit NAME
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 2 --steps tune
 
 What has never been measured comes first. Each step is a process of its own with a part of the time, the last one with
@@ -13,7 +13,7 @@ steps, `speed.jsonl`, `retrofit.jsonl` and `tune.jsonl` of figures, and `summary
 
     checks    what a GPU computes against float64: backends, kernels, joint tables (gpu_check.py --short)
     models    at 224 px, batch 64, bfloat16, eager: relvit by each backend, timm's (../benchmark.py)
-    compiled  the same after torch.compile, relvit as 'auto' chooses
+    compiled  plain, relvit and relpos after torch.compile; the step `rope` the others, as far as time is left
     layers    at 32 x 32 and 64 x 64 patches, by each backend
     retrofit  BEiT-B at 512 px and SAM-B at 1,024 px before and after, and FlexAttention (retrofit_times.py)
     tune      the kernels by block sizes, warps and stages: the table of `launch.py` (tune.py)
@@ -49,7 +49,8 @@ TOOLS = Path(__file__).resolve().parents[1]
 WAYS = [backend for backend in FAST_BACKENDS if backend not in ("tiled", "gathered")]
 PEERS = ("relpos", "rope", "rope_mixed")
 MODELS = ("plain", "control", "relvit_small", *(f"relvit_small_{way}" for way in WAYS), *PEERS)
-COMPILED = ("plain", "relvit_small", *PEERS)
+# A model takes half a minute to compile.
+COMPILED = {"compiled": ("plain", "relvit_small", "relpos"), "rope": ("plain", "rope", "rope_mixed")}
 LAYERS = ("plain", "control", "relvit_auto", *(f"relvit_{way}" for way in WAYS), "sam")
 # Seconds that a step may need to stop by itself before it is killed, and the least with which one begins.
 GRACE, LEAST = 15.0, 20.0
@@ -72,28 +73,33 @@ def tool(path: str, *arguments: object) -> list[str]:
     return [sys.executable, str(TOOLS / path), *map(str, arguments)]
 
 
-def steps(folder: Path, toy: bool) -> list[Step]:
+def steps(folder: Path, toy: bool, commit: str | None = None) -> list[Step]:
     """Return all steps in order; at toy sizes on the CPU."""
     speed = ("benchmark.py", "--output", folder / "speed.jsonl", "--device", "cpu" if toy else "cuda")
     speed += ("--dtype", "float32" if toy else "bfloat16", "--rounds", 2 if toy else 15)
-    names = {"models": MODELS, "compiled": COMPILED, "layers": LAYERS}
+    speed += ("--commit", commit) if commit else ()
+    names = {"models": MODELS, "layers": LAYERS, **COMPILED}
     if toy:
         # The CPU has Triton's interpreter, in which a model would take minutes.
         names = {key: [name for name in each if not name.endswith("_triton")] for key, each in names.items()}
         models, compiled = ("--size", 32, "--batch", 1), ("--level", "layer", "--size", 64, "--batch", 1)
-        names["compiled"], layers = ["plain", "relvit_fused"], compiled
+        names |= {"compiled": ["plain", "relvit_fused"], "rope": ["plain", "control"]}
+        layers = compiled
     else:
         models = compiled = ("--size", 224, "--batch", 64)
         layers = ("--level", "layer", "--size", 512, 1024, "--batch", 4)
-    short, quick = (("--toy",), ("--quick",)) if toy else ((), ())
+    checks = ("--short", "--processes", max(1, (os.cpu_count() or 1) // 2))
+    checks += ("--device", "cpu", "--quick") if toy else ()
+    short = ("--toy",) if toy else ()
     compiler = "" if not toy or shutil.which("g++") else "there is no compiler g++"
     triton = "" if importlib.util.find_spec("triton") else "there is no package triton"
     return [
-        Step("checks", tool("gpu/gpu_check.py", "--short", *quick, "--device", "cpu" if toy else "cuda"), 0.12),
-        Step("models", tool(*speed, *models, "--names", *names["models"]), 0.16),
-        Step("compiled", tool(*speed, *compiled, "--compile", "--names", *names["compiled"]), 0.3, compiler),
-        Step("layers", tool(*speed, *layers, "--names", *names["layers"]), 0.12),
-        Step("retrofit", tool("gpu/retrofit_times.py", *short, "--output", folder / "retrofit.jsonl"), 0.15),
+        Step("checks", tool("gpu/gpu_check.py", *checks), 0.14),
+        Step("models", tool(*speed, *models, "--names", *names["models"]), 0.14),
+        Step("compiled", tool(*speed, *compiled, "--compile", "--names", *names["compiled"]), 0.25, compiler),
+        Step("layers", tool(*speed, *layers, "--names", *names["layers"]), 0.1),
+        Step("retrofit", tool("gpu/retrofit_times.py", *short, "--output", folder / "retrofit.jsonl"), 0.12),
+        Step("rope", tool(*speed, *compiled, "--compile", "--names", *names["rope"]), 0.12, compiler),
         Step("tune", tool("gpu/tune.py", *short, "--output", folder / "tune.jsonl"), 1.0, triton),
     ]
 
@@ -184,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [step.name for step in steps(Path(), toy=True)]
     parser.add_argument("--steps", nargs="+", choices=names, default=names, help="by default all")
     parser.add_argument("--toy", action="store_true", help="toy sizes, on the CPU")
+    parser.add_argument("--commit", help="what is measured, where the tree is a copy without git")
     given = parser.parse_args(arguments)
     if not given.toy and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU: install PyTorch's build for CUDA, or try the tool on the CPU with --toy")
@@ -192,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     earlier = folder / "summary.json"
     results = json.loads(earlier.read_text())["steps"] if earlier.exists() else {}
     summary = ""
-    for step in steps(folder, given.toy):
+    for step in steps(folder, given.toy, given.commit):
         if step.name in given.steps:
             print(f"{step.name} ...", end=" ", flush=True)
             left = end - time.monotonic()

@@ -70,13 +70,22 @@ def flex(device: str) -> Callable[..., Tensor]:
 
 
 def build(name: str, layers: int, side: int, variant: str) -> nn.Module:
-    """Build a model as the library has it ('source'), retrofitted, or with FlexAttention ('flex')."""
+    """Build a model on the CPU as the library has it ('source'), retrofitted, or with FlexAttention ('flex')."""
     model = elsewhere.build(name, layers, (side, side), variant == "retrofitted")
     if variant == "flex":
         for module in model.modules():
             if type(module) is BeitAttention:
                 module.__class__ = FlexBeitAttention
     return model
+
+
+def seconds(call: Callable[[], object], images: Tensor) -> float:
+    wait = torch.cuda.synchronize if images.is_cuda else lambda: None
+    wait()
+    begin = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - begin
 
 
 def peak(model: nn.Module, images: Tensor, action: str) -> int | None:
@@ -89,11 +98,12 @@ def peak(model: nn.Module, images: Tensor, action: str) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def compare(name: str, layers: int, side: int, batch: int, rounds: int, end: float) -> Iterator[dict[str, Any]]:
+def compare(name: str, layers: int, images: Tensor, rounds: int, end: float) -> Iterator[dict[str, Any]]:
     """Yield for each action the figures of every variant; variants that fail have a status alone."""
     variants = ("source", "retrofitted", *(["flex"] if name == "timm-beit" else []))
-    models = {variant: build(name, layers, side, variant) for variant in variants}
-    images, features = torch.randn(batch, 3, side, side), {}
+    batch, _, _, side = images.shape
+    models = {variant: build(name, layers, side, variant).to(images) for variant in variants}
+    features: dict[str, Tensor] = {}
     for action in elsewhere.ACTIONS:
         found: dict[str, dict[str, Any]] = {variant: {"status": "ok", "seconds": []} for variant in models}
         for variant, model in models.items():
@@ -111,8 +121,8 @@ def compare(name: str, layers: int, side: int, batch: int, rounds: int, end: flo
         running = [variant for variant in models if found[variant]["status"] == "ok"]
         for number in range(rounds):
             for variant in running[number % len(running) :] + running[: number % len(running)]:
-                seconds = elsewhere.seconds(partial(elsewhere.act, models[variant], images, action), "wall")
-                found[variant]["seconds"].append(round(seconds, 6))
+                took = seconds(partial(elsewhere.act, models[variant], images, action), images)
+                found[variant]["seconds"].append(round(took, 6))
             if time.monotonic() >= end:
                 break
         yield {"model": name, "side": side, "batch": batch, "action": action, "variants": found}
@@ -143,15 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     end, rows = time.monotonic() + 60 * given.minutes, []
     device, dtype = ("cpu", torch.float32) if given.toy else ("cuda", torch.bfloat16)
-    torch.set_default_device(device)
-    torch.set_default_dtype(dtype)
     shared = surroundings(device) | {"dtype": str(dtype).removeprefix("torch.")}
     for name, side, batch in TOY_CASES if given.toy else CASES:
         if time.monotonic() >= end:
             print(f"{name}: no time left")
             continue
         layers = 1 if given.toy else elsewhere.MODELS[name].layers
-        for row in compare(name, layers, side, batch, given.rounds, end):
+        images = torch.randn(batch, 3, side, side).to(device, dtype)
+        for row in compare(name, layers, images, given.rounds, end):
             print(line(row), flush=True)
             rows.append(row)
             if given.output:

@@ -164,12 +164,10 @@ def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
 
 def compile_all(every: Sequence[Trial], device: str, end: float) -> None:
     """Compile in as many processes as there are cores, until a time."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), context) as pool:
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(build, trial, device) for trial in every]
-        done, _ = wait(futures, timeout=max(0.0, end - time.monotonic()))
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(pool._processes.values()):
+        done, late = wait(futures, timeout=max(0.0, end - time.monotonic()))
+        for process in list(pool._processes.values()) if late else ():
             # One that still compiles would disturb what is timed.
             process.terminate()
     print(f"compiled {len(done)} of {len(every)} trials", flush=True)
@@ -225,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = begin + 60 * given.minutes
     cases = TOY_CASES if given.toy else [case._replace(dim=given.dim) for case in CASES]
     every = trials(cases, device, given.toy)
-    if not given.toy:
-        compile_all(every, device, begin + 30 * given.minutes)
+    compile_all(every, device, begin + 30 * given.minutes)
     rows: list[dict[str, Any]] = []
     wrong = []
     for case, group in itertools.groupby(every, lambda trial: trial.case):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from relvit.ops import Choice
 from relvit.ops.backends import tiled
 
-gpu_check, gpu_scenes = load("gpu_check"), load("gpu_scenes")
+gpu_check, gpu_log, gpu_scenes = map(load, ("gpu_check", "gpu_log", "gpu_scenes"))
 right = tiled.relative_attention
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -22,8 +22,11 @@ def test_all_is_well_on_the_cpu(capsys):
     assert gpu_check.main(["--device=cpu", "--quick"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     count = sum(line.startswith("ok   ") for line in lines)
-    assert last.startswith(f"{count} ok, 3 skip, 6 note in ")
-    assert [line.split()[1] for line in lines if line.startswith("skip ")] == ["kernels", "memory", "compiled"]
+    skipped = [line for line in lines if line.startswith("skip ")]
+    # The lean way takes no query term.
+    assert last.startswith(f"{count} ok, {len(skipped)} skip, 8 note in ")
+    assert [line.split()[1] for line in skipped if ", lean, " not in line] == ["kernels", "memory", "compiled"]
+    assert "ok   autocast kvb, backward inside, lean" in "\n".join(lines)
     printed = "\n".join(lines)
     for backend in ("fused", "tiled", "gathered", "auto"):
         for dtype in DTYPES:
@@ -79,16 +82,16 @@ def test_a_failure_is_the_exit_status(monkeypatch):
     monkeypatch.setattr(gpu_check, "draw_scenes", lambda quick: [scene])
     monkeypatch.setattr(tiled, "relative_attention", refusing)
     for name in ("report_determinism", "check_autocast", "check_attention_free"):
-        monkeypatch.setattr(gpu_check, name, lambda *_: None)
+        monkeypatch.setattr(gpu_check, name, lambda *_, **__: None)
     assert gpu_check.main(["--device=cpu", "--quick"]) == 1
 
 
 def test_relative_error():
     want = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert gpu_check.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
-    assert gpu_check.relative_error(torch.tensor([3.0, math.nan]), want) == math.inf
-    assert gpu_check.relative_error(torch.zeros(2), 0 * want) == 0
-    assert gpu_check.relative_error(torch.tensor([0.0, 1e-30]), 0 * want) == math.inf
+    assert gpu_log.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert gpu_log.relative_error(torch.tensor([3.0, math.nan]), want) == math.inf
+    assert gpu_log.relative_error(torch.zeros(2), 0 * want) == 0
+    assert gpu_log.relative_error(torch.tensor([0.0, 1e-30]), 0 * want) == math.inf
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -123,5 +126,5 @@ def test_as_on_mps_nothing_needs_float64(name, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "outcome", outcome)
     log = gpu_check.Log()
     gpu_check.check_scene(log, scene, "cpu")
-    # Two dtypes in three backends and 'auto', and joint tables in one.
-    assert log.counts == {"ok": 2 * (4 + 1)}, capsys.readouterr().out
+    # Two dtypes in three backends and 'auto', and joint tables in one; the lean way takes no query term.
+    assert log.counts == {"ok": 2 * (4 + 1), "skip": 2}, capsys.readouterr().out
