@@ -187,7 +187,7 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
             ["resolutions", best, "--sizes=fast"],
             "--sizes must be a list, of which each item is a whole number or a pair",
         ),
-        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "unknown option --data.augment"),
+        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "no data given: give --root DIR"),
     ):
         assert message in fails(arguments)
 
