@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -67,4 +68,6 @@ def read_config(config: str) -> dict[str, Any]:
     return options
 
 
+# Some of Lightning's defaults are members of an enumeration, which YAML has as their values.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
@@ -23,6 +24,7 @@ from relvit.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_we
 from relvit.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
 from relvit.training.compilation import compile_in_place
 from relvit.training.labels import Labels, labels_of
+from relvit.training.lightning_options import check_epsilon, check_trainer
 from relvit.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
 from relvit.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
@@ -32,7 +34,6 @@ from relvit.training.optim.gradients import FiniteCheck, NonFinite, average_accu
 from relvit.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
 from relvit.training.optim.optimizer import make_optimizer
 from relvit.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
-from relvit.training.optim.strategy import check_strategy
 from relvit.utils.messages import one_line, without_secrets
 from relvit.utils.progress import rank_zero_print
 from relvit.utils.ranges import (
@@ -260,10 +261,14 @@ class ImageClassifier(EpochMetrics):
             return self(images)
         return torch.empty(0, self.hparams.num_classes, device=self.device)
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Add none, and refuse what does not go with relvit; Lightning calls this hook before all others."""
+        check_trainer(self.trainer, self.hparams.ema_decay)
+        return []
+
     def setup(self, stage: str) -> None:
-        """Check the data and the strategy, compile, load the teacher, and take class weights from the data."""
-        trainer, data = self.trainer, self.trainer.datamodule
-        check_strategy(trainer.strategy)
+        """Check the data, compile, load the teacher, and take class weights from the data."""
+        data = self.trainer.datamodule
         check_images(self.net, data, self.hparams, stage)
         compile_in_place(self.net, self.hparams.compile, data)
         if stage != "fit":
@@ -292,6 +297,7 @@ class ImageClassifier(EpochMetrics):
         optimizer = make_optimizer(
             self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
         )
+        check_epsilon(self.trainer, optimizer)
         scheduler = self.plan.scheduler(optimizer, hparams.min_lr, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

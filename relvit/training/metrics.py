@@ -5,9 +5,10 @@ The metrics of a test's report are in `relvit.evaluation.outcomes`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed
 from lightning import LightningModule, Trainer
 from torch import Tensor
@@ -61,6 +62,14 @@ class EpochMetrics(LightningModule):
     train_metrics: MetricCollection
     val_metrics: MetricCollection
     test_metrics: MetricCollection
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EpochMetrics:
+        """Convert metrics with the module, but keep their sums in float32 where the weights become two-byte numbers."""
+        super()._apply(fn, recurse)
+        for metric in self.modules():
+            if isinstance(metric, Metric) and metric.dtype in (torch.float16, torch.bfloat16):
+                metric._apply(lambda state: state.float() if state.is_floating_point() else state)
+        return self
 
     def create_metrics(self, labels: Labels, num_classes: int, mixed: bool, of_steps: dict[str, Metric]) -> None:
         """Create the metrics; `of_steps` are metrics of optimiser steps that only some trainings have."""

@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import ProgressBar
 
@@ -80,3 +81,10 @@ class EndTest(Callback):
     def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 1 and "END_TEST" in os.environ:
             os.kill(os.getpid(), getattr(signal, os.environ["END_TEST"]))
+
+
+class OfADevice(Callback):
+    """A callback with a default that no configuration can hold."""
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.device = device

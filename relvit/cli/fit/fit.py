@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.cli.arguments import Arguments
 from relvit.cli.errors import UsageError
+from relvit.cli.fit.refused_options import check_recorded, check_trainer_options
 from relvit.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.cli.fit.start_and_end import describe_training, report_fit
 from relvit.cli.parser import Parser
@@ -138,6 +139,8 @@ class FitCLI(RelvitCLI):
         # The configuration names the model, too, where the pretrained weights have chosen it.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
+        check_trainer_options(self.options)
+        check_recorded(self.parser, self.config)
         callbacks, history = self._callbacks(self.options)
         # Lightning calls this hook after everything that may refuse a checkpoint.
         announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))

@@ -8,6 +8,7 @@ the run's configuration untrue for the epochs that are done, is refused by its n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,8 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _plain(value: Any) -> Any:
     if hasattr(value, "as_dict"):
         value = value.as_dict()
+    elif isinstance(value, Enum):
+        value = value.value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -39,7 +39,10 @@ class FiniteCheck:
             NonFiniteLossError: A loss or gradient is not finite, and `nonfinite` is 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        # In two-byte numbers, which are the gradients of precision bf16-true and 16-true, the sum would be rounded.
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) for parameter in parameters]
+        )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
         # The scaler of float16 finds its scale by infinite gradients, and skips those steps itself.
