@@ -2,13 +2,14 @@
 
 For sm_80, sm_86 and sm_90 the table has, per kernel: registers, bytes of spilled registers and of shared memory, and
 how many tensor-core instructions and how many instructions at all a warp needs for one tile of the main loop, each
-beside the number of the same kernel without terms.
+beside the number of the same kernel without terms. Kernels for a joint bias have no such number.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -23,9 +24,18 @@ from triton.compiler import ASTSource
 
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
+from relvit.ops.backends.triton.joint import launch as joint
+from relvit.ops.backends.triton.joint.offsets import layout
 from relvit.ops.backends.triton.launch import Variant, constants
+from relvit.ops.grid import Grid, num_tokens
 
 KERNELS = (forward, backward_queries, backward_keys)
+JOINT_KERNELS = (
+    joint.joint_forward,
+    joint.joint_backward_queries,
+    joint.joint_backward_keys,
+    joint.joint_backward_table,
+)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have, by the CUDA C++ programming guide, table of compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -33,7 +43,8 @@ HEADS, HEAD_DIM = 6, 64
 # Of tables with the default clip distance, 7: a zero row, and 15 for each axis, up to a multiple of 8.
 ENTRIES = 32
 POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
-POINTERS |= dict.fromkeys(("bias", "lse", "means", "sums"), "*fp32")
+POINTERS |= dict.fromkeys(("bias", "table", "lse", "means", "sums"), "*fp32")
+POINTERS |= dict.fromkeys(("query_places", "key_places"), "*i32")
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -71,6 +82,50 @@ def compiled(
     length = size[0] * size[1]
     values = {"work": batch * HEADS * length, "heads": HEADS, "length": length, "batched": 0, "prefix": 0, "first": 0}
     values |= {"height": height, "width": width, "valid_batch": length}
+    return compiled_with(kernel, arch, dtype, dim, values, named, options)
+
+
+def compiled_joint(
+    kernel: Any,
+    arch: int,
+    grid: Grid,
+    *,
+    dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM),
+    dtype: torch.dtype = torch.bfloat16,
+    padded: bool = False,
+    batch: int = 4,
+) -> Code:
+    """Compile a kernel for a joint bias on a raster with vectors as wide as `dims`, queries' and values'."""
+    named, options = joint.constants(kernel, dtype, dims, grid, grid, padded, arch == 90)
+    length, (_, _, before, behind) = num_tokens(grid), layout(grid, grid, torch.device("cpu"))
+    offsets = (2 * grid.height - 1) * (2 * grid.width - 1)
+    values = {"heads": HEADS, "length": length, "keys": length, "entries": before + offsets + behind, "first": before}
+    values |= {"samples": batch, "splits": 1, "valid_batch": length}
+    for side in ("", "key_"):
+        values |= dict(zip((f"{side}height", f"{side}width", f"{side}prefix"), grid[:3], strict=True))
+    return compiled_with(kernel, arch, dtype, math.gcd(*dims), values, named, options)
+
+
+def compiled_with(
+    kernel: Any,
+    arch: int,
+    dtype: torch.dtype,
+    stride: int,
+    values: dict[str, int],
+    named: dict[str, Any],
+    options: dict[str, int],
+) -> Code:
+    """Compile a kernel with given constants, and read its machine code.
+
+    Args:
+        kernel: its parameters say by their names what they are.
+        arch: such as 90 for sm_90.
+        dtype: of queries, keys and values.
+        stride: a number of which all strides of queries, keys and values are multiples.
+        values: of integers that are no strides.
+        named: constants.
+        options: of the compilation.
+    """
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -80,8 +135,8 @@ def compiled(
             signature[name] = "fp32"
         elif name in values or re.fullmatch(r"\w+_(batch|head|token)", name):
             signature[name] = "i32"
-            # As when called: strides of queries, keys and values are multiples of the head dimension.
-            if values.get(name, dim) % 16 == 0:
+            # As when called.
+            if values.get(name, stride) % 16 == 0:
                 attributes[(place,)] = ALIGNED
         else:
             # The forward's logits are in its workspace.
@@ -146,6 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = [kernel.__name__, HEAD_DIM, f"{size[0]}x{size[1]}", arch, on.registers, on.spilled, on.shared]
         cells += [f"{on.tensor} ({off.tensor}), times {tiles[0]} ({tiles[1]}) tiles", f"{on.issued} ({off.issued})"]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    for side, arch, kernel in itertools.product(given.size, SHARED_LIMIT, JOINT_KERNELS):
+        grid = Grid(side // 16, side // 16, 1)
+        code = compiled_joint(kernel, arch, grid)
+        cells = [kernel.__name__, HEAD_DIM, f"{grid.height}x{grid.width}", arch, code.registers, code.spilled]
+        print(f"| {' | '.join(map(str, (*cells, code.shared, code.tensor, code.issued)))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,28 @@ def test_shapes_of_sam(arch, side, batch, dim):
     check_registers_and_shared_memory(arch, (side, side), dim=dim, entries=(entries, 0), batch=batch)
 
 
+# BEiT-B at 512 px, whose prefix biases are channels; ViT-H; a relpos ViT; windows of Swin.
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize(
+    ("dims", "dtype", "grid", "padded"),
+    [
+        ((80, 64), torch.bfloat16, make_grid(32, 32, 1), False),
+        ((80, 80), torch.float16, make_grid(37, 50), True),
+        ((64, 64), torch.bfloat16, make_grid(14, 14, 1), True),
+        ((32, 32), torch.float16, make_grid(7, 7), True),
+        ((96, 96), torch.bfloat16, make_grid(24, 16), True),
+        ((128, 128), torch.bfloat16, make_grid(14, 14), True),
+        ((64, 64), torch.float32, make_grid(14, 14, 1), True),
+    ],
+)
+def test_a_joint_bias_spills_no_registers_and_fits_shared_memory(arch, dims, dtype, grid, padded):
+    for kernel in kernels.JOINT_KERNELS:
+        code = kernels.compiled_joint(kernel, arch, grid, dims=dims, dtype=dtype, padded=padded)
+        assert code.spilled == 0, kernel.__name__
+        assert code.shared <= kernels.SHARED_LIMIT[arch], kernel.__name__
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_terms_take_no_tensor_core_instructions(arch):
@@ -75,4 +97,4 @@ def test_terms_take_no_tensor_core_instructions(arch):
 def test_the_table(capsys):
     kernels.main(["--size", "224"])
     printed = capsys.readouterr().out
-    assert printed.count("| 14x14 |") == 9
+    assert printed.count("| 14x14 |") == 9 + 12

@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 # By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The largest tiles that
 # `tools/gpu/kernels.py` compiles without spilled registers.
 BLOCKS = {
-    ("joint_forward", False, False): Blocks(128, 64, 8, 2),
+    ("joint_forward", False, False): Blocks(128, 32, 8, 2),
     ("joint_forward", True, False): Blocks(128, 32, 8, 2),
     ("joint_forward", False, True): Blocks(128, 64, 8, 2),
     ("joint_forward", True, True): Blocks(128, 64, 8, 2),
@@ -48,11 +48,11 @@ BLOCKS = {
     ("joint_backward_queries", False, True): Blocks(128, 64, 8, 2),
     ("joint_backward_queries", True, True): Blocks(64, 64, 8, 2),
     ("joint_backward_keys", False, False): Blocks(64, 64, 8, 2),
-    ("joint_backward_keys", True, False): Blocks(16, 64, 4, 2),
+    ("joint_backward_keys", True, False): Blocks(16, 64, 8, 2),
     ("joint_backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_keys", True, True): Blocks(64, 64, 8, 2),
     ("joint_backward_table", False, False): Blocks(64, 64, 8, 2),
-    ("joint_backward_table", True, False): Blocks(64, 64, 8, 2),
+    ("joint_backward_table", True, False): Blocks(32, 32, 4, 2),
     ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
