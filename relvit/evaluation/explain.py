@@ -11,7 +11,7 @@ from relvit.layers.mixer import LayerPlan, Mixer
 from relvit.layers.patch_embed import check_divisible
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import check_choice, part_of
 
 # The choice of a backend differs between these devices.
 DEVICES = ("cpu", "cuda")
@@ -51,7 +51,7 @@ def explain(
         )
     if embed is None:
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
-        hint = f": explain model.{parts[0]}, which has one" if parts else ""
+        hint = f": explain {part_of(parts[0])}, which has one" if parts else ""
         raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image{hint}")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:

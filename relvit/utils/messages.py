@@ -98,6 +98,11 @@ def listing(names: Sequence[str], most: int = 10) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def part_of(name: str) -> str:
+    """Return the expression for the part of this name, such as 'blocks.0.attn', of a module in the variable `model`."""
+    return "model" + "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in name.split("."))
+
+
 def one_line(error: Exception) -> str:
     """Return the message of an error on one line, or the name of the error's class where there is no message."""
     text = f"there is no {error}" if isinstance(error, KeyError) else str(error)

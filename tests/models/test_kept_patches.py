@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from lightning import seed_everything
+from own_positions import mvit
 from retrofit_cases import build, retrofitted
 from timm.layers import PatchDropoutWithIndices
 from vits import images, small
@@ -68,6 +69,15 @@ def test_all_patches_in_their_order_are_the_whole_image():
     model = small(class_token=True).eval()
     whole = model.forward_features(images())
     torch.testing.assert_close(model.forward_features(images(), keep=torch.arange(6).expand(2, -1)), whole)
+
+
+@pytest.mark.parametrize("case", ["eva", "naflex", "sam", "swin", "swinv2", "mvit"])
+def test_models_that_encode_all_patches_say_so(case):
+    original = mvit("patches") if case == "mvit" else build(case)
+    with pytest.raises(
+        ValueError, match=r"keep is for models of relvit, .* Beit after retrofit; Retrofitted\w+ encodes all patches"
+    ):
+        relvit.retrofit(original).forward_features(images(), keep=KEEP)
 
 
 def test_what_cannot_be_kept():

@@ -12,10 +12,10 @@ from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.source import Retrofitted
-from relvit.models.retrofit.sources import SOURCES_IN_WORDS, refusal_of, source_of
+from relvit.models.retrofit.sources import refusal_of, source_of
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import check_choice, part_of
 
 ABS_POS = ("keep", "freeze", "drop")
 # The name by which timm creates retrofitted models.
@@ -154,9 +154,10 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
         raise TypeError(f"model must be a module, got {model!r} of type {type(model).__name__}{hint}")
     if (found := source_of(type(model))) is not None:
         return found
-    takes = f"retrofit takes {', '.join(SOURCES_IN_WORDS)}"
+    takes = "docs/retrofit.md lists the models that retrofit takes"
     base = next((f"{_library(cls)}'s {cls.__name__}" for cls in type(model).__mro__ if source_of(cls)), None)
-    inner = next((name for name, part in model.named_children() if source_of(type(part))), None)
+    inner = next((name for name, part in model.named_modules() if source_of(type(part))), None)
+    done = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
     own = next((name for name in model.state_dict() if "rel_pos" in name or "relative_position" in name), None)
     if isinstance(model, Retrofitted):
         why = "it has been retrofitted already"
@@ -167,9 +168,12 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif base is not None:
         why = f"it is a subclass of {base}, and what it does differently is not known; {takes}"
     elif inner is not None:
-        why = f"it wraps {inner}, a {type(getattr(model, inner)).__name__}: retrofit that one "
+        wrapper, part = (type(model.get_submodule(name)) for name in (inner.rpartition(".")[0], inner))
+        why = f"it wraps {inner}, a {part.__name__}: retrofit that one "
         # timm's wrappers are made for the classes of the parts that they find.
-        why += "before it is wrapped" if _library(type(model)) == "timm" else f"in it, model.{inner}"
+        why += "before it is wrapped" if _library(wrapper) == "timm" else f"in it, {part_of(inner)}"
+    elif done is not None:
+        why = f"{done} in it has been retrofitted already"
     elif own is not None:
         why = f"it has relative positions of its own, {own}; {takes}"
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
+from relvit.utils.messages import part_of
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 # `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes have no use for them.
@@ -75,8 +76,8 @@ def restore(model: nn.Module) -> nn.Module:
             was dropped. The model is not changed then.
     """
     if not isinstance(model, Retrofitted):
-        inner = next((name for name, part in model.named_children() if isinstance(part, Retrofitted)), None)
-        hint = "" if inner is None else f"; its {inner} has: relvit.restore(model.{inner})"
+        inner = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
+        hint = "" if inner is None else f"; its {inner} has: relvit.restore({part_of(inner)})"
         raise ValueError(f"{type(model).__name__} has not been retrofitted{hint}")
     if not isinstance(model, OwnPositions):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from timm.layers import Format, HybridEmbed, PatchEmbed
 from torch import Tensor, nn
@@ -135,6 +135,19 @@ class OwnPositions(Retrofitted):
         for key in shapes:
             raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
         return {}
+
+
+class WholeImages:
+    """Mixin before timm's models without the argument `keep` of relvit's `forward_features`."""
+
+    def forward_features(self, *arguments: Any, keep: Tensor | None = None, **options: Any) -> Any:
+        """Compute what timm's model does; `keep` raises ValueError."""
+        if keep is not None:
+            raise ValueError(
+                "keep is for models of relvit, and for VisionTransformer, VisionTransformerRelPos and Beit after retrofit; "
+                f"{type(self).__name__} encodes all patches of an image"
+            )
+        return super().forward_features(*arguments, **options)
 
 
 def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySizePatchEmbed) -> None:

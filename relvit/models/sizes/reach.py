@@ -12,7 +12,7 @@ from relvit.layers.positions.base import is_stretchable, needs_tokens
 from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import check_choice, part_of
 
 Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands", "mirror", "stretch-mirror"]
 """Rule for images of another size than in training, see `set_reach`."""
@@ -79,7 +79,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             raise ValueError(f"{refused}: {why}")
         embed = getattr(model, "patch_embed", None)
         if embed is None:
-            raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training")
+            inner = next((name for name, part in model.named_modules() if hasattr(part, "patch_embed")), None)
+            hint = "" if inner is None else f": set the reach of {part_of(inner)}, which has one"
+            raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training{hint}")
         if getattr(model, "own_segmenter", None):
             raise ValueError(
                 f"{refused}, which computes in parts already: leave it out (set_bands(model, None) ends that)"

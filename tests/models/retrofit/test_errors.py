@@ -57,6 +57,10 @@ def spoilt(model, path, value):
     return model
 
 
+def holder(**parts):
+    return nn.ModuleDict(parts)
+
+
 def hf_swin(family):
     library = transformers()
     return getattr(library, f"{family}Model")(getattr(library, f"{family}Config")(**SWIN))
@@ -73,11 +77,11 @@ MODELS = {
     ),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
-        "ResNet cannot be retrofitted: retrofit takes timm's Vis",
+        "ResNet cannot be retrofitted: docs/retrofit.md lists the models that retrofit takes$",
     ),
     "others of its own": (
         lambda: MaxxVit(MaxxVitCfg((32,), (1,), ("M",), 16), img_size=56),
-        r"MaxxVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn.*; retrofit takes",
+        r"MaxxVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn.*; docs/retrofit\.md lists",
     ),
     "videos": (
         lambda: MViT((32, 32), 4, 2 * [BLOCK_OF_VIDEOS], True, False, rel_pos_embed=True, proj_after_attn=False),
@@ -152,6 +156,23 @@ MODELS = {
         r"blocks\.2\.attn is a Identity, which cannot be retrofitted; allowed: 'Attention'",
     ),
     "whole SAM": (sam_model, r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"),
+    # As MONAI's CellSamWrapper holds a SAM of `segment_anything`.
+    "two levels deep": (
+        lambda: holder(model=holder(image_encoder=sam_encoder("segment_anything"))),
+        r"it wraps model\.image_encoder, a ImageEncoderViT: retrofit that one in it, model\.model\.image_encoder",
+    ),
+    "in a list": (
+        lambda: nn.Sequential(nn.Identity(), nn.ModuleList([plain()])),
+        r"it wraps 1\.0, a VisionTransformer: retrofit that one in it, model\[1\]\[0\]",
+    ),
+    "timm's wrapper in another": (
+        lambda: nn.Sequential(timm.create_model("test_vit", features_only=True)),
+        r"it wraps 0\.model, a VisionTransformer: retrofit that one before it is wrapped",
+    ),
+    "done in it": (
+        lambda: holder(net=holder(vit=relvit.retrofit(plain()))),
+        r"ModuleDict cannot be retrofitted: net\.vit in it has been retrofitted already",
+    ),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
         "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
@@ -186,6 +207,10 @@ def retrofitted_sam():
 
 RESTORED = {
     "not retrofitted": (lambda: build("sam"), "VisionTransformerSAM has not been retrofitted$"),
+    "a deeper part is": (
+        lambda: holder(model=retrofitted_sam()),
+        r"its model\.vision_encoder has: relvit\.restore\(model\.model\.vision_encoder\)",
+    ),
     "a part is": (retrofitted_sam, r"its vision_encoder has: relvit\.restore\(model\.vision_encoder\)"),
     "added tables": (lambda: relvit.retrofit(build("dinov2")), "no place for the tables that retrofit added"),
     **{
@@ -209,8 +234,9 @@ REFUSED = [(relvit.retrofit, *case) for case in MODELS.values()] + [
 def test_models_that_are_refused(call, make, message):
     model = make()
     before = fingerprint(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         call(model)
+    assert len(str(caught.value)) < 280
     assert fingerprint(model) == before
 
 

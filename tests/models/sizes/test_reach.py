@@ -108,6 +108,11 @@ def original(case):
         (lambda: timm.create_model("test_vit"), "logn", "not for VisionTransformer, which has no relative attention"),
         (lambda: small("test_relvit_aft"), "stretch", "not for AFTVisionTransformer, which has no relative attention"),
         (partial(original, "naflex"), "stretch", "not for RetrofittedNaFlexVit, which has no patch_embed"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.ModuleDict({"vit": original("dinov2")})),
+            "stretch",
+            r"Sequential, which has no patch_embed, .*: set the reach of model\[0\]\.vit, which has one",
+        ),
         (lambda: small(rel_terms=""), "stretch", "without relative terms: there are no tables to stretch"),
         (
             lambda: small(position="low-rank"),

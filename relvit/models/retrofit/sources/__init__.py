@@ -53,8 +53,6 @@ VERSIONS = {
     "transformers.models.data2vec": ">=5.10,<6",
     "segment_anything": ">=1.0,<2",
 }
-# For messages: "timm's VisionTransformer", ...
-SOURCES_IN_WORDS = [f"{name.partition('.')[0]}'s {name.rpartition('.')[2]}" for name in SOURCES]
 
 
 def source_of(model_class: type) -> type[Retrofitted] | None:

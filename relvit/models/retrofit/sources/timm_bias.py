@@ -26,7 +26,7 @@ from relvit.layers.timm_attention import GridArgument
 from relvit.layers.timm_relpos import TimmRelativeBeit, TimmRelativeRelPos, TimmRelativeSwin, TimmRelativeSwinV2
 from relvit.models.base import GridForward
 from relvit.models.retrofit.bias import BiasPositions
-from relvit.models.retrofit.source import Classes, Exchange, open_patch_embed
+from relvit.models.retrofit.source import Classes, Exchange, WholeImages, open_patch_embed
 from relvit.ops import Grid
 
 
@@ -72,7 +72,7 @@ class RetrofittedBeit(GridInBias, Beit):
     attention_classes: ClassVar[Exchange] = {BeitAttention: TimmRelativeBeit}
 
 
-class SwinWindows(BiasPositions):
+class SwinWindows(BiasPositions, WholeImages):
     """Mixin before timm's Swin Transformers, which cut windows of one size, and make masks for the image at hand."""
 
     num_prefix_tokens = 0

@@ -11,11 +11,11 @@ from torch import Tensor
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.absolute import TimmAbsoluteEmbedding
-from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, open_patch_embed
+from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages, open_patch_embed
 from relvit.ops import Grid, patch_coords
 
 
-class RetrofittedEva(Retrofitted, TimmAbsoluteEmbedding, Eva):
+class RetrofittedEva(Retrofitted, WholeImages, TimmAbsoluteEmbedding, Eva):
     """timm's `Eva` after `relvit.retrofit`; the grid is passed with the rotary embedding."""
 
     block_classes: ClassVar[Classes] = (EvaBlock, EvaBlockPostNorm)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from relvit.layers.attention import GridAttention, attend_with, relative_terms
 from relvit.layers.patch_embed import PatchSizes, check_images
 from relvit.layers.positions.tables import LayerTables
-from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, declare_any_size
+from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, WholeImages, declare_any_size
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
 from relvit.ops.grid import once_per_raster
 from relvit.ops.inputs import AttentionInputs
@@ -224,7 +224,7 @@ class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
         return super().forward(x)
 
 
-class RetrofittedMultiScaleVit(OwnPositions, MultiScaleVit):
+class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
     """timm's `MultiScaleVit` after `relvit.retrofit`, for images of every size; blocks pool as before."""
 
     block_classes: ClassVar[Classes] = (MultiScaleBlock,)

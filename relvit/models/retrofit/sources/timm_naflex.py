@@ -11,11 +11,11 @@ from torch import Tensor
 
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
-from relvit.models.retrofit.source import Classes, Exchange, Retrofitted
+from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 
-class RetrofittedNaFlexVit(Retrofitted, NaFlexVit):
+class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
     """timm's `NaFlexVit` after `relvit.retrofit`; the grid is passed with the attention mask.
 
     Attributes:

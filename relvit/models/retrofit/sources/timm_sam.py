@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.layers.timm_attention import GridArgument
 from relvit.layers.timm_relpos import TimmOwnRelative
-from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, open_patch_embed
+from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, WholeImages, open_patch_embed
 from relvit.models.retrofit.sources.sam import SamAttention
 from relvit.ops import Grid
 
@@ -41,7 +41,7 @@ def rename_tables(state: dict[str, Any], prefix: str) -> None:
             state[prefix + name] = table.flip(0) * table.shape[1] ** -0.5
 
 
-class RetrofittedSam(OwnPositions, VisionTransformerSAM):
+class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
     """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows as before, zeros around the image."""
 
     num_prefix_tokens = 0
