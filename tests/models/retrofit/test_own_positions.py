@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+import retrofit_cases
 import torch
 from comparisons import assert_equal, assert_hooks_see_the_same
 from own_positions import (
@@ -49,6 +50,16 @@ def test_at_its_size_it_computes_what_it_did_in_every_precision(case):
         parameter.data = parameter.data if name.endswith("fc1.weight") else parameter.data.roll(1, -1)
     changed = outputs(model, x)
     assert max((tensor - changed[name]).abs().max() for name, tensor in exact.items()) > 1e-5
+
+
+@pytest.mark.parametrize("case", ["relpos mlp", "srelpos mlp", "swinv2"])
+def test_coordinates_that_a_source_rounds_to_single_precision(case, monkeypatch):
+    # Everywhere else these sources get their coordinates in double precision.
+    monkeypatch.setattr(retrofit_cases, "with_exact_offsets", lambda model: model)
+    source, x = build(case), trained_images(case)
+    got, expected = imported(source)(x), source(x)
+    error = (got - expected).abs().max() / expected.abs().max()
+    assert 1e-15 < error < 1e-6
 
 
 GRADIENTS = [
