@@ -74,7 +74,9 @@ def test_all_patches_in_their_order_are_the_whole_image():
 @pytest.mark.parametrize("case", ["eva", "naflex", "sam", "swin", "swinv2", "mvit"])
 def test_models_that_encode_all_patches_say_so(case):
     original = mvit("patches") if case == "mvit" else build(case)
-    with pytest.raises(ValueError, match=r"keep is for models of relvit .* Beits; Retrofitted\w+ encodes all patches"):
+    with pytest.raises(
+        ValueError, match=r"keep is for models of relvit .* Beit after retrofit; Retrofitted\w+ encodes"
+    ):
         relvit.retrofit(original).forward_features(images(), keep=KEEP)
 
 

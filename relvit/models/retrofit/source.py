@@ -144,8 +144,8 @@ class WholeImages:
         """Compute what timm's model does; `keep` raises ValueError."""
         if keep is not None:
             raise ValueError(
-                "keep is for models of relvit and for retrofitted VisionTransformers, VisionTransformerRelPos and Beits; "
-                f"{type(self).__name__} encodes all patches of an image"
+                "keep is for models of relvit and for a VisionTransformer, VisionTransformerRelPos or Beit after "
+                f"retrofit; {type(self).__name__} encodes all patches of an image"
             )
         return super().forward_features(*arguments, **options)
 
