@@ -135,6 +135,8 @@ def _kernel(inputs: AttentionInputs) -> Kernel | None:
     return stock_kernel(*operands.transpose(2, 3))
 
 
+# Tensors that are made in inference mode could not be kept for backward by a later training.
+@torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> Plan:
     """Work out the plan for inputs.
 

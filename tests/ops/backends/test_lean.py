@@ -78,6 +78,18 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+@pytest.mark.parametrize("which", ["k", "v", "b", "kvb"])
+def test_what_inference_mode_has_made_serves_training(which, monkeypatch):
+    monkeypatch.setattr(attention, "_DECISIONS", {})
+    q, k, v, terms, grid = draw_case(3, 2, prefix=1, which=which)
+    inputs = leaves(q, k, v, terms)
+    with torch.inference_mode():
+        expected = relative_attention(q, k, v, terms, grid, backend="lean").clone()
+    out = relative_attention(q, k, v, terms, grid, backend="lean")
+    assert torch.equal(out, expected)
+    assert all(gradient is not None for gradient in torch.autograd.grad(out.sum(), inputs, allow_unused=True)[2:])
+
+
 @pytest.mark.parametrize("which", ["k", "v", "kv", "kvb"])
 def test_keeps_no_more_than_the_general_way(which):
     q, k, v, terms, grid = draw_case(9, 14, prefix=1, which=which, dim=32)
