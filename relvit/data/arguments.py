@@ -23,7 +23,8 @@ class RecordedArguments(LightningDataModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and cls.is_of_user():
-            cls.__init__ = _recording(cls.__init__)
+            # An assignment to `cls.__init__` would be an `__init__` of this class to type checkers.
+            type.__setattr__(cls, "__init__", _recording(cls.__init__))
 
     @classmethod
     def is_of_user(cls) -> bool:
