@@ -229,7 +229,7 @@ def test_compiled_and_exported(case):
 
 @pytest.mark.slow
 def test_compiled_training_step_and_export_of_mvit():
-    options = {"depths": (1,), "embed_dim": (6,), "num_heads": (1,), "img_size": (32, 32)}
+    options = {"depths": (1, 1), "embed_dim": (6, 12), "num_heads": (1, 2), "img_size": (32, 32)}
     source, x, grads = mvit("patches", **options).float(), images(32, 32).float(), []
     model = imported(source)
     torch.compiler.reset()
