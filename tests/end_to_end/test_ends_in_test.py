@@ -11,7 +11,7 @@ from relvit.cli import main
 
 
 @pytest.mark.parametrize("end", ["unreadable image", "SIGINT", "SIGTERM"])
-def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch, capsys, end):
+def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch, capsys, request, end):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"
     image = root / "test" / "cat" / "0.jpg"
     # The model is tested with the averages of the weights, which the training does not go on from.
@@ -20,6 +20,9 @@ def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch
         image.write_text("no image")
     else:
         monkeypatch.setenv("END_TEST", end)
+    # A shell starts what runs in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     status = main(["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY, *options])
     assert status == (2 if end == "unreadable image" else 128 + getattr(signal, end))
     assert ("To go on: relvit fit --resume " in capsys.readouterr().out) == (end != "unreadable image")

@@ -90,8 +90,11 @@ def cut_sam(model: nn.Module, size: Size) -> None:
 
 
 def timm_mvitv2(layers: int, size: Size) -> nn.Module:
-    """Build MViTv2-S for images of this size; fewer layers are taken from the third stage, the longest one, first."""
-    depths = (1, 2, layers - 5, 2) if layers > 5 else (1,) * min(layers, 4)
+    """Build MViTv2-S for images of this size; fewer layers are taken from the third stage, the longest one, first.
+
+    There are two layers at least: timm builds a single one alike for images of several sizes.
+    """
+    depths = (1, 2, layers - 5, 2) if layers > 5 else (1,) * min(max(layers, 2), 4)
     # timm's tables are those of a square.
     return MultiScaleVit(MultiScaleVitCfg(depths=depths), img_size=max(size), num_classes=0)
 
