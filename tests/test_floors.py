@@ -37,7 +37,7 @@ def test_imports_point_down():
             continue
         for module in imported_modules(path):
             package, *names = module.split(".")
-            if package == "relvit" and names and names[0] not in ("version", "_moved"):
+            if package == "relvit" and names and names[0] != "version":
                 assert names[0] in (folder, *BELOW[folder]), f"{path} imports {module}"
                 checked += 1
             if folder in ("ops", "layers", "models", "families"):
@@ -48,7 +48,7 @@ def test_imports_point_down():
 
 
 def test_the_root_holds_the_package_alone():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "_moved.py", "version.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "version.py"}
 
 
 def test_folders_stay_small():

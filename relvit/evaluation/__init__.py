@@ -34,7 +34,6 @@ __all__ = [
     "Corruptions",
     "evaluate_corruptions",
     "EvaluationReport",
-    "MultiLabelReport",
     "ClassMetrics",
     "class_metrics",
     "confusion_matrix",
@@ -52,6 +51,3 @@ __all__ = [
     "PROTOCOLS",
     "Size",
 ]
-
-# The report asks the labels of its classifier; this name of version 0.2 stays for one release.
-MultiLabelReport = EvaluationReport

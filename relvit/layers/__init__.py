@@ -1,8 +1,5 @@
 """Modules with parameters, built on `relvit.ops`: positions, attention, blocks, patches."""
 
-from typing import TYPE_CHECKING
-
-from relvit._moved import moved
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.interpolate import resample_embedding
@@ -40,6 +37,3 @@ __all__ = [
     "AnySizePatchEmbed",
     "resample_embedding",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved("relvit.layers")

@@ -1,8 +1,5 @@
 """The core's models, registered with timm by the import; how to build, retrofit and load any of them."""
 
-from typing import TYPE_CHECKING
-
-from relvit._moved import moved
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.relative_vit import RelVisionTransformer
@@ -28,6 +25,3 @@ __all__ = [
     "retrofitted",
     "set_reach",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved("relvit.models")

@@ -1,8 +1,5 @@
 """Pure functions on tensors: exact relative attention, its inputs, and slow references."""
 
-from typing import TYPE_CHECKING
-
-from relvit._moved import moved
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
@@ -29,6 +26,3 @@ __all__ = [
     "Choice",
     "choose",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved("relvit.ops")

@@ -1,8 +1,5 @@
 """Training with Lightning: the classifier module, its schedule, checkpoints and callbacks."""
 
-import warnings
-from typing import Any
-
 from relvit.training.callbacks.early_stopping import Patience
 from relvit.training.callbacks.history import History
 from relvit.training.callbacks.predictions import PredictionTable
@@ -65,14 +62,3 @@ __all__ = [
     "new_run_folder",
     "remove_if_empty",
 ]
-
-# These names of version 0.1 stay for one release.
-_RENAMED = {"WholeCheckpoints": AtomicCheckpointIO, "remove_if_fruitless": remove_if_empty}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(f"relvit.training.{name} is now {new.__name__}", DeprecationWarning, stacklevel=2)
-        return new
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
