@@ -1,4 +1,4 @@
-"""Load the YAML of configuration files: keys that repeat are refused, class paths of earlier releases still work."""
+"""Load the YAML of configuration files: keys that repeat and endless aliases are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jsonargparse import get_loader, set_loader
 
 from relvit.cli.errors import UsageError
 from relvit.cli.shipped_configs import shipped_configs
-from relvit.data.registry import public_class_path
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.messages import cut, did_you_mean
 
@@ -40,7 +39,7 @@ def load_config(text: str) -> Any:
         ValueError: aliases that hold themselves, or stand for too many values.
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
-    return _stock_loader(public_class_path(text))
+    return _stock_loader(text)
 
 
 def read_config(config: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 
 import relvit.data
 from relvit.data.modules.base import ImageData
@@ -20,20 +19,12 @@ def data_modules() -> list[type[ImageData]]:
     return found
 
 
-def public_class_path(text: str) -> str:
-    """Replace full names of relvit's classes of data, wherever their modules are or were, by `relvit.data.NAME`.
-
-    Parts of longer names and of paths stay as they are.
-    """
-    return re.sub(r"(?<![\w./-])relvit\.data(?:\.[a-z_]+)+\.([A-Z]\w*)(?![\w./-])", r"relvit.data.\1", text)
-
-
 def imported_data_module(class_path: str) -> type[ImageData] | None:
     """Return the data module that a checkpoint names, if relvit or the user has imported it already, else None.
 
     Nothing is imported for it: a file must not choose what runs.
     """
-    named = (cls for cls in data_modules() if class_path_of(cls) == public_class_path(class_path))
+    named = (cls for cls in data_modules() if class_path_of(cls) == class_path)
     return next(named, None)
 
 
@@ -69,5 +60,5 @@ def named_data_module(name: str | None) -> type[ImageData] | None:
 
 def class_path_of(cls: type[ImageData]) -> str:
     """Return the name by which configurations know a data module; relvit's own without the module it is in."""
-    path = f"{cls.__module__}.{cls.__qualname__}"
-    return public_class_path(path) if hasattr(relvit.data, cls.__name__) else path
+    public = getattr(relvit.data, cls.__name__, None) is cls
+    return f"{relvit.data.__name__ if public else cls.__module__}.{cls.__qualname__}"

@@ -1,22 +1,13 @@
-"""Names of data modules in configurations of earlier releases."""
+"""Names of data modules in configurations and checkpoints."""
 
-import pytest
+from relvit.data import DigitsData
+from relvit.data.registry import class_path_of, imported_data_module
 
-from relvit.data.registry import public_class_path
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("relvit.data.folder.ImageFolderData", "relvit.data.ImageFolderData"),
-        ("data: {class_path: relvit.data.modules.digits.DigitsData}", "data: {class_path: relvit.data.DigitsData}"),
-        ("relvit.data.DigitsData", None),
-        ("mine.relvit.data.folder.MyData", None),
-        ("photos/relvit.data.folder.Images/train", None),
-        ("images-relvit.data.folder.Images", None),
-        ("relvit.data.folder.Images.tar", None),
-        ("relvit.data.folder.Images-2", None),
-    ],
-)
-def test_only_names_of_classes_are_shortened(text, expected):
-    assert public_class_path(text) == (expected or text)
+def test_relvits_classes_are_named_by_their_package_and_a_users_class_by_its_module():
+    mine = type("DigitsData", (DigitsData,), {"__module__": "mine"})
+    assert class_path_of(DigitsData) == f"{DigitsData.__module__.partition('.modules')[0]}.DigitsData"
+    assert class_path_of(mine) == "mine.DigitsData"
+    for cls in (DigitsData, mine):
+        assert imported_data_module(class_path_of(cls)) is cls
+    assert imported_data_module("relvit.DigitsData") is None

@@ -19,7 +19,6 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from timm.models import split_model_name_tag
 from torch import Tensor
 
-from relvit.data.registry import public_class_path
 from relvit.training.labels import are_thresholds
 from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import atomic_write, has_links, is_address, remove_parts
@@ -99,7 +98,6 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     for name in ("state_dict", AVERAGE_KEY):
         check_finite(content.get(name, {}), str(path))
-    content[KEY]["data"]["class_path"] = public_class_path(content[KEY]["data"]["class_path"])
     if averaged:
         content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
