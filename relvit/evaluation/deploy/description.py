@@ -47,29 +47,25 @@ def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict
     """Read the description of an ONNX file and check it, as the file may come from anywhere.
 
     Args:
-        path: the file. For a file of relvit 0.2 the description is in a JSON file of the same name beside it.
+        path: the file.
         metadata: the texts in the file, by name.
         classes: the number of logits per image.
 
     Raises:
         ValueError: there is no description, or a part of it is missing or wrong.
     """
-    source, text = path, metadata.get(KEY)
-    if text is None:
-        source = path.with_suffix(".json")
-        if not source.is_file():
-            raise ValueError(
-                f"{path} has no class names in it, and no {source.name} beside it: "
-                f"relvit export CKPT --output {path} writes a file that has"
-            )
+    if KEY not in metadata:
+        raise ValueError(
+            f"{path} has no class names in it: relvit export CKPT --output {path} writes a file that has them"
+        )
     try:
-        found = json.loads(source.read_text(encoding="utf-8") if text is None else text)
-    # The text is no JSON, no UTF-8, or nested too deeply.
+        found = json.loads(metadata[KEY])
+    # The text is no JSON, or nested too deeply.
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is no file of relvit export: {one_line(error)}") from error
-    check_bounds(found, str(source))
+        raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+    check_bounds(found, str(path))
     if wrong := _wrong_part(found, classes):
-        raise ValueError(f"{source} is no file of relvit export: {wrong} is not what it should be")
+        raise ValueError(f"{path} is no file of relvit export: {wrong} is not what it should be")
     return found
 
 

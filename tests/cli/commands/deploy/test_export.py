@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -146,32 +145,6 @@ def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, t
     arguments = [str(photos / "test"), f"--runs={tmp_path / 'runs'}"]
     assert main(["predict", "--model", str(tmp_path / "model.onnx"), *arguments]) == 0
     assert {row["class"] for row in table(tmp_path / "runs")} <= set(CLASSES)
-
-
-def with_json_beside(path, target):
-    """An .onnx as relvit 0.2 wrote it: its description is in a JSON file of the same name."""
-    model = onnx.load(path)
-    (description,) = (entry.value for entry in model.metadata_props if entry.key == "relvit")
-    del model.metadata_props[:]
-    onnx.save(model, target)
-    target.with_suffix(".json").write_text(json.dumps(json.loads(description), indent=2) + "\n")
-    return target
-
-
-def test_a_file_of_relvit_0_2_predicts_by_the_json_beside_it(folder, photos, tmp_path, fails):
-    old = with_json_beside(folder / "model.onnx", tmp_path / "old.onnx")
-    for name, file in (("old", old), ("new", folder / "model.onnx")):
-        arguments = [str(photos / "test"), f"--runs={tmp_path / name}"]
-        assert main(["predict", "--model", str(file), *arguments]) == 0
-    assert table(tmp_path / "old") == table(tmp_path / "new")
-    # A description in the file comes first, whatever is beside the file.
-    shutil.copy(folder / "model.onnx", tmp_path / "both.onnx")
-    (tmp_path / "both.json").write_text("nothing")
-    assert OnnxClassifier(tmp_path / "both.onnx").description["class_names"] == list(CLASSES)
-    old.with_suffix(".json").unlink()
-    assert "no class names in it, and no old.json beside it: relvit export CKPT --output" in fails(
-        ["predict", "--model", old, photos]
-    )
 
 
 @pytest.mark.slow
