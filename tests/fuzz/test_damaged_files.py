@@ -7,7 +7,6 @@ another file of the machine nor a connection. Beside each example the honest fil
 """
 
 import faulthandler
-import gzip
 import io
 import json
 import random
@@ -15,19 +14,21 @@ import shutil
 import socket
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from files_of_0_2 import FAMILIES, FOLDER, images, picture
 from PIL import Image
+from sample_files import FAMILIES, images, picture, publish_sample, write_sample
 from seeded import Tally, examples
 from spoil import ODD, damaged, foreign
 
 import relvit
 from relvit.cli import main
 from relvit.data import ImageListData, ReaderData
+from relvit.evaluation.deploy import export_model
 from relvit.training.checkpoints.pretrained import Pretrained
 
 pytestmark = pytest.mark.fuzz
@@ -56,9 +57,20 @@ class Watch:
 WATCH = Watch()
 
 
+# The honest files: a checkpoint of each family, a published folder, an ONNX file and a run.
+SAMPLES = Path(tempfile.mkdtemp())
+
+
 @pytest.fixture(autouse=True, scope="module")
-def watched():
+def samples(digits_run):
+    for name in FAMILIES:
+        write_sample(SAMPLES / f"{name}.ckpt", name)
+    publish_sample(SAMPLES / "tables.ckpt", SAMPLES / "published")
+    export_model(relvit.load(SAMPLES / "tables.ckpt"), SAMPLES / "model.onnx")
+    shutil.copytree(digits_run, SAMPLES / "run")
     sys.addaudithook(WATCH)
+    yield
+    shutil.rmtree(SAMPLES)
 
 
 def nested(chance):
@@ -109,8 +121,8 @@ def predictions(model):
 
 def checkpoint(chance, changed):
     """Change bytes of a checkpoint."""
-    name, by_command = chance.choice(FAMILIES), chance.random() < 0.3
-    content = (FOLDER / name / "checkpoints" / "last.ckpt").read_bytes()
+    name, by_command = chance.choice(list(FAMILIES)), chance.random() < 0.3
+    content = (SAMPLES / f"{name}.ckpt").read_bytes()
     Path("a.ckpt").write_bytes(damaged(content, chance) if changed else content)
     if by_command:
         return predictions("a.ckpt")
@@ -121,7 +133,7 @@ def checkpoint(chance, changed):
 
 def description(chance, changed):
     """Change the description of model and data in a checkpoint."""
-    content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(SAMPLES / f"{chance.choice(list(FAMILIES))}.ckpt", weights_only=True)
     if changed and chance.random() < 0.15:
         part = chance.choice(["model", "data"])
         content["relvit"][part][chance.choice(list(content["relvit"][part]))] = nested(chance)
@@ -133,7 +145,7 @@ def description(chance, changed):
 
 def weights(chance, changed):
     """Change weights: infinite values, other shapes, types and names."""
-    content = torch.load(FOLDER / chance.choice(FAMILIES) / "checkpoints" / "last.ckpt", weights_only=True)
+    content = torch.load(SAMPLES / f"{chance.choice(list(FAMILIES))}.ckpt", weights_only=True)
     state = content["state_dict"]
     content.pop("ema_state_dict", None)
     if changed:
@@ -157,19 +169,13 @@ def weights(chance, changed):
 
 
 def onnx_file(chance, changed):
-    """Cut an ONNX file, or change its description, which is in the file or, in version 0.2, beside it."""
+    """Cut an ONNX file, or change the description in it."""
     import onnx
 
-    model = onnx.load_from_string(gzip.decompress((FOLDER / "onnx" / "model.onnx.gz").read_bytes()))
-    about = json.loads((FOLDER / "onnx" / "model.json").read_text())
-    inside, cut = chance.random() < 0.5, chance.random() < 0.5
+    model, cut = onnx.load(SAMPLES / "model.onnx"), chance.random() < 0.5
+    (about,) = (entry for entry in model.metadata_props if entry.key == "relvit")
     if changed and not cut:
-        about = foreign(about, chance)
-    Path("model.json").unlink(missing_ok=True)
-    if inside:
-        model.metadata_props.add(key="relvit", value=json.dumps(about))
-    else:
-        Path("model.json").write_text(json.dumps(about))
+        about.value = json.dumps(foreign(json.loads(about.value), chance))
     content = model.SerializeToString()
     Path("model.onnx").write_bytes(content[: chance.randrange(len(content))] if changed and cut else content)
     predictions("model.onnx")
@@ -178,7 +184,7 @@ def onnx_file(chance, changed):
 def folder(chance, changed):
     """Change the files of a published folder."""
     shutil.rmtree("published", ignore_errors=True)
-    shutil.copytree(FOLDER / "published", "published")
+    shutil.copytree(SAMPLES / "published", "published")
     config, tensors = Path("published/config.json"), Path("published/model.safetensors")
     if changed and chance.random() < 0.3:
         tensors.write_bytes(tensors.read_bytes()[: chance.randrange(tensors.stat().st_size)])
@@ -232,7 +238,7 @@ def archive(chance, changed):
 def run(chance, changed):
     """Change the records of a run that is resumed."""
     shutil.rmtree("run", ignore_errors=True)
-    shutil.copytree(FOLDER / "tables", "run")
+    shutil.copytree(SAMPLES / "run", "run")
     name = chance.choice(["run.json", "metrics.csv", "summary.json", "config.yaml"])
     file = Path("run", name)
     if changed:

@@ -3,18 +3,16 @@
 FUZZ_EXAMPLES=4000 FUZZ_SEED=32 pytest tests/fuzz/test_transforms.py -s
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
+from sample_files import write_sample
 from seeded import Tally, examples
 from timm.data import create_transform, resolve_model_data_config
 
 import relvit
 from relvit.data import eval_transform
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "of_0_2"
 # relvit resizes by the bicubic filter alone. These are timm's names of its protocols.
 PROTOCOLS = {"crop": "center", "resize": "squash", "field": "center"}
 # No example resizes an image to more pixels: it would take too long.
@@ -108,9 +106,9 @@ def test_images_of_random_shapes_are_transformed_as_by_timm():
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("family", ["tables", "aft_full", "retrofitted"])
-def test_what_a_model_tells_timm_transforms_images_as_its_predictor(family):
+def test_what_a_model_tells_timm_transforms_images_as_its_predictor(family, tmp_path):
     """timm reads `pretrained_cfg`, which a published folder has too, by `resolve_model_data_config`."""
-    predictor, tally = relvit.load(FIXTURES / family / "checkpoints" / "last.ckpt"), Tally(f"transforms of {family}")
+    predictor, tally = relvit.load(write_sample(tmp_path / "last.ckpt", family)), Tally(f"transforms of {family}")
     timms = create_transform(**resolve_model_data_config(predictor.model))
     for number, random in examples(20):
         image = draw_image(random, len(predictor.mean))

@@ -1,31 +1,35 @@
-"""The `Checkpoint` type, tested with a checkpoint that relvit 0.1 wrote."""
+"""The `Checkpoint` type."""
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from sample_files import write_sample
 
+import relvit
 from relvit.data import DigitsData, ImageData
 from relvit.training import Checkpoint, classifier_of, read_checkpoint
 
-PATH = Path(__file__).parents[2] / "fixtures" / "run_of_0_1" / "checkpoints" / "last.ckpt"
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_sample(tmp_path_factory.mktemp("samples") / "last.ckpt")
 
 
 @pytest.fixture(scope="module")
-def checkpoint():
-    return Checkpoint.read(PATH)
+def checkpoint(path):
+    return Checkpoint.read(path)
 
 
-def test_what_a_checkpoint_holds(checkpoint):
-    content = read_checkpoint(PATH)
+def test_what_a_checkpoint_holds(path, checkpoint):
+    content = read_checkpoint(path)
     assert checkpoint.weights.keys() == content["state_dict"].keys()
     classifier = classifier_of(checkpoint)
     assert not classifier.training
     assert all(torch.equal(tensor, checkpoint.weights[name]) for name, tensor in classifier.state_dict().items())
     assert checkpoint.architecture().model == content["relvit"]["model"]["model"] == classifier.hparams.model
-    assert checkpoint.versions["relvit"] == "0.1.0"
+    assert checkpoint.versions["relvit"] == relvit.__version__
     assert (checkpoint.resumable, checkpoint.finished_epochs()) == (True, 2)
     assert replace(checkpoint, resume_point=None, epoch=4).finished_epochs() == 5
     args = content["relvit"]["data"]["init_args"]

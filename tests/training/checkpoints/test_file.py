@@ -4,14 +4,15 @@ import errno
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from files_of_0_2 import FOLDER
 from safetensors.torch import save_file
+from sample_files import write_sample
 
 import relvit
 from relvit.cli.trainer.folder import explain_full_disk
@@ -23,6 +24,11 @@ from relvit.utils.descriptions import check_bounds
 from relvit.utils.files import has_links, remove_parts
 
 OLD, NEW = {"weights": torch.arange(3.0)}, {"weights": torch.arange(5.0), "epoch": 2}
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return write_sample(tmp_path_factory.mktemp("samples") / "last.ckpt")
 
 
 def same(path, expected):
@@ -127,21 +133,22 @@ def test_hard_links_where_there_are_some(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-CHECKPOINT = FOLDER / "tables" / "checkpoints" / "last.ckpt"
 USES = (
     relvit.load,
     load_classifier,
     Checkpoint.read,
     lambda path: Pretrained(str(path)).weights(),
-    lambda path: average_checkpoints([path, CHECKPOINT], path.with_name("averaged.ckpt")),
+    lambda path: average_checkpoints(
+        [path, shutil.copy(path, path.with_name("twin"))], path.with_name("averaged.ckpt")
+    ),
     lambda path: calibrate(path, path.with_name("calibrated.ckpt")),
 )
 
 
-def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(tmp_path, fails):
+def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(sample, tmp_path, fails):
     path = tmp_path / "bad.ckpt"
     for part, bad in (("state_dict", -torch.inf), ("ema_state_dict", torch.nan)):
-        content = torch.load(CHECKPOINT, weights_only=True)
+        content = torch.load(sample, weights_only=True)
         content[part]["net.head.weight"][1, 2] = bad
         torch.save(content, path)
         with pytest.raises(ValueError, match=r"bad.ckpt .* net.head.weight .*: take another checkpoint"):
@@ -162,9 +169,9 @@ def test_plain_weights_that_are_not_finite_are_refused(tmp_path):
         assert Pretrained(str(tmp_path / name)).weights().state["head.weight"].sum() == 2
 
 
-def test_damaged_files_are_refused(tmp_path):
-    original = CHECKPOINT.read_bytes()
-    with zipfile.ZipFile(CHECKPOINT) as archive:
+def test_damaged_files_are_refused(sample, tmp_path):
+    original = sample.read_bytes()
+    with zipfile.ZipFile(sample) as archive:
         tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
         largest = max(tensors, key=lambda entry: entry.file_size)
         start = original.index(archive.read(largest))
@@ -183,15 +190,15 @@ def test_damaged_files_are_refused(tmp_path):
     # A file that was written without checksums has nothing to compare.
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(torch.load(CHECKPOINT, weights_only=True), path)
+        torch.save(torch.load(sample, weights_only=True), path)
     finally:
         torch.serialization.set_crc32_options(True)
     relvit.load(path)
 
 
 @pytest.mark.parametrize("part", ["model", "data"])
-def test_nested_shared_lists_are_refused_at_once(part, tmp_path):
-    content = torch.load(CHECKPOINT, weights_only=True)
+def test_nested_shared_lists_are_refused_at_once(part, sample, tmp_path):
+    content = torch.load(sample, weights_only=True)
     nested = [0.5]
     for _ in range(30):
         nested = [nested] * 10

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from files_of_0_2 import FOLDER
+from sample_files import publish_sample, write_sample
 
 import relvit
 from relvit.cli import main
 from relvit.models.factory import BUILDER_ARGUMENTS, build_model
 from relvit.training.checkpoints.pretrained import Pretrained
 
-CHECKPOINT = FOLDER / "tables" / "checkpoints" / "last.ckpt"
 # Arguments of timm's builders with which a description would choose where weights come from.
 CHOICES = [
     {"pretrained": True},
@@ -28,8 +27,18 @@ CHOICES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return write_sample(tmp_path_factory.mktemp("samples") / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def published(sample):
+    return publish_sample(sample, sample.with_name("published"))
+
+
 @pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
+def alone(published, monkeypatch, tmp_path):
     """No connection can be made, and reading the other file of the machine fails the test."""
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": torch.ones(1)}, "secret.pth")
@@ -46,8 +55,8 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "load", read)
 
 
-def test_checkpoints_that_choose_weights_are_refused(fails):
-    content = torch.load(CHECKPOINT, weights_only=True)
+def test_checkpoints_that_choose_weights_are_refused(sample, fails):
+    content = torch.load(sample, weights_only=True)
     kwargs = content["relvit"]["model"]["model_kwargs"] or {}
     for model, choice in itertools.product(("test_relvit", "vit_tiny_patch16_224"), CHOICES):
         content["relvit"]["model"] |= {"model": model, "model_kwargs": kwargs | choice}
@@ -59,8 +68,8 @@ def test_checkpoints_that_choose_weights_are_refused(fails):
     assert "must not hold" in fails(run)
 
 
-def test_folders_that_choose_weights_are_refused(fails):
-    shutil.copytree(FOLDER / "published", "published")
+def test_folders_that_choose_weights_are_refused(published, fails):
+    shutil.copytree(published, "published")
     config = json.loads(Path("published/config.json").read_text())
     changed = [(config | {"model_args": config["model_args"] | choice}, "must not hold") for choice in CHOICES]
     for model in ("hf-hub:someone/else", "local-dir:."):
@@ -81,9 +90,9 @@ def test_the_hub_likewise(monkeypatch):
         Pretrained("hf-hub:someone/else").weights()
 
 
-def test_honest_descriptions_load():
-    state = Pretrained(str(FOLDER / "published")).weights().state
-    expected = timm.create_model(f"local-dir:{FOLDER / 'published'}", pretrained=True).state_dict()
+def test_honest_descriptions_load(published):
+    state = Pretrained(str(published)).weights().state
+    expected = timm.create_model(f"local-dir:{published}", pretrained=True).state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, drop_path_rate=0.1, pos_embed="learn")
     relvit.retrofit(vit, rel_terms="k")
