@@ -18,8 +18,6 @@ from relvit.cli.secrets import CLASSES, mask_secrets
 from relvit.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.training.checkpoints.file import EPOCH_NAME
-from relvit.training.classifier import LOSS_DEFAULTS
-from relvit.training.optim.schedule import DEFAULT
 from relvit.utils.files import is_address
 from relvit.utils.messages import cut, without_secrets
 
@@ -35,8 +33,6 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
-# Older runs lack these options, and were trained with what are now the defaults.
-ADDED = {f"model.{name}": value for name, value in LOSS_DEFAULTS.items()} | {"model.schedule": DEFAULT}
 # These files may have moved, but they must be there before and after.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # Changes of all other options are refused, with the reason for the longest of these names that the option begins with.
@@ -142,7 +138,7 @@ def changed_options(
     groups = {name.partition(".")[0] for name in before}
     changed = []
     for name in sorted({**before, **now}):
-        was, wanted = before.get(name, ADDED.get(name)), now.get(name)
+        was, wanted = before.get(name), now.get(name)
         if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))

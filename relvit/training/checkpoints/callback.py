@@ -65,7 +65,7 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
-        # Epochs are counted from 1 here. Checkpoints of relvit 0.2 do not hold the best epoch, which then is None.
+        # Epochs are counted from 1 here.
         self.best_epoch: int | None = None
         self._best_loss: float | None = None
         self._signal: int = 0
@@ -93,8 +93,8 @@ class RunCheckpoints(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score, unless the run writes to another folder."""
         if Path(self.best_model_path).is_file():
-            self.best_model_score, self._best_loss = state_dict["best"], state_dict.get("loss")
-            self.best_epoch = state_dict.get("epoch")
+            self.best_model_score, self._best_loss = state_dict["best"], state_dict["loss"]
+            self.best_epoch = state_dict["epoch"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise a DiskSpaceError before the training if the disk has no space for the checkpoints."""

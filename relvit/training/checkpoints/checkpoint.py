@@ -246,7 +246,6 @@ def first_difference(
 ) -> tuple[str, str, str] | None:
     """Find the first of these arguments that differs; return its name and both values in short, or None."""
     for name in names:
-        # Older checkpoints do not hold all arguments, such as `retrofit`.
         ours, theirs = _plain(one.get(name)), _plain(other.get(name))
         if isinstance(ours, dict) and isinstance(theirs, dict):
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]

@@ -90,8 +90,8 @@ class DataRecord(Callback):
             return describe_difference(before, self.digests, trainer.datamodule, run / FILE)
         if self.digests:
             warnings.warn(
-                "the checkpoint does not say which images its training had, as relvit 0.2 did not write that: whether "
-                "they are still the same is not checked",
+                "the checkpoint does not say which images its training had, as one of relvit fit does: whether they "
+                "are still the same is not checked",
                 stacklevel=2,
             )
         return ""

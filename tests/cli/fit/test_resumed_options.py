@@ -375,7 +375,7 @@ UNKNOWN = "the checkpoint does not say which images its training had"
 
 
 def forget_images(run, layout=None):
-    """As relvit 0.2 wrote checkpoints."""
+    """As a Trainer of one's own writes checkpoints."""
     last = run / "checkpoints" / "last.ckpt"
     content = torch.load(last, weights_only=True)
     assert content["callbacks"].pop("DataRecord")["images"]["train"]["images"] == 18
