@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -76,14 +75,7 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`."""
-    terms = position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
-    if terms.query_bias is None and hasattr(position, "content_bias"):
-        # The compiler cannot trace a warning.
-        if not is_compiling():
-            text = f"{type(position).__name__}: return content_bias as RelativeTerms(query_bias=...), which replaces it"
-            warnings.warn(text, FutureWarning, stacklevel=2)
-        terms = terms._replace(query_bias=position.content_bias)
-    return terms
+    return position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
 
 
 def needs_tokens(position: nn.Module) -> bool:

@@ -10,8 +10,7 @@ from position_cases import DIM, HEADS, LAYOUTS, draw, layer
 from torch import nn
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
-from relvit.layers import RelativeAttention, RelativePosition2d
-from relvit.layers.attention import separate
+from relvit.layers import RelativeAttention
 from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, relative_attention
 
 
@@ -78,19 +77,3 @@ def test_the_bias_of_queries_is_added_to_them():
         for backend in ("reference", "fused", "tiled", "gathered"):
             got = relative_attention(*given, **rotated, backend=backend)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-def test_a_position_with_a_content_bias_works_with_a_warning():
-    class Old(RelativePosition2d):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.content_bias = torch.nn.Parameter(torch.randn(HEADS, DIM // HEADS))
-
-    old = layer(Old(DIM // HEADS, HEADS))
-    x, grid = draw(2, 6, DIM), make_grid(2, 3)
-    with pytest.warns(FutureWarning, match="Old: return content_bias as RelativeTerms"):
-        got = old(x, grid)
-    query, key, value = separate(old.project(x))
-    terms = old.position(grid)
-    mixed = relative_attention(query + old.position.content_bias[:, None], key, value, terms, grid)
-    torch.testing.assert_close(got, old.output(x, mixed), rtol=0, atol=1e-12)
