@@ -119,26 +119,6 @@ def test_weights_come_back_from_checkpoints_of_both(case):
     torch.testing.assert_close(other(x), model(x), rtol=0, atol=atol)
 
 
-def test_tables_of_sam_in_checkpoints_of_earlier_versions():
-    """relvit 0.2 named them `position.key_rows` and `position.key_cols`: reversed, times the root of the width."""
-    original = build("sam")
-    model, fresh, x = imported(original), imported(build("sam")), images(*trained_size("sam"))
-    earlier = {}
-    for name, tensor in original.state_dict().items():
-        for ours, theirs in (("key_rows", "rel_pos_h"), ("key_cols", "rel_pos_w")):
-            if name.endswith(theirs):
-                name, tensor = name.replace(theirs, f"position.{ours}"), tensor.flip(0) * 12**0.5
-        earlier[name] = tensor
-    fresh.pretrained_cfg = {}
-    for load in (fresh.load_state_dict, lambda state: transfer_weights(fresh, Weights("there", state))):
-        for parameter in fresh.parameters():
-            torch.nn.init.ones_(parameter)
-        load(earlier)
-        torch.testing.assert_close(fresh(x), model(x), rtol=0, atol=1e-10)
-    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.attn\.rel_pos_h"):
-        fresh.load_state_dict({**earlier, "blocks.1.attn.position.key_rows": torch.zeros(5, 12)})
-
-
 def test_modules_are_relvits():
     frozen = imported(build("beit").requires_grad_(False))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())

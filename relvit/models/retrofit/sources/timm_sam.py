@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from timm.models.vision_transformer_sam import Attention, Block, VisionTransformerSAM
@@ -16,8 +16,7 @@ from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, Whole
 from relvit.models.retrofit.sources.sam import SamAttention
 from relvit.ops import Grid
 
-# Names of tables in checkpoints of relvit 0.2: reversed along their axis, and times the root of the width.
-EARLIER = {"position.key_rows": "rel_pos_h", "position.key_cols": "rel_pos_w"}
+TABLES = ("rel_pos_h", "rel_pos_w")
 
 
 class TimmRelativeSam(SamAttention, TimmOwnRelative, Attention):
@@ -28,17 +27,6 @@ class TimmRelativeSam(SamAttention, TimmOwnRelative, Attention):
         height, width = x.shape[1], x.shape[2]
         x = TimmOwnRelative.forward(self, x.flatten(1, 2), attn_mask=GridArgument(Grid(height, width), None))
         return x.unflatten(1, (height, width))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rename_tables(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def rename_tables(state: dict[str, Any], prefix: str) -> None:
-    """Convert the tables of an attention in a state dict of relvit 0.2 to the source's, in place."""
-    for earlier, name in EARLIER.items():
-        if (table := state.pop(prefix + earlier, None)) is not None:
-            state[prefix + name] = table.flip(0) * table.shape[1] ** -0.5
 
 
 class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
@@ -55,8 +43,7 @@ class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         adapted = dict(state)
         for path, attn in self.named_attentions(self):
-            rename_tables(adapted, f"{path}.")
-            for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in EARLIER.values()):
+            for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in TABLES):
                 if key in adapted and len(adapted[key]) != len(own):
                     # A model for images of another size has longer or shorter tables: beyond the edge is the edge.
                     given, most = len(adapted[key]) // 2, len(own) // 2
