@@ -1,7 +1,7 @@
 """Start of the console script `relvit`: `--help` without PyTorch; how long waiting threads spin, set before its import.
 
 The module stands beside the package and imports nothing of the package, because importing `relvit` loads PyTorch and
-timm, which takes seconds. `relvit.cli` runs all other commands, and `python -m relvit` begins there.
+timm, which takes seconds. `relvit.app.cli` runs all other commands, and `python -m relvit` begins there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_COMMANDS = "relvit.cli.commands"
+_COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
 # Command -> (the module that runs it, one line of help). A module has a function of the command's name, whose arguments
 # are the options and whose docstring begins with that line; `fit` is Lightning's command line.
 COMMANDS = {
-    "fit": ("relvit.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
+    "fit": ("relvit.app.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
     "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),
     "test": (f"{_COMMANDS}.test", "test a checkpoint: metrics per class, confusion matrix, worst mistakes"),
     "predict": (f"{_COMMANDS}.predict", "write the classes of each image into predictions.csv"),
@@ -64,7 +64,7 @@ def main() -> int:
     # As with `python -m relvit`, a module of one's own in this folder can be named (--data my_module.Mine); it comes
     # last, so that no file here takes the place of an installed module.
     sys.path.append(os.getcwd())
-    from relvit.cli import main as run
+    from relvit.app.cli import main as run
 
     return run(arguments)
 

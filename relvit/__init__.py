@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relvit import families, layers, models, ops
-from relvit.models import Reach, RelVisionTransformer, attention_maps, restore, retrofit
+from relvit.models import Reach, RelVisionTransformer, attention_maps, explain, restore, retrofit
 from relvit.version import __version__
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from relvit.evaluation import Predictor
-    from relvit.evaluation.explain import LayerPlan
+    from relvit.app.evaluation import Predictor
 
 __all__ = [
     "__version__",
@@ -37,7 +34,7 @@ __all__ = [
 def load(
     ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
 ) -> Predictor:
-    """The classifier of a checkpoint of `relvit fit`, for `predict` and `embed`; see `relvit.evaluation.Predictor`.
+    """The classifier of a checkpoint of `relvit fit`, for `predict` and `embed`; see `relvit.app.evaluation.Predictor`.
 
     Args:
         ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt.
@@ -52,25 +49,6 @@ def load(
     if not isinstance(ckpt_path, str | os.PathLike):
         raise TypeError(f"ckpt_path must be the path of a checkpoint, got {type(ckpt_path).__name__}")
     # Imported here, since Lightning takes a second that models alone do not need.
-    from relvit.evaluation import Predictor
+    from relvit.app.evaluation import Predictor
 
     return Predictor(ckpt_path, img_size, reach)
-
-
-def explain(
-    model: nn.Module, img_size: int | Sequence[int] | None = None, device: str | None = None
-) -> list[LayerPlan]:
-    """List what each attention layer of a model computes at an image size, by which backend and why.
-
-    Args:
-        model: a model of relvit, or of timm after `relvit.retrofit`.
-        img_size: of the images, one number or (height, width) in pixels; None: that of the model.
-        device: 'cpu' or 'cuda', for whose backend is asked, whether there is a card or not; None: where the parameters
-            are.
-
-    Raises:
-        ValueError: a size that the model does not take, a model without such layers, another name of a device.
-    """
-    from relvit.evaluation.explain import explain as explain_layers
-
-    return explain_layers(model, img_size, device=device)

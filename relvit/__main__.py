@@ -2,7 +2,7 @@
 
 import sys
 
-from relvit.cli import main
+from relvit.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

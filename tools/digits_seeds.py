@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from relvit.cli import main
-from relvit.cli.shipped_configs import shipped_configs
+from relvit.app.cli import main
+from relvit.app.cli.shipped_configs import shipped_configs
 
 CONFIG = shipped_configs()["digits"]
 

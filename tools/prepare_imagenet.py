@@ -5,10 +5,10 @@ ILSVRC2012_devkit_t12.tar.gz (2.5 MB), from https://image-net.org, which needs a
 
     ROOT/train/<wnid>/*.JPEG    ROOT/val/<wnid>/*.JPEG    ROOT/ILSVRC2012_devkit_t12/data/
 
-for `relvit.data.ImageNetData`, another 145 GB. The command may be stopped at any time and started again: it continues
-where it stopped, and no unfinished file ever has its final name. `--md5` first compares the archives with the published
-sums (some minutes). At the end the tool counts the images of each class; the exit status is 1 where the numbers are not
-the official ones (with `--subset` any number is right).
+for `relvit.app.data.ImageNetData`, another 145 GB. The command may be stopped at any time and started again: it
+continues where it stopped, and no unfinished file ever has its final name. `--md5` first compares the archives with the
+published sums (some minutes). At the end the tool counts the images of each class; the exit status is 1 where the
+numbers are not the official ones (with `--subset` any number is right).
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def make_images(root: Path) -> Path:
 def run(arguments: list[str], **environment: str) -> int:
     """Run `relvit` in a process of its own and return the exit status."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
+    context.set_forkserver_preload(["relvit.app.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
     process = context.Process(target=_relvit, args=(arguments, environment))
     process.start()
     process.join()
@@ -119,7 +119,7 @@ def run(arguments: list[str], **environment: str) -> int:
 
 
 def _relvit(arguments: list[str], environment: Mapping[str, str]) -> None:
-    from relvit.cli import main
+    from relvit.app.cli import main
 
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The core's models, registered with timm by the import; how to build, retrofit and load any of them."""
 
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
+from relvit.models.explain import explain
 from relvit.models.factory import build_model, model_arguments
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import restore, retrofit, retrofit_arguments
@@ -18,6 +19,7 @@ __all__ = [
     "build_model",
     "check_image_size",
     "checkpoint_filter_fn",
+    "explain",
     "model_arguments",
     "restore",
     "retrofit",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
-from relvit.layers.timm_attention import TIMM_ATTENTIONS
 from relvit.models.depth import lack
+from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.utils.messages import listing
 
 

@@ -4,6 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from trained_runs import best, photos, run
+
+__all__ = ["best", "photos", "run"]
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ import yaml
 from documents import ELSEWHERE, PAGES, ROOT, blocks, text
 from photos import TINY
 
-from relvit.cli import main
+from relvit.app.cli import main
 
 TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed_dim=12", "depth=1")]
 # Learning rates that follow the batch come out smaller than the least one.
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
-# Several devices and machines: tests/training/run/test_launch.py, tests/training; timm's weights: `test_fine_tuning`.
+# Several devices and machines: tests/app/training/run/test_launch.py, tests/app/training.
+# timm's weights: `test_fine_tuning`.
 OTHER_TESTS = ("docs/several_devices.md", "docs/fine_tune.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
 APART = ("--model.loss", "--model.teacher", "--model.compile", "--trainer.determ", "--lr_find", "--model.layer_decay")
@@ -113,7 +114,7 @@ def options_of_fit():
     rows = text("docs/options.md").partition("| options | what they do |\n")[2].partition("\n\n")[0].splitlines()
     options = [option for row in rows for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
     assert len(options) >= 15
-    # One step keeps no checkpoints, tests/cli/fit/test_options.py does; the logger needs a package of its own.
+    # One step keeps no checkpoints, tests/app/cli/fit/test_options.py does; the logger needs a package of its own.
     options = [option for option in options if "ModelCheckpoint" not in option and "wandb" not in option]
     # A compiler would take a minute.
     options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]

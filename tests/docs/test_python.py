@@ -5,7 +5,7 @@ import torch
 from documents import PAGES, blocks
 from one_block import use_one_block
 
-from relvit.evaluation.deploy import publish_model
+from relvit.app.evaluation.deploy import publish_model
 
 # What a page computes, where that is more than shapes.
 RESULTS = {
@@ -17,7 +17,7 @@ RESULTS = {
 }
 
 
-# An export takes longest, and `tests/cli/commands` has one a day.
+# An export takes longest, and `tests/app/cli/commands` has one a day.
 SLOW = ("docs/sizes.md",)
 
 

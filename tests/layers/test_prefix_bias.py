@@ -6,7 +6,7 @@ from position_cases import DIM, HEADS, draw, layer, plain, run
 from vits import images, small
 
 from relvit.layers import PrefixBias, RelativeAttention, RelativePosition2d
-from relvit.layers.timm_attention import TimmRelativePlain
+from relvit.models.retrofit.timm_attention import TimmRelativePlain
 from relvit.ops import make_grid
 
 

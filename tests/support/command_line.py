@@ -7,7 +7,7 @@ import re
 import torch
 from photos import TINY
 
-from relvit.cli import main
+from relvit.app.cli import main
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
@@ -28,7 +28,7 @@ def evaluate(command, checkpoint, runs, *options):
 def write_checkpoint_like(path, target, model, model_kwargs, **data):
     """Write `target` like the checkpoint `path`, of another model with random weights, and of data changed so."""
     # Not above, as `tests/conftest.py` imports this file: Lightning takes seconds.
-    from relvit.training import ImageClassifier
+    from relvit.app.training import ImageClassifier
 
     content = torch.load(path, weights_only=True)
     size = {"img_size": data["img_size"]} if "img_size" in data else {}

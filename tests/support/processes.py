@@ -136,7 +136,7 @@ def _forked(function, arguments, folder, environment, out, err):
     This takes a tenth of the time of a process of its own. `out` and `err` are files, or a terminal.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["relvit.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
+    context.set_forkserver_preload(["relvit.app.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
     given = [str(argument) for argument in arguments]
     process = context.Process(target=_run, args=(function, given, str(folder), environment, str(out), str(err)))
     process.start()
@@ -147,8 +147,8 @@ def _run(function, arguments, folder, environment, out, err):
     import torch
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from relvit.cli import main
-    from relvit.training.run.launch import leave_processes
+    from relvit.app.cli import main
+    from relvit.app.training.run.launch import leave_processes
 
     os.setsid()
     for name, path in (("stdout", out), ("stderr", err)):

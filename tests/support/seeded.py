@@ -1,4 +1,4 @@
-"""Examples drawn by a seeded generator, for the tests in `tests/fuzz`.
+"""Examples drawn by a seeded generator, for the tests in `tests/app/fuzz`.
 
 FUZZ_EXAMPLES says how many examples a test draws, FUZZ_SEED the seed. Example `n` of a seed is the same, however many
 there are.

@@ -6,8 +6,8 @@ import torch
 from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from relvit.data import ImageData
-from relvit.training import ImageClassifier
+from relvit.app.data import ImageData
+from relvit.app.training import ImageClassifier
 
 NAMES = [f"class {i}" for i in range(7)]
 # Arguments of a small model of timm, and of a small one of relvit.

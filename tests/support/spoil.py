@@ -1,11 +1,11 @@
-"""Change bytes of files and entries of nested descriptions at random, by a seeded generator, for `tests/fuzz`."""
+"""Change bytes of files and entries of nested descriptions at random, by a seeded generator, for `tests/app/fuzz`."""
 
 import copy
 
 # Numbers at which sizes and counts overflow, turn negative or ask for too much.
 EDGES = (0, 1, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 ODD = [None, True, -1, 0, 7, 2**40, -(2**63), 0.5, 1e308, float("nan"), float("inf"), "", "x", "[", "9" * 400]
-ODD += ["relvit_tiny", "../secret", "\x1b[31m", "é\u202e\n", "os.system", "relvit.data.ImageData"]
+ODD += ["relvit_tiny", "../secret", "\x1b[31m", "é\u202e\n", "os.system", "relvit.app.data.ImageData"]
 ODD += [[], [[]], [1, "a"], {}, {"": None}, [None] * 50, "http://127.0.0.1:9/secret"]
 ODD += [{"class_path": "os.system"}, {"class_path": "os.system", "init_args": {"command": "touch secret"}}]
 # Arguments from which timm's builders would load weights.

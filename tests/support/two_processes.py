@@ -7,7 +7,7 @@ from lightning import Callback
 from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, record_steps, train
 from torch import nn
 
-from relvit.training import AtomicCheckpointIO
+from relvit.app.training import AtomicCheckpointIO
 
 STEP = {"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "label_smoothing": 0.0, "lr_base_batch": 16}
 REVERSIBLE = {"reversible": True, "depth": 3}

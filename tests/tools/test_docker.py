@@ -6,9 +6,9 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from relvit.cli import COMMANDS, EXPORTED
-from relvit.cli.arguments import read_arguments
-from relvit.cli.functions import function_of
+from relvit.app.cli import COMMANDS, EXPORTED
+from relvit.app.cli.arguments import read_arguments
+from relvit.app.cli.functions import function_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import savemat
 from scripts import load
 
-from relvit.data import ImageNetData
+from relvit.app.data import ImageNetData
 
 tool = load("prepare_imagenet")
 

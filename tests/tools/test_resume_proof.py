@@ -48,7 +48,7 @@ def test_these_cases_cover_every_pair():
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}
 
 
-# Daily: tests/training/test_stops.py.
+# Daily: tests/app/training/test_stops.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, uninterrupted, tmp_path):

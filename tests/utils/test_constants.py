@@ -10,9 +10,9 @@ from torch import nn
 from vits import images, small
 
 import relvit
+from relvit.app.training.optim.loss import ClassificationLoss
 from relvit.families.reformer import LSHAttention
 from relvit.layers import LookHerePosition2d, RelativeAttention, RotaryEmbedding2d, SlopePosition2d
-from relvit.training.optim.loss import ClassificationLoss
 
 MODULES = {
     "rope": lambda: RotaryEmbedding2d(8, 2, "axial"),

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
-from relvit.cli import quieten
+from relvit.app.cli import quieten
+from relvit.app.utils.progress import rank_zero_print
 from relvit.utils.messages import one_line, visible, visible_lines
-from relvit.utils.progress import rank_zero_print
 
 HONEST = [
     "cat",

@@ -6,11 +6,11 @@ from typing import Annotated
 import pytest
 from photos import TINY
 
-from relvit.cli import COMMANDS, main
-from relvit.cli.functions import function_of
-from relvit.cli.trainer.lightning_cli import RANGES
-from relvit.data import DigitsData
-from relvit.training import ImageClassifier
+from relvit.app.cli import COMMANDS, main
+from relvit.app.cli.functions import function_of
+from relvit.app.cli.trainer.lightning_cli import RANGES
+from relvit.app.data import DigitsData
+from relvit.app.training import ImageClassifier
 from relvit.utils.ranges import Range, Share, ShareBelowOne, check_ranges, ranges_of
 
 

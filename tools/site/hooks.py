@@ -16,9 +16,18 @@ ROOT = Path(__file__).parents[2]
 # Pages of the site from files outside docs/.
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # These packages get a page from the docstrings of the names in their `__all__`.
-REFERENCE = ("relvit", "ops", "layers", "models", "data", "training", "evaluation", "plots")
+CORE, APPLICATION = ("ops", "layers", "models"), ("data", "training", "evaluation", "plots")
+REFERENCE = {
+    "relvit": "relvit",
+    **{name: f"relvit.{name}" for name in CORE},
+    **{name: f"relvit.app.{name}" for name in APPLICATION},
+}
 # These functions have the name of their module. MkDocs does not import sources, and would find the module instead.
-SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")
+SAME_NAME = (
+    "relvit.models.retrofit.api.retrofit",
+    "relvit.models.attention_maps.attention_maps",
+    "relvit.models.explain.explain",
+)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,8 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for source, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    for name in REFERENCE:
-        package = name if name == "relvit" else f"relvit.{name}"
+    for name, package in REFERENCE.items():
         content = f"# {package}\n\n::: {package}\n"
         if name in ("relvit", "models"):
             # These functions need headings, unlike packages.

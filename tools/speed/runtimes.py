@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import relvit
-from relvit.evaluation import export_model
+from relvit.app.evaluation import export_model
 
 Run = Callable[[Tensor], Tensor]
 # Rows and columns of patches.

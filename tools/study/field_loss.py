@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from relvit.evaluation.resolutions import evaluate_size
+from relvit.app.evaluation.resolutions import evaluate_size
+from relvit.app.training import Checkpoint, classifier_of
 from relvit.layers import RelativeAttention
 from relvit.models import set_reach
 from relvit.ops import Grid, make_grid
-from relvit.training import Checkpoint, classifier_of
 
 Change = Callable[[nn.Module], object]
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from relvit.data import ImageFolderData
-from relvit.evaluation import probe_models, save_model
+from relvit.app.data import ImageFolderData
+from relvit.app.evaluation import probe_models, save_model
 from relvit.utils.messages import MissingPackageError
 
 try:

@@ -33,9 +33,9 @@ from lightning.fabric import Fabric
 from study_lines import PROTOCOLS, read
 
 import relvit
-from relvit.evaluation.resolutions import evaluate_size
+from relvit.app.evaluation.resolutions import evaluate_size
+from relvit.app.training import Checkpoint, classifier_of
 from relvit.models import set_reach
-from relvit.training import Checkpoint, classifier_of
 
 LINES = Path(__file__).parents[2] / "docs" / "study" / "runs"
 

@@ -43,7 +43,7 @@ class Pondered(NamedTuple):
 
     @property
     def losses(self) -> dict[str, Tensor]:
-        """The losses that a training adds to its own, see `relvit.models.output.TrainingOutput`."""
+        """The losses that a training adds to its own, see `relvit.app.training.training_output.TrainingOutput`."""
         return {"ponder": self.cost.mean()}
 
 

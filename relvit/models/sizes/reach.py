@@ -44,7 +44,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
     - 'mirror': the learned absolute embedding of H0 x W0 is not interpolated: it lies in the centre of the grid, and is
-      mirrored beyond its edges, as the protocol `field` of `relvit.data.eval_transform` continues images.
+      mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` continues images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all of them compute the same. Rotary embeddings keep their own rules for other sizes, and so do

@@ -25,7 +25,7 @@ PATCHES = "patch_embed.proj.weight"
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 # Only training uses these parts.
 IGNORED = ("head_dist.", "pre_logits.")
-# The tensors of the model have this prefix in the state dict of `relvit.training.ImageClassifier`.
+# The tensors of the model have this prefix in the state dict of `relvit.app.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 

@@ -20,7 +20,7 @@ from relvit.layers import (
     SlopePosition2d,
 )
 from relvit.layers.positions.base import is_stretchable, needs_tokens, terms_of
-from relvit.layers.timm_attention import TimmRelativePlain
+from relvit.models.retrofit.timm_attention import TimmRelativePlain
 from relvit.ops import make_grid, num_tokens, patch_coords
 from relvit.ops.terms import with_query_bias
 

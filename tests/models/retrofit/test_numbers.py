@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import relvit
-from relvit.layers.timm_attention import GridArgument
+from relvit.models.retrofit.timm_attention import GridArgument
 
 SIZES = [(24, 16), (8, 40), (32, 32)]
 OTHERS = {"max_distance": (1, 2), "rel_terms": "qkvb", "shared_heads": False}

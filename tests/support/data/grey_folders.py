@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from relvit.data import ImageFolderData
+from relvit.app.data import ImageFolderData
 
 GREY = {"ant": 10, "bee": 100, "cat": 200}
 # With these options of a data module images keep their values.

@@ -9,7 +9,7 @@ import webdataset
 from grey_folders import AS_STORED, GREY
 from PIL import Image
 
-from relvit.data import ReaderData
+from relvit.app.data import ReaderData
 
 KINDS = ("hfds", "wds", "tar")
 

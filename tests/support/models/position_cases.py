@@ -5,7 +5,7 @@ from timm.layers import Attention
 from torch import nn
 
 from relvit.layers import RelativeAttention
-from relvit.layers.timm_attention import GridArgument
+from relvit.models.retrofit.timm_attention import GridArgument
 from relvit.ops import make_grid
 
 DIM, HEADS = 8, 2

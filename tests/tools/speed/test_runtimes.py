@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 from scripts import load
 from vits import small
 
-from relvit.evaluation import export_model
-from relvit.training import load_classifier
+from relvit.app.evaluation import export_model
+from relvit.app.training import load_classifier
 
 runtimes = load("runtimes")
 pytestmark = pytest.mark.elsewhere
@@ -26,7 +26,7 @@ def needs(package, extra):
 def files(best, photos, tmp_path_factory):
     """The run's best checkpoint as .onnx, in float32 and in static int8."""
     import relvit
-    from relvit.evaluation.deploy import quantise
+    from relvit.app.evaluation.deploy import quantise
 
     folder = tmp_path_factory.mktemp("exported")
     predictor = relvit.load(best)

@@ -22,11 +22,16 @@ from timm.models.vision_transformer_relpos import (
 from torch import Tensor, nn
 
 from relvit.layers.patch_embed import GridPatchEmbed
-from relvit.layers.timm_attention import GridArgument
-from relvit.layers.timm_relpos import TimmRelativeBeit, TimmRelativeRelPos, TimmRelativeSwin, TimmRelativeSwinV2
 from relvit.models.base import GridForward
 from relvit.models.retrofit.bias import BiasPositions
 from relvit.models.retrofit.source import Classes, Exchange, WholeImages, open_patch_embed
+from relvit.models.retrofit.timm_attention import GridArgument
+from relvit.models.retrofit.timm_relpos import (
+    TimmRelativeBeit,
+    TimmRelativeRelPos,
+    TimmRelativeSwin,
+    TimmRelativeSwinV2,
+)
 from relvit.ops import Grid
 
 

@@ -9,9 +9,9 @@ from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
 from torch import Tensor
 
 from relvit.layers.positions.rope import ANY_SIZE_ROPES
-from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages, open_patch_embed
+from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.ops import Grid, patch_coords
 
 

@@ -10,8 +10,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from relvit.layers.patch_embed import check_divisible
-from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages
+from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.ops import Grid, grid_from_naflex, patch_coords
 
 

@@ -10,10 +10,10 @@ from timm.models.vision_transformer_sam import Attention, Block, VisionTransform
 from torch import Tensor, nn
 
 from relvit.layers.patch_embed import GridPatchEmbed
-from relvit.layers.timm_attention import GridArgument
-from relvit.layers.timm_relpos import TimmOwnRelative
 from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, WholeImages, open_patch_embed
 from relvit.models.retrofit.sources.sam import SamAttention
+from relvit.models.retrofit.timm_attention import GridArgument
+from relvit.models.retrofit.timm_relpos import TimmOwnRelative
 from relvit.ops import Grid
 
 TABLES = ("rel_pos_h", "rel_pos_w")

@@ -11,10 +11,10 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.base import GridForward
 from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, open_patch_embed
+from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS, GridArgument
 from relvit.ops import Grid
 
 

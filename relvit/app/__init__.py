@@ -1,0 +1,1 @@
+"""Training, evaluation, plots, deployment and the command line, with `pip install 'relvit[train]'`."""

@@ -1,0 +1,107 @@
+"""The command line `relvit COMMAND ...`: `main`, and the exit statuses; `relvit_start` has the table of commands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relvit.app.cli.arguments import Arguments, read_arguments
+from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
+from relvit.utils.messages import did_you_mean, listing, visible_lines
+from relvit_start import COMMANDS, answer
+
+# The module of the command that `relvit predict` runs with an exported file in the place of a checkpoint.
+EXPORTED = "relvit.app.cli.commands.deploy.predict_exported"
+
+# Other libraries call a command by one of these names.
+ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
+
+_stock_format = warnings.formatwarning
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if (text := answer(arguments)) is not None:
+        print(text)
+        return 0 if arguments else 2
+
+    command, *rest = arguments
+    if command not in COMMANDS:
+        hint = did_you_mean(ELSEWHERE.get(command, command), COMMANDS)
+        print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
+        return 2
+    name, module = command, COMMANDS[command][0]
+    if command == "predict" and any(word.endswith((".onnx", ".pt2")) for word in rest):
+        name, module = "predict-onnx", EXPORTED
+    given = Arguments([], {}, {})
+    try:
+        # These imports load Lightning, for which an unknown command need not wait.
+        from relvit.app.cli.functions import function_of, run_function
+        from relvit.app.cli.help import short_help
+
+        function = function_of(module, name)
+        given = read_arguments(name, function, rest)
+        if "help" in given.values:
+            print(short_help(name, function))
+            return 0
+        # Lightning sets up its logging when it is imported.
+        quieten()
+        run_function(name, function, given)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("relvit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The program that reads the output has ended (`relvit ... | head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        message = visible_lines(given.as_typed(describe(error, command)))
+        print(f"relvit {command}: error: {message}", file=sys.stderr)
+        if not is_self_explanatory(error):
+            print("(with --debug it shows where this happened)", file=sys.stderr)
+        return 2 if is_users_mistake(error) else 1
+    return 0
+
+
+def quieten() -> None:
+    """Silence warnings that a user of the command line can do nothing about, and shorten relvit's own.
+
+    Lightning advertises products, hints at numbers of workers and warns of calls that it makes itself. Matplotlib warns
+    of class names in scripts that its font lacks.
+    """
+    warnings.formatwarning = format_warning
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    for text in (
+        "does not have many workers",
+        "suggested max number of worker",
+        "smaller than the logging interval",
+        "isinstance.treespec, LeafSpec",
+        "Be aware that when using `ckpt_path`, callbacks",
+        "The dirpath has changed",
+        # Predictions are put in order by relvit's own numbers of the images.
+        "Couldn't infer the batch indices",
+        # relvit's data modules can go on within an epoch, where the checkpoint was written.
+        "You're resuming from a checkpoint that ended before the epoch ended",
+        "Glyph .* missing from font",
+    ):
+        warnings.filterwarnings("ignore", message=f".*{text}")
+
+
+def format_warning(message: Warning | str, category: type, filename: str, *place: Any) -> str:
+    """Format a warning of relvit as a sentence, without a place in the code, and any other as Python does."""
+    if Path(filename).is_relative_to(Path(__file__).parents[2]) and category is UserWarning:
+        return f"Warning: {visible_lines(str(message))}\n"
+    return _stock_format(message, category, filename, *place)

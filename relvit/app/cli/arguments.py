@@ -1,0 +1,219 @@
+"""Read the words of a command line: short names, names of other libraries (`--gpus`), positional arguments, lists."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from jsonargparse import Namespace
+
+from relvit.app.cli.config_text import load_config
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.hints import accepts, item_type, takes_one
+from relvit.app.cli.shipped_configs import shipped_configs
+
+# Commands that run a Trainer have short names (keys) of options (values); `fit` has more of them.
+OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
+OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
+OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
+OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
+# The TensorBoard log is the default, and a run's metrics.csv is always there.
+LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
+LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
+ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
+# `fit --model` takes the name of a model, or a file of the model's options, which ends in one of these.
+FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
+
+# Other libraries call an option (the last part of its name) by these names.
+_ELSEWHERE = {
+    "lr": "learning_rate lr0 base_lr",
+    "max_epochs": "num_epochs n_epochs num_train_epochs",
+    "batch_size": "batch bs",
+    "num_workers": "workers",
+    "img_size": "imgsz image_size size resolution",
+    "devices": "gpus gpu num_gpus",
+    "precision": "amp fp16 bf16",
+    "root": "path data_dir data_path",
+    "runs": "output output_dir save_dir",
+    "opt": "optimizer optim",
+    "model": "arch",
+    "pretrained": "weights",
+    "weight_decay": "wd",
+    "warmup_epochs": "warmup",
+    "patience": "early_stopping",
+    "seed_everything": "seed",
+}
+SYNONYMS: dict[str, str] = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
+
+# A command lacks one of these options although commands like it have the option; this is what to do instead.
+MISSING: dict[tuple[str, str], str] = {
+    ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
+    ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
+    ("predict", "split"): "predict takes images without labels; name their folder instead, such as photos/val",
+}
+
+
+class Arguments(NamedTuple):
+    """The options of a command line, by the names that the command's parser knows.
+
+    Attributes:
+        words: one for each option, as '--name=value', or '--name' where an option has no value.
+        values: the last value of each option; a list where positional arguments are the values.
+        typed: the name that the user gave, for each option that the parser knows by another name.
+    """
+
+    words: list[str]
+    values: dict[str, Any]
+    typed: Mapping[str, str]
+
+    def lists(self) -> Namespace:
+        """Return the options whose values are lists; they are no words, because paths may hold any character."""
+        return Namespace({name: value for name, value in self.values.items() if isinstance(value, list)})
+
+    def as_typed(self, message: str) -> str:
+        """Return a message with the names of options that the user gave."""
+        for name, given in self.typed.items():
+            message = re.sub(rf"(?<![\w.-])--{re.escape(name)}(?![\w.])", f"--{given}", message)
+        return message
+
+
+def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
+    """Return the short and other names of a command's options, each with the name that the parser knows."""
+    own = inspect.signature(function).parameters
+    if "evaluation" in own or "training" in own:
+        return OF_TRAINER | (OF_FIT if command == "fit" else {})
+    names = {"predict-onnx": {"ckpt_path": "model"}, "explain": {"model.model": "model"}}.get(command, {})
+    # `data` may be a data module with options of its own, or the name of one.
+    with_options = get_type_hints(function).get("data", str | None) != str | None
+    return names if with_options else names | {f"data.{name}": name for name in own}
+
+
+def positionals(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options that positional arguments stand for, with their types: parameters before the `*`.
+
+    The first parameter of a command that runs a Trainer is made from a checkpoint.
+    """
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
+    before = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    found = {name: hints[name] for name in before if name != "training"}
+    return {"ckpt_path": str, **found} if found.pop("evaluation", None) else found
+
+
+def read_arguments(command: str, function: Callable[..., Any], words: Sequence[str]) -> Arguments:
+    """Name the options and the positional arguments of a command line as the parser does.
+
+    Options of the data come last: the parser takes them only after `--data NAME`.
+
+    Raises:
+        UsageError: a positional argument too many, two different values for one option under two names, or an option
+            that another command has.
+    """
+    short, places = short_names(command, function), positionals(function)
+    bare: list[str] = []
+    named: list[tuple[str, Any]] = []
+    typed: dict[str, str] = {}
+    texts: dict[str, dict[str, str]] = {}
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in places}
+    for name, value in _split(words, hints):
+        if name is None:
+            bare.append(value)
+            continue
+        if reason := MISSING.get((command, name)):
+            raise UsageError(f"--{name}: {reason}")
+        is_file = name == "model" and (value is None or value.endswith(FILES) or value.startswith("{"))
+        own = name if command == "fit" and is_file else short.get(name, name)
+        if own != name:
+            typed[own] = name
+        if value is not None:
+            value = _meant(command, own, value)
+            texts.setdefault(own, {})[name] = value
+        if value is not None and item_type(places.get(own)) is not None and not takes_one(places[own]):
+            value = load_config(value) if accepts(list[str], value) else [value]
+        named.append((own, value))
+    for given in texts.values():
+        if len(set(given.values())) > 1:
+            both = " and ".join(f"--{name} {text}" for name, text in given.items())
+            raise UsageError(f"{both} are two values for one option: give one of them")
+    values = dict(named)
+    if (
+        command == "fit"
+        and "data.root" in values
+        and values.keys().isdisjoint(("data", "data.class_path", "config", "resume", "ckpt_path"))
+    ):
+        named.insert(0, ("data", "ImageFolderData"))
+    named += _named(command, places, bare, values).items()
+    named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
+    words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
+    return Arguments(words, dict(named), typed)
+
+
+def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:
+    """Yield the name and the value of each option; None for the name of a positional argument, or a missing value.
+
+    Of the options with type hints, a bool needs no value, and a list takes all values that follow and are of its type.
+    """
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--":
+            yield from ((None, rest) for rest in waiting)
+            return
+        if not _is_option(word):
+            yield None, word
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name if word.startswith("--") else LETTERS.get(name, name)
+        hint, follows = hints.get(name), bool(waiting) and not _is_option(waiting[0])
+        if hint is bool and not equals:
+            yield name, waiting.pop(0) if follows and waiting[0].lower() in ("true", "false") else "true"
+        elif item_type(hint) is not None and not takes_one(hint) and (equals or follows):
+            several = [value if equals else waiting.pop(0)]
+            while not equals and waiting and not _is_option(waiting[0]) and accepts(item_type(hint), waiting[0]):
+                several.append(waiting.pop(0))
+            alone = len(several) == 1 and several[0].startswith("[")
+            yield name, several[0] if alone else f"[{','.join(several)}]"
+        elif equals or (follows and name not in ALONE):
+            yield name, value if equals else waiting.pop(0)
+        else:
+            yield name, None
+
+
+def _is_option(word: str) -> bool:
+    # A number below zero is a value.
+    return re.match(r"-[^\d.\s]", word) is not None
+
+
+def _meant(command: str, name: str, value: str) -> str:
+    """Return what a value stands for: the best checkpoint of a run, a configuration's file, or a logger's class."""
+    if name == "ckpt_path" and command != "fit":
+        return best_of_run(value)
+    if name == "config":
+        shipped = shipped_configs().get(value)
+        return str(shipped) if shipped and not Path(value).is_file() else value
+    return LOGGERS.get(value, value) if name == "trainer.logger" else value
+
+
+def best_of_run(given: str) -> str:
+    """Return the best checkpoint of a run where its folder is given; anything else is returned as it is."""
+    best = os.path.join(given, "checkpoints", "best.ckpt")
+    return best if os.path.isfile(best) else given
+
+
+def _named(command: str, hints: Mapping[str, Any], bare: Sequence[str], given: Mapping[str, object]) -> dict[str, Any]:
+    """Name the positional arguments: each goes to the first option that was not given by its name."""
+    found: dict[str, Any] = {}
+    rest = [best_of_run(word) for word in bare]
+    for name in (name for name in hints if name not in given and rest):
+        if item_type(hints[name]) is not None and (len(rest) > 1 or not takes_one(hints[name])):
+            found[name], rest = rest, []
+        else:
+            found[name] = rest.pop(0)
+    if rest:
+        named = [f"--{name}" for name in hints if name in given]
+        hint = f"{' and '.join(named)} given already" if named else "each value follows the name of its option"
+        raise UsageError(f"unexpected argument {rest[0]!r}: {hint}; relvit {command} --help lists the options")
+    return found

@@ -1,0 +1,1 @@
+"""Commands other than `fit`: a file each, with options and output; `relvit.app.evaluation` does the work."""

@@ -1,0 +1,63 @@
+"""`relvit calibrate`: a checkpoint with a temperature, or with thresholds of several labels, fitted to val."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from relvit.app.cli.outputs import print_table
+from relvit.app.evaluation import ChosenThresholds
+from relvit.app.evaluation import calibrate as calibrate_checkpoint
+from relvit.app.utils.devices import find_device
+from relvit.app.utils.files import is_address
+from relvit.app.utils.progress import with_bar
+from relvit.utils.messages import without_secrets
+from relvit.utils.ranges import BatchSize
+
+# A temperature from fewer images may be worse than none.
+FEW = 200
+
+
+def calibrate(
+    ckpt_path: str,
+    *,
+    output: str | None = None,
+    split: Literal["train", "val", "test"] = "val",
+    root: str | None = None,
+    batch_size: BatchSize | None = None,
+    device: str = "auto",
+    data: str | None = None,
+) -> None:
+    """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
+
+    All commands that take the new checkpoint divide the logits by this temperature, except a training that goes on or
+    starts from it. Of a model of several labels per image it chooses the threshold of each class instead.
+
+    Args:
+        ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.
+        output: The file to write; None means beside the checkpoint, as best_calibrated.ckpt for best.ckpt.
+        split: The images to use, which the model must not have been trained on.
+    """
+    if output is None:
+        place = Path(without_secrets(ckpt_path))
+        output = f"{place.stem}_calibrated.ckpt"
+        output = output if is_address(ckpt_path) else str(place.with_name(output))
+    bar = partial(with_bar, what="calibrating")
+    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data)
+    if isinstance(found, ChosenThresholds):
+        print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
+        rows = [("mean F1", found.f1)]
+    else:
+        print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
+        rows = [("accuracy", (found.accuracy, found.accuracy))]
+        rows += [("negative log-likelihood", found.nll), ("calibration error", found.error)]
+    print_table(
+        ("", "as trained", "calibrated"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows)
+    )
+    if found.images < FEW:
+        print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
+    options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}
+    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    print(f"written: {output}. Next:\n  {shlex.join(['relvit', 'test', output, *given])}", flush=True)

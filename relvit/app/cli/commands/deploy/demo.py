@@ -1,0 +1,68 @@
+"""`relvit demo`: a page in the browser to try a classifier."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import tempfile
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.evaluation import Predictor
+from relvit.app.utils.devices import find_device
+from relvit.models import Reach
+from relvit.utils.messages import MissingPackageError
+from relvit.utils.ranges import Port, PositiveFloat, PositiveInt
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def demo(
+    ckpt_path: str,
+    *,
+    host: str = "127.0.0.1",
+    port: Port = 7860,
+    max_mb: PositiveFloat = 20,
+    max_pixels: PositiveInt = 50_000_000,
+    reach: Reach = "trained",
+    device: str = "auto",
+) -> None:
+    """Open a page: drop an image, choose its size, see classes, attention and positions. Ctrl-C ends it.
+
+    The page works without internet. Uploaded images are removed, at the latest when it ends.
+
+    Args:
+        host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
+        port: The port to listen at; 0 takes any that is free.
+        max_mb: The size of a file, in MB of 2^20 bytes, that no upload may exceed.
+        max_pixels: The number of pixels that no uploaded image may exceed.
+    """
+    with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
+        # Gradio reads the variables when it is imported.
+        os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
+        try:
+            from relvit.app.evaluation.deploy.demo import Viewer, build_app
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("relvit demo", error.name) from error
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = stack.enter_context(socket.create_server((host, port), family=family))
+        except OSError as error:
+            of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            hint = "--port 0 takes a free one" if of_port else "give an address of this machine, or 0.0.0.0 for all"
+            raise UsageError(f"cannot listen at host {host}, port {port}: {error}; {hint}") from error
+        predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
+        app = build_app(Viewer(predictor, max_pixels), max_mb, host)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
+        print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
+        # The files are removed, too, when another process ends this one.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        import uvicorn
+
+        # Otherwise uvicorn complains of pages that are open when it ends.
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])

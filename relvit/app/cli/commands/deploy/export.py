@@ -1,0 +1,65 @@
+"""`relvit export`: the model as a file that needs no relvit."""
+
+from __future__ import annotations
+
+from relvit.app.cli.trainer.folder import SCORES
+from relvit.app.data import ImageData
+from relvit.app.data.registry import named_data_module
+from relvit.app.evaluation import Predictor, Size, export_model
+from relvit.app.evaluation.deploy import OnnxClassifier, compare
+from relvit.app.evaluation.deploy.export import check_export
+from relvit.models import Reach
+from relvit.utils.messages import one_line
+
+
+def export(
+    ckpt_path: str,
+    *,
+    output: str,
+    img_size: Size | None = None,
+    reach: Reach = "trained",
+    int8: bool = False,
+    aot: bool = False,
+    calibration: str | None = None,
+    data: str | None = None,
+) -> None:
+    """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
+
+    It takes any number of normalised images of any size that the model takes, of two patches or more on each side.
+    Class names and transforms are in the file, too.
+
+    Args:
+        output: The file to write: its name ends in .onnx or .pt2 (torch.export). Its folder is made where there is
+            none.
+        img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
+        int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
+        aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
+        calibration: With --int8, a folder of images like those of the training: they fix the ranges of activations,
+            which are found anew for each image otherwise.
+    """
+    check_export(output, int8, aot, calibration)
+    data_type = named_data_module(data)
+    predictor = Predictor(ckpt_path, img_size, reach)
+    print(f"Writing {output} and comparing it with the model ...", flush=True)
+    shapes = export_model(predictor, output, int8, aot, calibration)
+    checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
+    before = ", before its weights were quantised" if int8 else ""
+    print(f"{output} computes what the model does (checked with images {checked}{before}).", flush=True)
+    if aot:
+        print("It does not notice images of a wrong size, unless AOTI_RUNTIME_CHECK_INPUTS is 1.", flush=True)
+    print("Class names and transforms are in it.", flush=True)
+    if int8:
+        print(_accuracy(predictor, output, data_type), flush=True)
+
+
+def _accuracy(predictor: Predictor, output: str, data_type: type[ImageData] | None) -> str:
+    try:
+        data = predictor.checkpoint.with_data(data_type).data_module(img_size=predictor.img_size)
+        found = compare(predictor, OnnxClassifier(output), data)
+    except (ValueError, OSError) as error:
+        return f"The accuracy that int8 costs was not measured: {one_line(error)}"
+    what = SCORES[predictor.labels.score].capitalize()
+    return (
+        f"{what} on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
+        f"the same prediction for {found.same:.2%}"
+    )

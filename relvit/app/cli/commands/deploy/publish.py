@@ -1,0 +1,22 @@
+"""`relvit publish`: the model as a folder or a Hugging Face repository in timm's own format."""
+
+from __future__ import annotations
+
+from relvit.app.evaluation.deploy import publish_model
+from relvit.app.evaluation.deploy.card import missing_parts, read_curve
+
+
+def publish(ckpt_path: str, *, to: str, license: str | None = None, curve: str | None = None) -> None:
+    """Write a folder or Hugging Face repository that timm.create_model loads.
+
+    Args:
+        to: The folder to write to, or hf-hub:OWNER/NAME to upload to that repository (log in by hf auth login).
+        license: The licence of the weights by its identifier, such as apache-2.0; by default the card has none.
+        curve: The file that relvit resolutions --output FILE.json wrote for this checkpoint; by default
+            resolutions.json in the folder of the run, if it has one.
+    """
+    name = publish_model(ckpt_path, to, license, curve)
+    print("Published, and checked: timm computes the same logits, bit by bit. In Python, after import relvit:")
+    print(f"  model = timm.create_model({name!r}, pretrained=True)", flush=True)
+    if missing := missing_parts(ckpt_path, license, read_curve(ckpt_path, curve)):
+        print("\n  ".join(["The model card lacks:", *missing]), flush=True)

@@ -1,0 +1,54 @@
+"""`relvit embed`: features of all images below a folder."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.evaluation import Predictor, Size, embed_folder, write_embeddings
+from relvit.app.evaluation.embeddings import check_format
+from relvit.app.utils.devices import find_device
+from relvit.app.utils.files import write_csv
+from relvit.app.utils.progress import with_bar
+from relvit.models import Reach
+from relvit.utils.messages import printable
+from relvit.utils.ranges import BatchSize, Workers
+
+
+def embed(
+    ckpt_path: str,
+    root: str,
+    *,
+    output: str,
+    img_size: Size | None = None,
+    batch_size: BatchSize = 64,
+    num_workers: Workers = 2,
+    device: str = "auto",
+    reach: Reach = "trained",
+) -> None:
+    """Write the features of all images below a folder.
+
+    The last layer, the classifier, decides from these features. Files that cannot be read are left
+    out and listed in a CSV file beside the output.
+
+    Args:
+        root: The folder whose images are read, with all folders in it.
+        output: The file to write: its name ends in .npz, .csv or .parquet.
+        batch_size: The number of images in a batch.
+        num_workers: The number of processes that read images; 0 reads them in the main process.
+    """
+    check_format(output)
+    predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
+    found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
+    if found.unreadable:
+        listed = Path(output).with_suffix(".unreadable.csv")
+        rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
+        write_csv(listed, ("path", "reason"), rows)
+        images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
+        print(f"{images} could not be read and were left out; {listed} says why")
+    if not found.paths:
+        raise UsageError("none of the images could be read")
+    write_embeddings(found, output)
+    count, length = found.features.shape
+    print(f"{count} images, {length} features each, in {output}", flush=True)

@@ -1,0 +1,81 @@
+"""`relvit explain`: what the attention layers of a model compute, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.evaluation import Size
+from relvit.app.training import Checkpoint, classifier_of
+from relvit.app.training.checkpoints.file import FOLDER, HUB, is_published
+from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.models import build_model
+from relvit.models.explain import HEADER, as_rows, as_table
+from relvit.models.explain import explain as explain_model
+from relvit.ops.checks import int_pair
+
+PLACES = {"cpu": "the CPU", "cuda": "CUDA"}
+
+
+def explain(
+    model: str,
+    *,
+    img_size: Size | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    retrofit: dict[str, Any] | None = None,
+    device: str | None = None,
+) -> None:
+    """Print what a model's attention layers compute, which backend, and why.
+
+    The table has the positions, the backend, the width and what training keeps.
+    Below it are the backends that the same layers would take on CUDA.
+    A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
+
+    Args:
+        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; a checkpoint; or a
+            published folder or hf-hub:OWNER/NAME.
+        img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
+        model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
+        retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
+        device: The kind of device, cpu or cuda, for the whole table; no card is needed.
+    """
+    if Path(model).suffix == ".ckpt":
+        if model_kwargs is not None or retrofit is not None:
+            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
+        net = classifier_of(Checkpoint.read(model)).net
+    elif model.startswith((HUB, FOLDER)) or is_published(Path(model)):
+        if model_kwargs is not None or retrofit is not None:
+            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a published one has its own")
+        source = Pretrained(model)
+        name, *arguments = source.architecture()
+        channels, *size = source.weights().input_size or (3,)
+        net = build_model(name, 10, channels, size or None, *arguments)
+    else:
+        # The plans depend neither on the weights nor on the number of classes.
+        net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
+    plans = explain_model(net, img_size, device=device or "cpu")
+    height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
+    print(
+        f"{model} at {height} x {width} pixels, as it would train on {PLACES[device or 'cpu']} in float32:\n",
+        flush=True,
+    )
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        print(as_table(plans), flush=True)
+    else:
+        # Eight columns do not fit a terminal.
+        for row in as_rows(plans):
+            table = Table.grid(padding=(0, 2, 0, 0))
+            for name, cell in zip(HEADER, row, strict=True):
+                table.add_row(name, cell)
+            console.print(table)
+            console.print()
+    if device is None:
+        print("\nOn CUDA these would be:\n")
+        for layers, _, _, backend, reason, *_ in as_rows(explain_model(net, img_size, device="cuda")):
+            line = f"- {layers}: {f'backend {backend}, ' if backend != '-' else ''}{reason}"
+            console.print(line, soft_wrap=not console.is_terminal)

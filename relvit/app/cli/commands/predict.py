@@ -1,0 +1,74 @@
+"""`relvit predict CKPT PATH ...`: the classes of images in `predictions.csv`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.trainer.folder import new_folder
+from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
+from relvit.app.data.labels import counts_text
+from relvit.app.evaluation import MirrorAverage
+from relvit.app.training import PredictionTable
+from relvit.app.utils.progress import rank_zero_print
+from relvit.models import Reach
+
+
+def predict(
+    evaluation: Evaluation,
+    paths: list[str] | None = None,
+    *,
+    runs: str = "runs",
+    reach: Reach = "trained",
+    mirror: bool = False,
+    step_maps: bool = False,
+) -> None:
+    """Write the classes of each image into predictions.csv.
+
+    Args:
+        evaluation: The checkpoint's classifier and the images.
+        paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
+            test or else val, where the checkpoint was trained.
+        step_maps: Draw how many steps each patch took (for models that halt: relvit_universal_* trained with
+            --model.model_kwargs.halting act); the table gets the mean of each image.
+    """
+    evaluation.set_reach(reach)
+    model = evaluation.model
+    if step_maps and not getattr(model.net, "counts_steps", False):
+        raise UsageError(
+            f"--step_maps is not for {model.hparams.model}: it is for models that halt: relvit_universal_* trained "
+            "with --model.model_kwargs.halting act"
+        )
+    with new_folder(runs, "predict") as folder:
+        table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
+        callbacks = [table, MirrorAverage()] if mirror else [table]
+        evaluation.run(callbacks, folder, lambda trainer: report(table, folder), return_predictions=False)
+
+
+def report(table: PredictionTable, folder: Path) -> None:
+    """Print where the predictions are, and how many images have each class.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not table.count:
+        raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
+    classes = f": {counts_text(dict(table.classes.most_common()))}" if table.classes else ""
+    rank_zero_print(f"{table.count} predictions in {table.path}{classes}")
+
+
+def main(given: Arguments) -> None:
+    """Run the command line."""
+    # Whatever the training did about them, one broken file shall not cost the others their predictions.
+    changes: dict[str, Any] = {"on_error": "skip"}
+    if not (paths := given.values.get("paths")):
+        evaluate(predict, given, **changes)
+        return
+    named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
+    refuse_other_images(given, ("data", "data.root"), named)
+    # The import is here, because the parser's help would list the class among the kinds of data.
+    from relvit.app.data.modules.paths import ImagePathsData
+
+    evaluate(predict, given, ImagePathsData, paths=paths, **changes)

@@ -1,0 +1,113 @@
+"""`relvit resolutions`: tables and curves of accuracy, calibration, speed and memory by image size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from relvit.app.cli.outputs import output_files, print_table, write_rows
+from relvit.app.data import Fill, SizeProtocol
+from relvit.app.evaluation import PROTOCOLS, Size, evaluate_sizes
+from relvit.app.evaluation.standard_error import plus_minus
+from relvit.app.plots import plot_size_grid, plot_sizes
+from relvit.app.plots.style import short_labels
+from relvit.app.utils.progress import with_bar
+from relvit.models import Reach
+from relvit.utils.messages import without_secrets
+from relvit.utils.ranges import BatchSize
+
+# Each column of the table shows one key of the rows, in this format.
+COLUMNS = {
+    "acc1": ("acc1", "{:.4f}"),
+    "±": ("acc1_se", "{:.4f}"),
+    "acc5": ("acc5", "{:.4f}"),
+    "mAP": ("map", "{:.4f}"),
+    "F1": ("f1", "{:.4f}"),
+    "loss": ("loss", "{:.4f}"),
+    "calibration\nerror": ("calibration_error", "{:.4f}"),
+    "images/s": ("images_per_second", "{:.0f}"),
+    "GMACs": ("gmacs", "{:.3g}"),
+    "memory\nMiB": ("mib", "{:,.1f}"),
+}
+
+
+def resolutions(
+    ckpt_path: list[str] | str,
+    *,
+    sizes: list[Size],
+    widths: list[int] | None = None,
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    split: Literal["train", "val", "test"] = "val",
+    root: str | None = None,
+    batch_size: BatchSize | None = None,
+    accelerator: str = "auto",
+    output: str | None = None,
+    reach: Reach = "trained",
+    data: str | None = None,
+) -> None:
+    """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
+
+    The figures are those of `evaluate_sizes`.
+
+    Args:
+        ckpt_path: The checkpoint, or several of the same classes and images.
+        sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
+        widths: The widths of a grid of sizes, such as [24,32,48]. The sizes are its heights then, and the figure is a
+            heat map. Images that are not square are also squashed to the square of as many patches.
+        protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
+            by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
+            model sees more or less of the image.
+        fill: What field shows beyond the image: reflect, the default, mirrors it; grey is the normalisation's mean.
+        split: The images to use: those of train, val or test.
+        accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
+    """
+    targets = output_files(output, "resolutions")
+    if widths is not None:
+        if pairs := [size for size in sizes if not isinstance(size, int)]:
+            raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
+        sizes = [(height, width) for height in sizes for width in widths]
+    options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
+    rows = without_secrets(evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data))
+    meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
+    checkpoints = list(dict.fromkeys(map(_title, rows)))
+    if len(checkpoints) > 1:
+        checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
+    print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
+    _print(rows)
+    numbers = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    for row in rows:
+        if "acc1_difference" in row:
+            number, text = numbers.index(row["checkpoint"]) + 1, plus_minus(row, "acc1_difference", "{:+.4f}")
+            print(f"{number} minus 1, on the same images at {row['height']} x {row['width']}: {text}", flush=True)
+        if "square_difference" in row:
+            text, side = plus_minus(row, "square_difference", "{:+.4f}"), row["square"]
+            which = f"{numbers.index(row['checkpoint']) + 1} at " if len(numbers) > 1 else ""
+            print(f"{which}{row['height']} x {row['width']} minus squashed to {side} x {side}: {text}", flush=True)
+    for target in targets:
+        labels = short_labels([row["checkpoint"] for row in rows])
+        plot = plot_sizes if widths is None else plot_size_grid
+        write_rows(target, rows, partial(plot, rows, labels, title=meaning))
+
+
+def _title(row: dict[str, Any]) -> str:
+    sizes = ", ".join(f"{height} x {width}" for height, width in row["train_sizes"])
+    trained = f"trained at {sizes} px" if sizes else "trained on images of their own shapes"
+    return f"{row['checkpoint']}: {row['model']}, {trained}"
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table by size; of several checkpoints by size and number."""
+    rows = [
+        row | {"gmacs": row["macs"] / 1e9, "mib": row["peak_memory"] and row["peak_memory"] / 2**20} for row in rows
+    ]
+    columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
+    numbers = {path: str(number) for number, path in enumerate(dict.fromkeys(row["checkpoint"] for row in rows), 1)}
+    lines: dict[str, list[list[str]]] = {}
+    for row in rows:
+        values = ["" if row[key] is None else text.format(row[key]) for key, text in columns.values()]
+        of_size = lines.setdefault(f"{row['height']} x {row['width']}", [])
+        of_size.append([numbers[row["checkpoint"]], *values] if len(numbers) > 1 else values)
+    cells = ([size if line is of_size[0] else "", *line] for size, of_size in lines.items() for line in of_size)
+    print_table(("size", *([""] if len(numbers) > 1 else []), *columns), cells)

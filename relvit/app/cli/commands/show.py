@@ -1,0 +1,90 @@
+"""`relvit show`: pictures of what a model has learned, and of what it does with images."""
+
+from __future__ import annotations
+
+from itertools import chain, count
+from pathlib import Path
+
+import torch
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.data.batches import images_of
+from relvit.app.data.images.folders import find_images
+from relvit.app.evaluation import Predictor, Size
+from relvit.app.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
+from relvit.app.evaluation.pictures.draw import OF_THE_MODEL
+from relvit.app.plots import picture_of
+from relvit.app.plots.style import save_figure
+from relvit.app.utils.devices import find_device
+from relvit.models import Reach
+from relvit.utils.messages import MissingPackageError, visible
+
+# The sides of an image in a figure have at most this number of pixels.
+SIDE = 400
+
+
+def show(
+    ckpt_path: str,
+    images: list[str] | None = None,
+    *,
+    kind: list[Kind] | None = None,
+    patch: tuple[int, int] | None = None,
+    layer: int | None = None,
+    img_size: Size | None = None,
+    reach: Reach = "trained",
+    output: str = "pictures",
+    device: str = "auto",
+) -> None:
+    """Draw what a model has learned: position tables, attention, Grad-CAM.
+
+    Each kind of picture is a PNG; kinds that need an image have one for each image. No picture
+    is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
+
+    Args:
+        images: Image files, folders and patterns; without images, only tables and aft-windows are drawn.
+        kind: What to draw, one or several of tables, kernels, logits, attention, rollout, cam (Grad-CAM) and
+            aft-windows; by default all that apply to the model.
+        patch: The row and the column of the patch whose query is shown, from 0; by default the mean of all patches or
+            the class token, for logits the patch in the middle.
+        layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
+        output: The folder to write to, beside the pictures that are there.
+    """
+    chosen = list(KINDS if kind is None else dict.fromkeys(kind))
+    paths = find_images(images or [])
+    if not paths and (needs := [name for name in kind or () if name not in OF_THE_MODEL]):
+        raise UsageError(f"--kind {needs[0]} needs an image: relvit show CKPT IMAGE --kind {needs[0]}")
+    predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
+    options = {"patch": patch, "layer": layer, "class_names": predictor.class_names}
+    options["labels"] = predictor.labels
+    blank = torch.zeros(len(predictor.mean), *predictor.img_size)
+    subjects = [("", blank, [name for name in chosen if name in OF_THE_MODEL])]
+    others = [name for name in chosen if name not in OF_THE_MODEL]
+    for path in paths:
+        pixels, _ = next(predictor.batches([path]))
+        subjects.append((f"{Path(path).stem}-", images_of(pixels)[0], others))
+    folder, left_out, written = Path(output), {}, 0
+    for start, image, kinds in subjects:
+        picture = picture_of(image, predictor.mean, predictor.std, SIDE)
+        for name in kinds:
+            try:
+                figure = draw(name, predictor.model, image.to(predictor.device), picture, **options)
+            except (NotApplicableError, MissingPackageError) as error:
+                if kind is not None:
+                    raise
+                left_out[name] = str(error)
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            target = _unused(folder / f"{start}{name}.png")
+            save_figure(figure, target)
+            print(visible(str(target)), flush=True)
+            written += 1
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {visible(reason)}", flush=True)
+    if not written:
+        raise UsageError("there is no picture of this model" + ("" if paths else " without an image"))
+
+
+def _unused(path: Path) -> Path:
+    """Return a path where there is no file: this one, or the next with a number."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())

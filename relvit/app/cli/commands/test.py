@@ -1,0 +1,121 @@
+"""`relvit test`: print metrics, the worst classes and mistakes; `evaluation/report.py` writes tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from lightning import Callback, Trainer
+
+from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.outputs import print_table
+from relvit.app.cli.trainer.folder import SCORES, baseline, files_line, new_folder, write_summary
+from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
+from relvit.app.evaluation import Corruptions, EvaluationReport, MirrorAverage, RestrictedClasses
+from relvit.app.evaluation.outcomes import AnyClassMetrics
+from relvit.app.evaluation.standard_error import plus_minus, with_errors
+from relvit.app.utils.progress import rank_zero_print
+from relvit.models import Reach
+
+# The table shows all classes where there are at most ALL, otherwise the WORST of them.
+ALL, WORST = 20, 10
+
+
+def test(
+    evaluation: Evaluation,
+    *,
+    runs: str = "runs",
+    split: Literal["train", "val", "test"] = "test",
+    robustness: str | None = None,
+    reach: Reach = "trained",
+    mirror: bool = False,
+    verbose: bool = True,
+) -> None:
+    """Test a checkpoint: metrics per class, confusion matrix, worst mistakes.
+
+    Args:
+        evaluation: The checkpoint's classifier and data.
+        split: The images to use: those of train (without augmentation), val or test.
+        robustness: Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its
+            classes alone.
+        verbose: Whether the results of the whole are printed as a table.
+    """
+    data = evaluation.datamodule
+    if (reason := data.missing(split)) and data.missing("val") is None:
+        raise UsageError(f"{reason}; or test on the images of val, by --split val")
+    data.evaluate_on(split)
+    evaluation.set_reach(reach)
+    with new_folder(runs, "test") as folder:
+        found = EvaluationReport(folder)
+        callbacks: list[Callback] = [found]
+        if mirror:
+            callbacks.append(MirrorAverage())
+        if robustness is not None:
+            callbacks.append(RestrictedClasses())
+        path = evaluation.checkpoint.path
+        evaluation.run(callbacks, folder, lambda trainer: report(trainer, found, folder, path, reach), verbose=verbose)
+
+
+def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: str, reach: str) -> None:
+    """Write `summary.json` and print metrics of the classes, in the main process; options are as the user gave them.
+
+    Raises:
+        UsageError: no image could be read.
+    """
+    data = trainer.datamodule
+    if not found.results:
+        raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
+    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
+    if hasattr(data, "conditions"):
+        summary["robustness"] = data.root
+    summary |= data.shape.record()
+    # Corruptions show the same images several times, so the results are not independent.
+    summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
+    write_summary(folder, summary, trainer)
+    print_classes(found.classes, data.class_names)
+    if found.corruptions is not None:
+        print_corruptions(found.corruptions)
+    shown = {"test/acc1": SCORES["acc1"], "test/f1": "mean F1 of the classes", "test/map": SCORES["map"]}
+    shown |= {"test/calibration_error": "calibration error"}
+    shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
+    if "test/acc1" in summary:
+        shown += baseline(found.classes.count)
+    rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{files_line(folder)}")
+
+
+def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
+    """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
+    rows, title = np.arange(len(class_names)), None
+    if len(rows) > ALL:
+        known = rows[metrics.count > 0]
+        rows = known[np.argsort(metrics.f1[known], kind="stable")][:WORST]
+        title = f"the {len(rows)} classes with the lowest F1 of {len(class_names)}"
+    cells = (
+        [class_names[row], str(metrics.count[row])]
+        + ["-" if np.isnan(column[row]) else f"{column[row]:.4f}" for column in metrics[1:]]
+        for row in rows
+    )
+    print_table(("class", *metrics._fields), cells, title)
+
+
+def print_corruptions(corruptions: Corruptions) -> None:
+    """Print the accuracy of each corruption by severity, and what is the mean of all."""
+    print_table(*corruptions.table(), "accuracy by corruption and severity")
+    results = corruptions.results
+    line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"
+    rank_zero_print(line + (f", mCE {100 * results['test/mce']:.1f} (AlexNet 100)" if "test/mce" in results else ""))
+
+
+def main(given: Arguments) -> None:
+    """Run the command line."""
+    if (root := given.values.get("robustness")) is None:
+        evaluate(test, given)
+        return
+    refuse_other_images(given, ("data", "data.root", "split"), f"--robustness {root}")
+    # The import is here, because the parser's help would list the class among the kinds of data.
+    from relvit.app.data.modules.robustness import RobustnessData
+
+    evaluate(test, given, RobustnessData, root=root)

@@ -1,0 +1,72 @@
+"""Load the YAML of configuration files: keys that repeat and endless aliases are refused."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.shipped_configs import shipped_configs
+from relvit.app.utils.descriptions import check_bounds
+from relvit.utils.messages import cut, did_you_mean
+
+# Parsers find `load_config` under this name.
+MODE = "relvit"
+_stock_loader = get_loader("yaml")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuse keys that come twice in one mapping; PyYAML would silently use the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(text: str) -> Any:
+    """Return the plain values of a YAML text.
+
+    Raises:
+        yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
+        ValueError: aliases that hold themselves, or stand for too many values.
+    """
+    check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
+    return _stock_loader(text)
+
+
+def read_config(config: str) -> dict[str, Any]:
+    """Load a configuration: the path of a file, or YAML in one line.
+
+    Raises:
+        UsageError: there is no such file, or it does not hold options by their names.
+    """
+    try:
+        options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
+        hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped_configs())
+        hint = hint if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except yaml.MarkedYAMLError as error:
+        raise UsageError(f"--config {config}: {error.problem} (line {error.problem_mark.line + 1})") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"--config {config}: {cut(error)}") from error
+    if not isinstance(options, dict):
+        example = "such as 'trainer: {max_epochs: 10}'"
+        raise UsageError(f"--config {config}: options go by name, {example}, got {cut(options)}")
+    return options
+
+
+# Some of Lightning's defaults are members of an enumeration, which YAML has as their values.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

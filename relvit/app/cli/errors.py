@@ -1,0 +1,71 @@
+"""Errors of the command line: which are the user's mistakes, and how each is described in one sentence."""
+
+from __future__ import annotations
+
+import errno
+import re
+from traceback import walk_tb
+from types import FrameType
+
+from relvit.app.utils.files import DISK_ERRORS
+from relvit.app.utils.remote import DownloadError
+from relvit.utils.messages import LostProcessError, MissingPackageError
+
+
+class UsageError(ValueError):
+    """An option, argument or configuration that the command does not understand."""
+
+
+def is_users_mistake(error: Exception) -> bool:
+    """Return whether the message alone is enough: bad values and missing files, unlike faults of the program."""
+    files = (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError)
+    mistakes = (ValueError, MissingPackageError, *files)
+    of_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS)
+    # The class is Lightning's, whose import takes seconds.
+    return of_path or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
+
+
+def is_self_explanatory(error: Exception) -> bool:
+    """Return whether a message needs no hint at `--debug`: the user's mistakes, the disk and the network."""
+    full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
+
+
+# These commands have an option to go on without broken images.
+SKIPPING = ("fit", "validate", "test", "predict")
+
+
+def describe(error: Exception, command: str = "fit") -> str:
+    """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
+    # The import takes seconds, which an unknown command need not wait for.
+    from relvit.app.data.images.decode import UnreadableImageError
+
+    # The parser lists all types that an option may have; the constructor's own error is the first cause.
+    cause: BaseException = error
+    while cause.__cause__ is not None and _raised_in_jsonargparse(cause):
+        cause = cause.__cause__
+    text = str(cause)
+    if "Original Traceback" in text:
+        # The worker's own message follows the last line that names the exception's type.
+        text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
+    if isinstance(error, UnreadableImageError):
+        skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""
+        text = f"{text.strip()} (relvit check-data finds all such files{skip})"
+    # The constructors of Lightning's loggers raise this error where their package is missing.
+    if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
+        return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
+    text = text.strip() or "no further message"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return text if is_self_explanatory(error) else f"{type(error).__name__}: {text}"
+
+
+def _raised_in_jsonargparse(error: BaseException) -> bool:
+    frame = _frame(error)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("jsonargparse.")
+
+
+def _frame(error: BaseException) -> FrameType | None:
+    """Return the frame that raised an error."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1] if frames else None

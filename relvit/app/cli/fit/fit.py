@@ -1,0 +1,264 @@
+"""`FitCLI`: `relvit fit`, from options and perhaps a checkpoint to a training in the folder of its run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_options
+from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
+from relvit.app.cli.fit.start_and_end import describe_training, report_fit
+from relvit.app.cli.parser import Parser
+from relvit.app.cli.secrets import CLASSES, mask_command, mask_secrets
+from relvit.app.cli.trainer.folder import new_folder
+from relvit.app.cli.trainer.lightning_cli import RelvitCLI, values_of
+from relvit.app.cli.trainer.own_data import data_in
+from relvit.app.data.registry import import_data_module
+from relvit.app.training import (
+    AtomicCheckpointIO,
+    Checkpoint,
+    FindLearningRate,
+    History,
+    Patience,
+    RunCheckpoints,
+    Telemetry,
+    TrainingImages,
+    record_run,
+)
+from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA, Architecture
+from relvit.app.training.checkpoints.description import data_arguments
+from relvit.app.training.run.folder import RunLock
+from relvit.app.training.run.launch import leave_processes
+from relvit.app.utils.devices import busy_note
+from relvit.app.utils.files import atomic_write
+from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.remote import local_file
+from relvit.utils.messages import without_secrets
+
+
+def fit(
+    training: FitCLI,
+    *,
+    runs: str = "runs",
+    resume: str | None = None,
+    ckpt_path: str | None = None,
+    save_every: int | None = None,
+    patience: int | None = None,
+    lr_find: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Train a model on images; the run gets a folder of its own.
+
+    Args:
+        training: The data, the model and the options of the trainer.
+        resume: Continue the training in the folder of that run, with its configuration and from its last checkpoint.
+        ckpt_path: Continue the training of a checkpoint in a new folder.
+        save_every: Save a checkpoint after every N optimiser steps, besides each epoch.
+        patience: Stop after N validations in a row without a better accuracy, or mean average precision of several
+            labels.
+        lr_find: Find the learning rate by a range test of 100 steps first.
+        quiet: Show no progress, neither a bar nor a line for each epoch: only start, result and errors.
+    """
+    training.run()
+
+
+def main(given: Arguments) -> None:
+    """Train as the command line says."""
+    with ExitStack() as stack:
+        fit(FitCLI(given, stack))
+    leave_processes()
+
+
+class FitCLI(RelvitCLI):
+    """`relvit fit`: classes, channels and image size flow from the data to the model.
+
+    Args:
+        given: the command line.
+        stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
+    """
+
+    checkpoint: Checkpoint | None
+
+    def __init__(self, given: Arguments, stack: ExitStack) -> None:
+        self.stack: ExitStack = stack
+        self.resumes: Path | None = None
+        if (run := given.values.get("resume")) is not None:
+            given = resume_arguments(given)
+            self.resumes = Path(run)
+        # These options differ from those with which the training began.
+        self.changed: list[str] = []
+        checkpoint = known = None
+        if path := given.values.get("ckpt_path"):
+            # Lightning reads the file again, and for an http address it would read an older copy of the same name.
+            self.checkpoint_file: Path = stack.enter_context(local_file(path))
+            checkpoint = Checkpoint.read(path, self.checkpoint_file)
+            if not checkpoint.resumable:
+                raise UsageError(
+                    f"{path} holds weights alone (an average does), with which no training can go on: start one from "
+                    f"them with --model.pretrained {path}"
+                )
+            # The classes are found in the images, and compared with the checkpoint's afterwards. A schedule is imported
+            # where the user names it alone.
+            found = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
+            # A configuration is the user's own, and may say which module is imported; a checkpoint may not.
+            if (asked := data_in(given.words)) is not None:
+                import_data_module(asked)
+            known = values_of(checkpoint, asked, found)
+        super().__init__(fit, given, checkpoint, known, RunConfig)
+
+    def add_arguments_to_parser(self, parser: Parser) -> None:
+        """Add the options of `fit`, and link what flows from the data to the model."""
+        super().add_arguments_to_parser(parser)
+        for name in OF_THE_DATA:
+            parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
+        """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
+
+        The configuration that is written says what is trained, not from which checkpoint a part of it went on.
+        """
+        super().parse_arguments(parser, args)
+        self.resumed_file: str | None = self.config.ckpt_path
+        self.config.ckpt_path = None
+
+    def run(self) -> None:
+        """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint."""
+        if self.checkpoint is not None:
+            self._check_checkpoint(self.checkpoint)
+        # The configuration names the model, too, where the pretrained weights have chosen it.
+        for name in Architecture._fields:
+            self.config.model[name] = self.model.hparams[name]
+        check_trainer_options(self.options)
+        check_recorded(self.parser, self.config)
+        callbacks, history = self._callbacks(self.options)
+        # Lightning calls this hook after everything that may refuse a checkpoint.
+        announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
+        with self.running([announce, *callbacks], self.run_folder, history, self.config.quiet) as trainer:
+            start = time.monotonic()
+            self.announcement: str = self._announced()
+            # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
+            # ever read from a checkpoint.
+            path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
+            trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
+            self._report(start)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Refuse data and options that contradict the checkpoint from which the training goes on."""
+        if self.config.lr_find:
+            raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
+        data = checkpoint.data
+        # Options that the checkpoint lacks are newer; it was trained with what is their default now.
+        used = data_arguments(self.datamodule)
+        defaults = self.datamodule.argument_defaults()
+        known = {name: defaults[name] for name in used["init_args"] if name in defaults} | data["init_args"]
+        trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
+        now = {"model": self.model.hparams, "data": used} | fit_options(self.config)
+        self.changed = changed_options(checkpoint.path, trained, now, self.given.values)
+
+    def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:
+        """Make or lock the run's folder, set the options that say where, and return what trains in it.
+
+        A trial by `fast_dev_run` has neither a folder nor a history.
+        """
+        self.run_folder: Path | None = None
+        if options["fast_dev_run"]:
+            options["enable_checkpointing"] = False
+            return [], None
+        config = self.config
+        self.run_folder = self.resumes or self.stack.enter_context(new_folder(config.runs, self.model.hparams.model))
+        if rank_zero_only.rank == 0:
+            self.lock: RunLock = RunLock(self.run_folder)
+        options["default_root_dir"] = self.run_folder
+        options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
+        self.model.fit_options = fit_options(config)
+        telemetry = Telemetry()
+        monitor = f"val/{self.model.score}"
+        self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", config.save_every, monitor)
+        history = History(self.run_folder, telemetry, tensorboard=options["logger"] is None)
+        sheet = TrainingImages(self.run_folder / "training_images.png")
+        callbacks = [self.best, history, telemetry, sheet]
+        if config.patience is not None:
+            callbacks.append(Patience(config.patience, monitor))
+        if config.lr_find:
+            callbacks.append(FindLearningRate())
+        return callbacks, history
+
+    def _announced(self) -> str:
+        """Return what is announced when the training begins, after everything that may refuse it."""
+        data, epochs = self.datamodule, self.trainer.max_epochs
+        folder = self.run_folder or "no folder (fast_dev_run)"
+        text = f"{describe_training(self.model, data)}; files in {folder}\n{self.normalisation}"
+        if note := busy_note():
+            text = f"{text}\n{note}"
+        if self.checkpoint is None:
+            return text
+        now = (data.batch_size, self.trainer.accumulate_grad_batches, self.trainer.world_size)
+        if other := checkpoint_of_epoch_end(self.checkpoint, self.resumes is not None, *now):
+            self.checkpoint_file, note = other
+            self.checkpoint = Checkpoint.read(self.checkpoint_file)
+            text = f"{note}\n{text}"
+        finished = self.checkpoint.finished_epochs()
+        # A run may have been ended after its last epoch and before its summary.
+        if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
+            text = f"The training is complete; its test, figures and summary are left.\n{text}"
+        elif epochs is not None and 0 <= epochs <= finished:
+            raise UsageError(
+                f"the training of {self.checkpoint.path} has reached its {finished} epochs: to go on, give --epochs "
+                "with a larger number"
+            )
+        return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
+
+    def _report(self, start: float) -> None:
+        """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
+        if self.run_folder is None:
+            return
+        # The trainer's own checkpoint callback may be the user's.
+        if self.best.best_model_score is None:
+            last = self.best.last_path
+            kept = f"; its last one is {last}" if last.exists() else ""
+            rank_zero_print(f"The training ended before its first validation: no best checkpoint{kept}.")
+            return
+        since = self.checkpoint.finished_epochs() if self.checkpoint else 0
+        seconds, seed = time.monotonic() - start, self.config.seed_everything
+        report_fit(self.trainer, self.best, self.run_folder, seed, seconds, since, same_run=self.resumes is not None)
+
+
+class RunConfig(SaveConfigCallback):
+    """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
+
+    The files are written when everything that may refuse the training has passed, and when `--lr_find` has found a
+    learning rate, which the configuration then holds. `relvit fit --config` trains the same again. A trial by
+    `fast_dev_run` writes nothing.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Do nothing; Lightning's own callback writes the configuration here, which is too early."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write after the search for a learning rate, which is the same hook of an earlier callback."""
+        if self.config.lr_find:
+            self.config.lr_find = False
+            self.config.model.lr = pl_module.hparams.lr
+        if trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir)
+        with atomic_write(folder / self.config_filename) as path:
+            recorded = self.config.clone()
+            for name, value in self.config.items():
+                recorded[name] = without_secrets(value)
+            for kind in CLASSES:
+                recorded.trainer[kind] = mask_secrets(recorded.trainer[kind])
+            self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
+        command = mask_command(sys.argv, *(self.config.trainer[kind] for kind in CLASSES))
+        record_run(folder, command, self.config.seed_everything, trainer)

@@ -1,0 +1,74 @@
+"""Options of Lightning that `relvit fit` refuses, since a run writes its own files; `docs/options.md` lists them.
+
+`relvit.app.training.lightning_options` refuses what no training of relvit can use, in Python as well.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.parser import Parser
+from relvit.app.training.lightning_options import check_callback
+from relvit.app.training.run.launch import as_list
+
+# Option of the trainer -> the value that is refused, why, and what to give instead.
+REFUSED: dict[str, tuple[bool, str]] = {
+    "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt; a trial that writes nothing is"),
+    "barebones": (True, "a run writes checkpoints, metrics and figures; a trial that writes nothing is"),
+}
+TRIAL = "--trainer.fast_dev_run true"
+
+
+def check_trainer_options(options: Mapping[str, Any]) -> None:
+    """Refuse arguments of the trainer that contradict what a run writes, or that have no effect.
+
+    Raises:
+        UsageError: There is such an argument.
+        ValueError: A callback does not go with relvit's trainings.
+    """
+    for name, (refused, reason) in REFUSED.items():
+        if options[name] is refused:
+            raise UsageError(f"--trainer.{name} {str(refused).lower()}: {reason} {TRIAL}")
+    if options["gradient_clip_algorithm"] is not None and options["gradient_clip_val"] is None:
+        given = options["gradient_clip_algorithm"]
+        raise UsageError(f"--trainer.gradient_clip_algorithm {given} has no effect without --trainer.gradient_clip_val")
+    for plugin in as_list(options["plugins"]):
+        if isinstance(plugin, CheckpointIO):
+            name = type(plugin).__name__
+            raise UsageError(f"--trainer.plugins {name}: a run writes its checkpoints itself, by AtomicCheckpointIO")
+    for callback in options["callbacks"]:
+        if isinstance(callback, OnExceptionCheckpoint):
+            raise UsageError(
+                "Lightning's OnExceptionCheckpoint cannot be used here: the next training would go on from its file "
+                "unasked; where an error ends a run, last.ckpt is written, and relvit fit --resume RUN goes on from it"
+            )
+        check_callback(callback, bool(options["logger"]))
+
+
+def check_recorded(parser: Parser, config: Namespace) -> None:
+    """Refuse values that `config.yaml` cannot hold, since the run could not be resumed.
+
+    Raises:
+        UsageError: There is such a value.
+    """
+    with warnings.catch_warnings():
+        # jsonargparse warns, and writes the words of its warning in the place of the value.
+        warnings.simplefilter("ignore")
+        try:
+            found = re.search(r"Unable to serialize instance (.*)", parser.dump(config, skip_none=False))
+        except yaml.representer.RepresenterError as error:
+            found = re.search(r"object', (.*)\)", str(error))
+    if found is not None:
+        raise UsageError(
+            f"config.yaml cannot hold {found[1]}, an argument of a class in the trainer's options, so this run could "
+            "not be resumed: give the argument as text or a number, or leave the class out"
+        )

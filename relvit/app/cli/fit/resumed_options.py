@@ -1,0 +1,180 @@
+"""Resume a training: `relvit fit --resume RUN` or `--ckpt_path`; which options may differ from before is decided here.
+
+What may change is how long a training lasts, where and how fast it runs; not what is trained. A checkpoint brings the
+optimiser, the schedule's place and the callbacks' states along: an option that they would override, or that would make
+the run's configuration untrue for the epochs that are done, is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.secrets import CLASSES, mask_secrets
+from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint
+from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
+from relvit.app.training.checkpoints.file import EPOCH_NAME
+from relvit.app.utils.files import is_address
+from relvit.utils.messages import cut, without_secrets
+
+# These options may change at a checkpoint. `relvit.app.training.checkpoints.exact_resume.Progress.check_layout` limits
+# the changes of batch size, accumulation and devices.
+FREE = {
+    *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
+    *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
+    *(f"trainer.{limit}_{unit}" for limit in ("min", "max") for unit in ("epochs", "steps")),
+    *(f"trainer.{name}" for name in ("max_time", "accelerator", "devices", "num_nodes", "strategy", "precision")),
+    *(f"trainer.{name}" for name in ("accumulate_grad_batches", "logger", "log_every_n_steps", "profiler")),
+    *(f"trainer.{name}" for name in ("enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")),
+    *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
+    "trainer.detect_anomaly",
+}
+# These files may have moved, but they must be there before and after.
+PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
+# Changes of all other options are refused, with the reason for the longest of these names that the option begins with.
+REASONS = {
+    "": "a training that goes on stays as it was configured",
+    "seed_everything": "order, augmentation and dropout follow from it",
+    "model": "the recipe, the optimiser and the schedule of a training stay the same to its end",
+    "data": "the images, and what is done to them, stay the same to the end of a training",
+    "trainer.callbacks": "callbacks go on with the states that they had",
+    "trainer.fast_dev_run": "a trial writes nothing and begins afresh",
+}
+# `Checkpoint.check_network` and `Checkpoint.check_data` compare these options.
+COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"data.class_names", "data.img_size"}
+
+
+def resume_arguments(given: Arguments) -> Arguments:
+    """Return the arguments of the whole command: the run's configuration, those given, and its last checkpoint.
+
+    Raises:
+        UsageError: the folder of `--resume` is no run's, it has no checkpoint, or other options say where to begin.
+    """
+    run = given.values["resume"]
+    if is_address(run):
+        raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
+    folder = Path(run)
+    for name in ("config", "ckpt_path", "runs", "model.model"):
+        if given.values.get(name) is not None:
+            raise UsageError(f"--resume {folder} goes on with that run's own configuration: drop --{name}")
+    if not folder.is_dir():
+        raise UsageError(f"no run at {folder}: give a folder that relvit fit has made, such as runs/RUN")
+    config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    if not config.is_file():
+        raise UsageError(f"{folder} is no run of relvit fit: it has no config.yaml")
+    if not last.is_file():
+        start = f"relvit fit --config {config}"
+        hint = f"begin again with {start}"
+        if others := sorted(last.parent.glob("*.ckpt")):
+            hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
+        raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
+    words = [word for word in given.words if not word.startswith("--resume=")]
+    words = [f"--config={config}", *words, f"--ckpt_path={last}"]
+    return given._replace(words=words, values=given.values | {"ckpt_path": str(last)})
+
+
+def checkpoint_of_epoch_end(
+    checkpoint: Checkpoint, same_run: bool, batch_size: int, accumulated: int, devices: int
+) -> tuple[Path, str] | None:
+    """Return the checkpoint of the epoch before, and what to say, where other devices cannot go on within an epoch.
+
+    Args:
+        checkpoint: from which the training was to go on.
+        same_run: whether the run itself is resumed; else its checkpoint starts another run.
+        batch_size, accumulated, devices: as the training would go on, see `begins_epoch_again`.
+
+    Raises:
+        UsageError: there is no such checkpoint, or the optimiser steps would be of other images.
+    """
+    point = checkpoint.point()
+    try:
+        if point is None or not begins_epoch_again(point, batch_size, accumulated, devices):
+            return None
+    except ValueError as error:
+        raise UsageError(f"{checkpoint.path}: {error}") from error
+    _, *layout = point.layout
+    names = ("--batch_size", "--trainer.accumulate_grad_batches", "--devices")
+    as_before = " ".join(f"{name} {count}" for name, count in zip(names, layout, strict=True))
+    other = Path(checkpoint.path).with_name(EPOCH_NAME)
+    if not same_run or not other.is_file():
+        hint = f", or give --ckpt_path {other}" if other.is_file() else ""
+        raise UsageError(
+            f"{checkpoint.path} is from within epoch {point.epoch + 1}, where batch and devices stay: give "
+            f"{as_before}{hint}"
+        )
+    steps = point.batch // layout[1]
+    return other, (
+        f"Within an epoch batch and devices stay, so the training goes on from the end of epoch {point.epoch} and "
+        f"repeats {steps} steps; {as_before} would go on without repeating them."
+    )
+
+
+def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a fit beside those of model and data, in plain types, as its checkpoints hold them."""
+    options = {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
+    options["trainer"] |= {kind: mask_secrets(options["trainer"][kind]) for kind in CLASSES}
+    return without_secrets(options)
+
+
+def changed_options(
+    path: str, trained: Mapping[str, Any], asked: Mapping[str, Any], given: Collection[str]
+) -> list[str]:
+    """Return the options that changed since a checkpoint, such as 'trainer.max_epochs 10 -> 20'.
+
+    Args:
+        path: where the checkpoint is, for the message.
+        trained: options of its training: 'model', 'data' and those of `fit_options`; none is compared that it lacks.
+        asked: those of the training that goes on.
+        given: names of the options on the command line.
+
+    Raises:
+        UsageError: an option changed that must not.
+    """
+    before, now = (dict(_leaves(options)) for options in (trained, asked))
+    groups = {name.partition(".")[0] for name in before}
+    changed = []
+    for name in sorted({**before, **now}):
+        was, wanted = before.get(name), now.get(name)
+        if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
+            continue
+        before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))
+        moved = name in PLACES and None not in (was, wanted)
+        if name not in FREE and not moved:
+            do = "drop that option" if name in given else f"give --{name} {before_text}"
+            reason = REASONS[max((key for key in REASONS if f"{name}.".startswith(f"{key}.") or not key), key=len)]
+            raise UsageError(
+                f"{path} was trained with --{name} {before_text}, not {now_text}: {reason}; {do}, or "
+                f"start another training from these weights with --model.pretrained {path}"
+            )
+        changed.append(f"{name} {before_text} -> {now_text}")
+    return changed
+
+
+def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names as on the command line, and plain values; those of classes in one piece."""
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        if name == "data":
+            yield "data", value["class_path"]
+            yield from _leaves(value["init_args"], "data.")
+        elif isinstance(value, Mapping) and value and "class_path" not in value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            # An empty mapping means the same as None.
+            yield name, None if value == {} else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "as_dict"):
+        value = value.as_dict()
+    elif isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,134 @@
+"""Print the start and the end of `relvit fit`: the model, the results, the files, and the commands to go on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningDataModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import nn
+
+from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, files_line, write_summary
+from relvit.app.data import ImageData
+from relvit.app.data.registry import class_path_of
+from relvit.app.evaluation.pictures import NotApplicableError, draw
+from relvit.app.evaluation.standard_error import plus_minus, with_errors
+from relvit.app.plots.style import save_figure
+from relvit.app.training import ImageClassifier, RunCheckpoints, load_classifier
+from relvit.app.training.run.send_results import send_results
+from relvit.app.utils.progress import rank_zero_print
+from relvit.utils.messages import one_line
+
+
+def describe_training(model: ImageClassifier, data: ImageData) -> str:
+    """Describe in a line what is trained on what: the model, its size, the classes and the images."""
+    size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
+    sizes = ", ".join(" x ".join(map(str, given)) for given in data.train_sizes or ())
+    images = f"{data.shape.words()} x {data.in_chans}" + (f" (trained at {sizes})" if sizes else "")
+    positions = "" if model.hparams.retrofit is None else ", retrofitted"
+    about = f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}"
+    return f"{about}, batch {data.batch_size}"
+
+
+def report_fit(
+    trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, seed: Any, seconds: float, since: int, same_run: bool
+) -> None:
+    """Test the best checkpoint where there are test images, write `summary.json`, `positions.png`, print the result.
+
+    `positions.png` are the relative tables of that checkpoint, where it has some.
+
+    All processes call this. `since` is the number of epochs that had been trained before this training went on; with
+    `same_run` these epochs are of the same folder, and the best checkpoint may be one of theirs.
+    """
+    model, data = trainer.lightning_module, trainer.datamodule
+    score, what = model.score, SCORES[model.score]
+    best, trained = checkpoints.best_model_path, trainer.current_epoch - since
+    summary: dict[str, Any] = {
+        "model": model.hparams.model,
+        "seed": seed,
+        "epochs": trainer.current_epoch,
+        "minutes": round(seconds / 60, 2),
+        "effective_batch": model.plan.batch,
+        "lr": model.plan.lr,
+        "steps": model.plan.steps,
+        "warmup_steps": model.plan.warmup,
+        f"val/{score}": float(checkpoints.best_model_score),
+        "best_epoch": checkpoints.best_epoch,
+        "train/images": len(data.dataset("train")),
+        "val/images": _evaluated(trainer, "val"),
+    }
+    summary = with_errors(summary, summary["val/images"])
+    lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
+    for stop in trainer.early_stopping_callbacks:
+        if stop.stopped_epoch and stop.stopped_epoch + 1 == trainer.current_epoch:
+            lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")
+            summary["stopped_early"] = True
+    resumed = f" since resuming after epoch {since}" if since and not same_run else ""
+    lines.append(
+        f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
+        f"{baseline(class_counts(data, 'val'))}"
+    )
+    # This is printed before the test, which stops at a test image that cannot be read.
+    rank_zero_print("\n".join(lines))
+    lines = []
+    if data.has_test:
+        results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
+        images = _evaluated(trainer, "test")
+        summary |= with_errors(results, images) | {"test/images": images}
+        more = {"test/acc5": "top-5", "test/f1": "mean F1"}
+        more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
+        more += baseline(class_counts(data, "test"))
+        lines.append(f"Test {what} of that checkpoint: {plus_minus(summary, f'test/{score}')}{more}")
+    if model.transfer is not None:
+        summary["pretrained"] = model.transfer.plain()
+    if rank_zero_only.rank == 0:
+        write_summary(folder, summary, trainer)
+        _draw_positions(folder / "positions.png", best, data)
+        send_results(trainer, folder, summary)
+        rank_zero_print("\n".join([*lines, files_line(folder), "Next:", *_suggestions(model.net, data, best)]))
+
+
+def _evaluated(trainer: Trainer, split: str) -> int:
+    """Return how many images were evaluated: all, or those of the batches that `--trainer.limit_*_batches` left."""
+    images, limit = len(trainer.datamodule.dataset(split)), getattr(trainer, f"limit_{split}_batches")
+    # An integer 1 is one batch.
+    if isinstance(limit, float) and limit == 1:
+        return images
+    batches = sum({"val": trainer.num_val_batches, "test": trainer.num_test_batches}[split])
+    return min(images, batches * trainer.datamodule.batch_size * trainer.world_size)
+
+
+def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
+    try:
+        image = torch.empty(len(data.mean), *data.img_size)
+        save_figure(draw("tables", load_classifier(best).net, image), target)
+    except NotApplicableError:
+        pass
+    # Memory, fonts and users' position modules fail in their own ways, and the training is done already.
+    except Exception as error:
+        rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
+
+
+def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[str]:
+    """Return commands that work as printed."""
+    path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+    path = shlex.quote(str(path))
+    # A checkpoint cannot choose which module is imported.
+    named = f" --data {class_path_of(type(data))}" if data.is_of_user() else ""
+    lines = []
+    if not data.shape.fixed:
+        # The suggested size has half as many tokens more, in images of the same shapes.
+        lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}{named}")
+    elif getattr(net, "dynamic_img_size", False):
+        # The suggested sides are a quarter larger, in whole patches; with much larger images accuracy would fall.
+        patch = net.patch_embed.patch_size
+        trained = list(data.img_size)
+        larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
+        first, second = (str(size).replace(" ", "") for size in (trained, larger))
+        lines.append(f"  relvit validate {path} --img_size '{second}'{named}")
+        lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'{named}")
+    lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
+    return [*lines, "Also of a checkpoint: relvit show, calibrate, probe, embed, export, publish; each has --help"]

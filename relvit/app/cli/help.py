@@ -1,0 +1,159 @@
+"""The short help of each command: the options that matter, with the texts and defaults of the code itself."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args, get_type_hints
+
+from lightning import Trainer
+
+from relvit.app.cli.arguments import positionals, short_names
+from relvit.app.cli.hints import choices, item_type, takes_one
+from relvit.app.cli.mistakes import required
+from relvit.app.cli.parser import Parser
+from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
+from relvit.app.data import ImageFolderData
+from relvit.app.data.registry import data_modules
+from relvit.app.training import ImageClassifier
+
+WIDTH, INDENT = 100, 34
+
+DATA, DEVICES = "root img_size batch_size num_workers data data.on_error", "devices accelerator precision"
+# `fit` has hundreds of options; its help shows the options that matter, by groups.
+FIT: dict[str, str] = {
+    "data": f"{DATA} data.augment data.cache",
+    "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
+    "optimisation": "epochs lr lr_find model.lr_base_batch model.warmup_epochs model.opt model.weight_decay "
+    "model.layer_decay model.label_smoothing model.mixup model.cutmix trainer.gradient_clip_val "
+    "trainer.accumulate_grad_batches patience",
+    "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
+}
+# These options have no docstring in relvit, or one that is too long for a command line.
+TEXTS: dict[str, str] = {
+    "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
+    "earlier ones.",
+    "seed_everything": "The seed of all random numbers. Default: 0.",
+    "data": f"The kind of data: {', '.join(sorted(cls.__name__ for cls in data_modules()))}; --data.help NAME lists "
+    "the options of a kind. --root alone means ImageFolderData.",
+    "data.on_error": "What to do about a file that cannot be read: error stops; skip, which predict does by default, "
+    "goes on without it.",
+    "data.cache": "Decode all images once and keep them in memory.",
+    "model.lr_base_batch": "Scale the learning rate by the images in a step, relative to N.",
+    "model.model_kwargs.X": "An argument X of that model, such as rel_terms, max_distance or drop_path_rate.",
+    "model.retrofit.X": "An argument X of relvit.retrofit for timm's ViTs: rel_terms ...",
+    "trainer.devices": "The number of devices (GPUs or CPU processes) to use. Default: auto.",
+    "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
+    "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
+}
+# These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.
+METAVARS: dict[str, str] = {
+    **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
+    **dict.fromkeys(("config", "output", "predict-onnx model"), "FILE"),
+    **dict.fromkeys(("probe output", "resolutions output"), "FILE|DIR"),
+    **dict.fromkeys(("ckpt_path", "ckpt_paths"), "CKPT"),
+    **dict.fromkeys(("img_size", "sizes"), "SIZE"),
+    **dict.fromkeys(("seed_everything", "devices"), "N"),
+    "paths": "PATH",
+    "images": "IMAGE",
+    "models": "CKPT|MODEL",
+    "explain model": "MODEL|CKPT",
+    "kind": "KIND",
+    "patch": "ROW COLUMN",
+    "resume": "RUN",
+    "pretrained": "WEIGHTS",
+    "to": "DIR|hf-hub:OWNER/NAME",
+    "license": "ID",
+    "curve": "FILE.json",
+    "X": "VALUE",
+}
+# The signature of a function does not show these ways to use a command.
+USAGE: dict[str, list[str]] = {
+    "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
+    "predict": ["relvit predict FILE.onnx PATH ... [options]"],
+    "check-data": ["relvit check-data --data NAME [options]"],
+}
+
+
+def usage(command: str, function: Callable[..., Any]) -> list[str]:
+    """Return the lines that show how a command is used."""
+    hints, needed = get_type_hints(function), required(function)
+    parts = ["relvit", command.removesuffix("-onnx")]
+    for name, hint in positionals(function).items():
+        text = metavar(command, name, hint) + (" ..." if item_type(hint) and takes_one(hint) else "")
+        parts.append(text if name in needed or name == "ckpt_path" else f"[{text}]")
+    options = (name for name in needed if name in hints and name not in (*positionals(function), "evaluation"))
+    parts += [f"--{name} {metavar(command, name, hints[name])}" for name in options]
+    own = [] if command == "fit" else [" ".join([*parts, "[options]"])]
+    return own + USAGE.get(command, [])
+
+
+def metavar(command: str, name: str, hint: Any) -> str:
+    """Return what stands for the value of an option; '' where the option needs none."""
+    last, several = name.rpartition(".")[2], item_type(hint) is not None and not takes_one(hint)
+    if hint is bool and "." not in name:
+        return ""
+    plain = {int: "N", float: "X", bool: "BOOL"}
+    by_type = next((plain[kind] for kind in (hint, *get_args(hint)) if kind in plain), "NAME")
+    text = METAVARS.get(f"{command} {last}") or METAVARS.get(last) or ("X" if name == "shares" else by_type)
+    return f"{text} ..." if several and " " not in text else text
+
+
+def shown_options(function: Callable[..., Any]) -> dict[str, list[str]]:
+    """Return the options that the help of a command shows, by the titles of their groups."""
+    own = list(inspect.signature(function).parameters)
+    if "training" in own:
+        return {title: names.split() for title, names in FIT.items()}
+    if "evaluation" in own:
+        own = [name for name in own if name not in ("evaluation", "verbose")]
+        return {"options": ["ckpt_path", *own], "data and devices": f"{DATA} {DEVICES}".split()}
+    return {"options": own}
+
+
+def short_help(command: str, function: Callable[..., Any]) -> str:
+    """Return the text of `relvit COMMAND --help`."""
+    parser, groups = Parser(), shown_options(function)
+    parser.add_options_of(function)
+    if len(groups) > 1:
+        for cls, name in ((ImageFolderData, "data"), (ImageClassifier, "model"), (Trainer, "trainer")):
+            parser.add_class_arguments(cls, name, fail_untyped=False)
+        parser.set_defaults({f"trainer.{name}": value for name, value in TRAINER_DEFAULTS.items()})
+    actions, short = {action.dest: action for action in parser._actions}, short_names(command, function)
+    shown = argparse.ArgumentParser(
+        usage="\n       ".join(usage(command, function)),
+        description=inspect.getdoc(function).partition("\n\nArgs:")[0],
+        epilog=f"relvit {command} --help-all lists every option." if len(groups) > 1 else None,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
+        add_help=False,
+    )
+    for title, names in groups.items():
+        group = shown.add_argument_group(title)
+        for name in names:
+            own = short.get(name, name)
+            action = actions.get(own)
+            value = metavar(command, name, getattr(action, "_typehint", None))
+            flags = [f"-{name[0]}"] if name == "quiet" else []
+            options: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
+            group.add_argument(*flags, f"--{name}", help=_text(command, own, action).replace("%", "%%"), **options)
+    return shown.format_help().rstrip()
+
+
+def _text(command: str, name: str, action: argparse.Action | None) -> str:
+    text = TEXTS.get(f"{command} {name}") or TEXTS.get(name)
+    if text is not None or action is None:
+        return text or ""
+    text = action.help
+    if "." in name:
+        # Docstrings for Python are long; their first sentence is shown.
+        text = re.split(r"\.\s+(?=[A-Z])", text)[0].removesuffix(".") + "."
+        text = re.sub(r", see (:\w+:)?`.*?`", "", text)
+    allowed = choices(getattr(action, "_typehint", None))
+    if any(each not in text for each in allowed):
+        text = f"{text} One of {', '.join(allowed)}."
+    # The default of a command that uses a checkpoint is what the checkpoint was trained with.
+    if action.default not in (None, False, "") and (command == "fit" or not name.startswith("data.")):
+        text += f" Default: {action.default}."
+    return text

@@ -1,0 +1,183 @@
+"""Explain what a parser refuses in one line: the option or value that is wrong, and the nearest right name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import timm
+from jsonargparse import Namespace
+
+from relvit.app.cli.arguments import OF_FIT, OF_TRAINER, SYNONYMS
+from relvit.app.cli.config_text import load_config, read_config
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.hints import accepts, choices, in_words, subclasses
+from relvit.app.data.registry import data_modules
+from relvit.models import model_arguments
+from relvit.utils.messages import cut, did_you_mean, listing
+
+NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
+
+
+class Given(NamedTuple):
+    """An option such as 'model.lr' that was given, its value, and the configuration that holds it, if one does."""
+
+    name: str
+    value: Any
+    file: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Say in which file the option stands."""
+        return "" if self.file is None else f" in {self.file}"
+
+
+def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
+    """Find the first option that a parser does not have, or whose value is of another type than the option.
+
+    The parser's own message, which reports all types that it has tried, is the last resort. The options began with the
+    values of the namespace, such as those of a checkpoint.
+
+    Raises:
+        UsageError: a configuration cannot be read.
+    """
+    known = option_types(parser)
+    at_first = {} if namespace is None else namespace.as_dict()
+    given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
+    # A configuration may leave a value open, as null.
+    names = {option.name for option in given if option.value is not None or option.file is None}
+    short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
+    missing = []
+    for option in given:
+        if (cls := _class_named(known.get(option.name), option.value)) is not None:
+            probe = type(parser)()
+            probe.add_class_arguments(cls, option.name, fail_untyped=False)
+            known = option_types(probe) | known
+            needed = [f"{option.name}.{name}" for name in required(cls)]
+            missing += [f"--{short.get(name, name)}" for name in needed if name not in names]
+    for option in given:
+        if option.name.startswith("data.") and "data" in known and "data" not in names:
+            instead = "--data ImageFolderData --data.root DIR in the place of --root"
+            return f"--{option.name} is for --data NAME: {instead}" if "root" in names else NO_DATA
+        if complaint := _wrong_name(option, known) or _wrong_value(option, known):
+            return complaint
+    # Only commands that run a Trainer have options of the model; they need data.
+    if "model.lr" in known and "data" not in names:
+        return NO_DATA
+    return f"missing: {', '.join(missing)}" if missing else cut(error)
+
+
+def required(function: Any) -> list[str]:
+    """Return the arguments of a function or class that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [parameter.name for parameter in named if parameter.default is parameter.empty]
+
+
+def option_types(parser: ArgumentParser) -> dict[str, Any]:
+    """Return the options of a parser by name, each with its type; None: it has no type hint."""
+    found: dict[str, Any] = {}
+    for action in parser._actions:
+        names = (string.lstrip("-") for string in action.option_strings)
+        found |= dict.fromkeys(names, getattr(action, "_typehint", action.type))
+    return found
+
+
+def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]:
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name == "config":
+            if not value:
+                raise UsageError("--config needs a value")
+            yield from _leaves(read_config(value), value, known)
+        elif value.startswith("{") and accepts(dict, value):
+            yield from _leaves({name.removesuffix("+"): load_config(value)}, None, known)
+        else:
+            yield Given(name.removesuffix("+"), value if equals else None)
+
+
+def _leaves(
+    options: Mapping[str, Any], file: str | None, known: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Given]:
+    """Yield the options in nested mappings; a class is one, and so is each of its arguments."""
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value):
+            for item in value:
+                yield from _leaves({key: item}, file, known, prefix)
+        elif isinstance(value, dict) and "class_path" in value:
+            yield Given(name, value["class_path"], file)
+            inner = value.get("init_args") or {}
+            if not isinstance(inner, dict):
+                place = Given(name, inner, file).place
+                raise UsageError(f"{name}.init_args{place} must be name: value pairs, got {cut(inner)}")
+            yield from _leaves(inner, file, known, f"{name}.")
+        elif isinstance(value, dict) and known.get(name) is None:
+            yield from _leaves(value, file, known, f"{name}.")
+        else:
+            yield Given(name, value, file)
+
+
+def _class_named(hint: Any, value: Any) -> type | None:
+    return subclasses(hint).get(value.rpartition(".")[2]) if isinstance(value, str) else None
+
+
+def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
+    name, place = option.name, option.place
+    if name in known:
+        return None
+    parent = max((other for other in known if name.startswith(f"{other}.") and known[other]), key=len, default=None)
+    if parent is not None and not any(other.startswith(f"{parent}.") for other in known):
+        # The option is inside a dictionary, or belongs to a class that only the parser finds.
+        if subclasses(known[parent]) or accepts(known[parent], {}):
+            return None
+        return f"--{parent}{place} must be {in_words(known[parent])}, got a mapping"
+    dashes = "--" if option.file is None else ""
+    shown = f"unknown option {dashes}{name}{place}"
+    group, _, last = name.partition(".")
+    relvits = [cls for cls in data_modules() if not cls.is_of_user()]
+    if group == "data" in known and (owners := sorted(cls.__name__ for cls in relvits if last in cls.argument_names())):
+        return f"{shown}: {listing(owners)} {'has' if len(owners) == 1 else 'have'} it; name the data by --data NAME"
+    if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
+        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
+    names = {f"{dashes}{other}": other for other in known}
+    if option.file is None:
+        # The options of the data are known also where nothing has named the kind of data yet.
+        of_data = "data." if "data" in known else "-"
+        short = OF_TRAINER | OF_FIT
+        names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
+    own = SYNONYMS.get(name.rpartition(".")[2])
+    if same := [other for other, full in names.items() if full.rpartition(".")[2] == own]:
+        return f"{shown} (did you mean {min(same, key=len)!r}?)"
+    return f"{shown}{did_you_mean(f'{dashes}{name}', names)}"
+
+
+def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
+    name, value, file = option
+    hint, place = known.get(name), option.place
+    if hint is None:
+        if file is None or isinstance(value, dict) or not any(other.startswith(f"{name}.") for other in known):
+            return None
+        return f"{name}{place} must hold its options by name, such as '{name}: {{NAME: VALUE}}', got {cut(value)}"
+    if value is None and file is None:
+        return f"--{name} needs a value"
+    classes = subclasses(hint)
+    if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
+        return None
+    if classes and "." not in value:
+        # The other classes of relvit cannot be chosen on the command line.
+        others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
+        names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
+        return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
+    if classes:
+        module, _, cls = value.rpartition(".")
+        try:
+            # This import runs no code that the parser has not run already.
+            getattr(importlib.import_module(module), cls)
+        except Exception as reason:
+            return f"--{name}{place}: {value}: {cut(reason)}"
+    nearest = did_you_mean(value, choices(hint)) if isinstance(value, str) else ""
+    return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{nearest}"

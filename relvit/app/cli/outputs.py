@@ -1,0 +1,55 @@
+"""The output of commands that compute rows of figures: a table, a CSV or JSON file, a figure, or a folder of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from relvit.app.utils.files import check_output, is_address, write_csv, write_json
+
+FORMATS = (".csv", ".json", ".png")
+
+
+def output_files(output: str | None, name: str) -> list[Path]:
+    """Check, before hours of work, where figures will be written; make a folder, and return its files called `name`."""
+    if output is None:
+        return []
+    if Path(output).suffix and not Path(output).is_dir():
+        check_output(output, FORMATS)
+        return [Path(output)]
+    if is_address(output):
+        raise ValueError(f"output {output} is a remote address: give a folder of this machine")
+    Path(output).mkdir(parents=True, exist_ok=True)
+    return [Path(output) / f"{name}{suffix}" for suffix in FORMATS]
+
+
+def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Path], None]) -> None:
+    """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
+    match target.suffix:
+        case ".csv":
+            # Only some rows have all columns: the first checkpoint has no difference to the first.
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
+        case ".json":
+            write_json(target, rows)
+        case ".png":
+            draw(target)
+    print(f"written: {target}", flush=True)
+
+
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, wrap: bool = False
+) -> None:
+    """Print a table of names in the first column and numbers in the others."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0 and not wrap)
+    for row in rows:
+        table.add_row(*row)
+    # Names may hold brackets, which would be markup of Rich.
+    Console(highlight=False, markup=False).print(table)

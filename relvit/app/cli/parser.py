@@ -1,0 +1,77 @@
+"""Parse a command's options by jsonargparse; `mistakes.py` explains what the parser refuses."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from relvit.app.cli.config_text import MODE
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.mistakes import explain
+from relvit.app.cli.secrets import CLASSES, without_masks
+from relvit.app.cli.trainer.own_data import open_inherited_options
+from relvit.app.data import ImageData
+
+# Several commands have these options; the docstring of a command need not describe them again.
+SHARED: dict[str, str] = {
+    "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
+    "reach": "How attention works at other sizes than in training; see docs/sizes.md.",
+    "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
+    "batch_size": "The number of images in a batch; None means as in training.",
+    "root": "The folder of the images, where it is not the one that the checkpoint remembers.",
+    "data": "The data module of the images where it is one of your own, such as my_module.Mine.",
+    "output": "A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.",
+    "device": "The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.",
+    "runs": "The folder in which the results get a folder of their own.",
+    "mirror": "Average the probabilities of each image and its mirror image.",
+}
+
+
+class Parser(LightningArgumentParser):
+    """Raise `UsageError` where the stock parser prints its usage and exits.
+
+    Options must be spelt out: an abbreviation that works today is another option's tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        defaults = {"allow_abbrev": False, "description": "", "parser_mode": MODE}
+        super().__init__(*args, **{**defaults, **kwargs, "exit_on_error": False})
+        self.add_argument("--help-all", action="help", help="Show all options.")
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **kwargs: Any
+    ) -> Namespace:
+        """Parse arguments; the options begin with the values of a namespace, such as those of a checkpoint."""
+        try:
+            return super().parse_args(args, namespace, **kwargs)
+        except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+            raise UsageError(explain(self, args or (), namespace, error)) from error
+
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **options: Any) -> Any:
+        """Add the arguments of a class as options; those that a user's data module hands on have no defaults."""
+        added = super().add_class_arguments(theclass, nested_key, *args, **options)
+        if inspect.isclass(theclass) and issubclass(theclass, ImageData) and theclass.is_of_user():
+            open_inherited_options(self, theclass, nested_key)
+        return added
+
+    def add_options_of(self, function: Callable[..., Any]) -> None:
+        """Add the arguments of a command's function as options; an `Evaluation` is made from a checkpoint."""
+        if "evaluation" in inspect.signature(function).parameters:
+            self.add_argument("--ckpt_path", type=str)
+        self.add_function_arguments(function, as_group=False, skip={"evaluation", "training"})
+        for action in self._actions:
+            if action.dest in SHARED and not action.help:
+                action.help = SHARED[action.dest]
+
+    def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
+        """Make the objects of a configuration; where its record hides a secret as `***`, the secret is left out."""
+        if "trainer" in cfg:
+            cfg = cfg.clone()
+            for kind in CLASSES:
+                cfg.trainer[kind] = without_masks(cfg.trainer[kind], kind)
+        return super().instantiate_classes(cfg, **kwargs)

@@ -1,0 +1,126 @@
+"""The run folder of a command: make and clean it up, write `summary.json`, say how to go on after an early end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.app.cli.errors import UsageError
+from relvit.app.data import ImageData
+from relvit.app.data.modules.base import Split
+from relvit.app.training import DataRecord, StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
+from relvit.app.training.checkpoints.file import DiskSpaceError, describe_last
+from relvit.app.training.run.folder import missing_folders
+from relvit.app.training.run.launch import explain_lost_process
+from relvit.app.utils.files import DISK_ERRORS, is_address, write_json
+from relvit.app.utils.progress import rank_zero_print
+
+# The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
+SCORES = {"acc1": "accuracy", "map": "mean average precision"}
+
+
+@contextmanager
+def new_folder(runs: str, name: str) -> Iterator[Path]:
+    """Make a new folder for a run in the main process, and remove it at the end where nothing was written into it.
+
+    The main process sends the paths of checkpoints to the others, which are given `runs` itself.
+
+    Raises:
+        UsageError: the folder cannot be made.
+    """
+    if rank_zero_only.rank != 0:
+        yield Path(runs)
+        return
+    parents = missing_folders(Path(runs))
+    try:
+        folder = new_run_folder(runs, name)
+    except OSError as error:
+        reason = f"cannot make a run's folder in {runs}: {error.strerror}"
+        raise UsageError(f"{reason}; give another with --runs") from error
+    try:
+        yield folder
+    finally:
+        remove_if_empty(folder, parents)
+
+
+def check_runs(runs: str | None, root: str | None) -> None:
+    """Refuse a remote address, and Lightning's own option for the folder beside relvit's."""
+    if root is not None:
+        raise UsageError(f"--trainer.default_root_dir {root}: runs are written into the folder of --runs; give that")
+    if runs is not None and is_address(runs):
+        raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
+
+
+def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSError:
+    """Return the same error; where the disk is full, with what is left in the run's folder and what to do about it."""
+    if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or folder is None:
+        return error
+    found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    if command != "fit":
+        return OSError(error.errno, f"{found}: make room, or give another folder than {folder} (--runs)")
+    parts = [found]
+    kept = describe_last(folder / "checkpoints")
+    if kept not in found:
+        parts.append(kept)
+    if (folder / "checkpoints" / "last.ckpt").is_file():
+        parts.append(f"make room, then relvit fit --resume {folder}")
+    return OSError(error.errno, "; ".join(parts))
+
+
+@contextmanager
+def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> Iterator[None]:
+    """Say why a run of `fit`, `validate`, `test` or `predict` ended early, and how to go on from its checkpoint."""
+
+    def can_resume() -> bool:
+        return folder is not None and (folder / "checkpoints" / "last.ckpt").is_file()
+
+    try:
+        yield
+    except SystemExit as stop:
+        # The cause is a signal, or Lightning has caught Ctrl-C. Lightning itself ends an evaluation after SIGTERM.
+        number = signal.SIGTERM if isinstance(stop, SIGTERMException) else getattr(stop, "signal", signal.SIGINT)
+        if trainer.interrupted and can_resume():
+            why = "Stopped" if number == signal.SIGINT else f"Stopped by {number.name}"
+            rank_zero_print(f"{why}. To go on: relvit fit --resume {folder}")
+        if isinstance(stop, StoppedBySignalError):
+            ignore_stop_signals()
+        elif trainer.interrupted:
+            raise SystemExit(128 + number) from stop
+        raise
+    except RuntimeError as error:
+        hint = f"; to go on: relvit fit --resume {folder}" if can_resume() else ""
+        raise explain_lost_process(error, trainer, hint) from error
+    except OSError as error:
+        raise explain_full_disk(error, command, folder) from error
+
+
+def class_counts(data: ImageData, split: Split) -> np.ndarray | None:
+    """Count the images of each class; None with several labels, or where a dataset does not list its labels."""
+    labels = getattr(data.dataset(split), "targets", None)
+    return None if labels is None or np.ndim(labels[0]) else np.bincount(labels)
+
+
+def baseline(counts: np.ndarray | None) -> str:
+    """Describe the accuracy of always naming the commonest class."""
+    return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"
+
+
+def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> None:
+    """Write the results of a run, with the number of images in each split that could not be read."""
+    record = next(callback for callback in trainer.callbacks if isinstance(callback, DataRecord))
+    if record.counts:
+        summary["unreadable"] = record.counts
+    write_json(folder / "summary.json", summary)
+
+
+def files_line(folder: Path) -> str:
+    """List the files in the folder of a run in a line."""
+    return f"Files: {folder} ({', '.join(sorted(path.name for path in folder.glob('[!.]*')))})"

@@ -1,0 +1,269 @@
+"""Lightning's CLI for commands that run a Trainer, with relvit's defaults (100 epochs); `Evaluation` of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning import Callback, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.parser import Parser
+from relvit.app.cli.trainer.folder import check_runs, explained_failures
+from relvit.app.data import ImageData
+from relvit.app.data.registry import import_data_module
+from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
+from relvit.app.training.callbacks.progress_bar import progress_callbacks
+from relvit.app.training.checkpoints.normalisation import set_normalisation
+from relvit.app.training.run.launch import (
+    Launch,
+    PatientLauncher,
+    as_list,
+    check_processes,
+    leave_processes,
+    set_devices,
+)
+from relvit.app.utils.remote import local_file
+from relvit.models import Reach, set_reach
+from relvit.models.sizes.reach import check_reach
+from relvit.utils.ranges import Range
+
+# These options of the model change how it is evaluated, and not what it is.
+OF_EVALUATION = ("compile", "channels_last")
+# These defaults differ from Lightning's.
+TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
+
+# Lightning takes any number for these options of the trainer, or refuses it in other words.
+_RANGES = {
+    Range(1): "max_epochs min_epochs max_steps min_steps accumulate_grad_batches check_val_every_n_epoch num_nodes",
+    Range(0, above=True): "limit_train_batches limit_test_batches limit_predict_batches val_check_interval",
+    Range(0): "gradient_clip_val overfit_batches limit_val_batches log_every_n_steps reload_dataloaders_every_n_epochs",
+    Range(-1): "num_sanity_val_steps",
+}
+RANGES: dict[str, Range] = {f"trainer.{name}": found for found, names in _RANGES.items() for name in names.split()}
+RANGES |= {"seed_everything": Range(0, 2**32 - 1), "save_every": Range(1), "patience": Range(1)}
+
+
+class RelvitCLI(LightningCLI):
+    """Lightning's CLI for one command: it parses the options, and builds the data and the model.
+
+    The trainer is built by `running`, when the folder of its results is known.
+
+    Attributes:
+        datamodule: the images.
+        model: the classifier, without the weights of the checkpoint.
+        normalisation: describes how the images are normalised.
+        options: the arguments of the trainer.
+
+    Args:
+        function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
+        given: the command line.
+        checkpoint: data and model must be those of its training.
+        known: the values that options have where the command line does not give them, see `values_of`.
+        save_config_callback: writes the configuration of a training.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        given: Arguments,
+        checkpoint: Checkpoint | None = None,
+        known: Namespace | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = None,
+    ) -> None:
+        self.function: Callable[..., None] = function
+        self.given: Arguments = given
+        self.checkpoint: Checkpoint | None = checkpoint
+        self.known: Namespace = Namespace() if known is None else known
+        self.known.update(given.lists())
+        super().__init__(
+            ImageClassifier,
+            ImageData,
+            subclass_mode_data=True,
+            parser_class=Parser,
+            seed_everything_default=0,
+            trainer_defaults=TRAINER_DEFAULTS,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=save_config_callback,
+            args=given.words,
+            run=False,
+        )
+
+    def add_arguments_to_parser(self, parser: Parser) -> None:
+        """Add the options of the command's function."""
+        parser.add_options_of(self.function)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
+        """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to."""
+        self.config: Namespace = parser.parse_args(args, namespace=self.known)
+        check_numbers(self.config)
+        check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
+
+    def instantiate_classes(self) -> None:
+        """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
+        self.config_init: Namespace = self.parser.instantiate_classes(self.config)
+        self.datamodule: ImageData = self.config_init.data
+        self.model: ImageClassifier = self.config_init.model
+        if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
+            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
+        arguments = self.config.data.get("init_args", {})
+        self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
+        if self.checkpoint is not None:
+            self.checkpoint.check_network(self.model.hparams)
+            self.checkpoint.check_data(self.datamodule)
+        self.options: dict[str, Any] = {**self.config_init.trainer}
+        self.options["callbacks"] = as_list(self.options["callbacks"])
+        self.launch: Launch | None = set_devices(self.options)
+
+    @contextmanager
+    def running(
+        self, callbacks: Sequence[Callback], folder: Path | None, history: History | None = None, quiet: bool = False
+    ) -> Iterator[Trainer]:
+        """Build the trainer, and say why a run with it could not end as it should.
+
+        Args:
+            callbacks: those of the command.
+            folder: for the results; None: they are only printed.
+            history: the history of a training; None in evaluation.
+            quiet: show no progress.
+        """
+        shown = progress_callbacks(self.options, history, quiet)
+        own = [PatientLauncher(), *callbacks, *shown, DataRecord(folder)]
+        logger, callbacks = self.options["logger"] or False, [*self.options["callbacks"], *own]
+        self.trainer: Trainer = self.instantiate_trainer(**self.options | {"logger": logger, "callbacks": callbacks})
+        with explained_failures(self.function.__name__, self.trainer, folder):
+            check_processes(self.launch, self.trainer)
+            yield self.trainer
+
+
+class Evaluation(RelvitCLI):
+    """The classifier and the data of a checkpoint, as the options of a command change them.
+
+    Args:
+        function, given: see `RelvitCLI`.
+        checkpoint: with the images that the command uses; it has the values of options that are not given.
+        file: the local file of the checkpoint.
+        asked: the data module that the command or its user asks for.
+    """
+
+    checkpoint: Checkpoint
+
+    def __init__(
+        self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
+    ) -> None:
+        self.file: Path = file
+        super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse other options of the model than the training's."""
+        names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
+        self.checkpoint.check_network(self.config.model.as_dict(), names)
+
+    def set_reach(self, reach: Reach) -> None:
+        """Choose how attention works at other sizes than in training."""
+        check_reach(reach, self.datamodule.shape.fixed, self.checkpoint.path)
+        if reach != "trained":
+            set_reach(self.model.net, reach, self.checkpoint.transforms().img_size)
+
+    def run(
+        self,
+        callbacks: Sequence[Callback] = (),
+        folder: Path | None = None,
+        report: Callable[[Trainer], None] = lambda trainer: None,
+        **options: Any,
+    ) -> None:
+        """Run the Trainer's method of the command's name with the checkpoint's weights.
+
+        Args:
+            callbacks, folder: see `running`.
+            report: is called in the main process at the end.
+            options: further arguments of the method.
+        """
+        self.options["enable_checkpointing"] = False
+        with self.running(callbacks, folder) as trainer:
+            method = getattr(trainer, self.function.__name__)
+            # Nothing but tensors and plain types is ever read from a checkpoint.
+            method(self.model, self.datamodule, ckpt_path=str(self.file), weights_only=True, **options)
+            if rank_zero_only.rank == 0:
+                report(trainer)
+
+
+def evaluate(
+    function: Callable[..., None], given: Arguments, data_type: type[ImageData] | None = None, **changes: Any
+) -> None:
+    """Run `relvit validate`, `test` or `predict`.
+
+    Args:
+        function: runs the command. Its first argument is the `Evaluation`, the others are the command's own options.
+        given: the command line.
+        data_type: the data module that the command chooses; None means the user's choice, or the checkpoint's.
+        changes: arguments of the data module that differ from the training's where the user does not give them.
+
+    Raises:
+        UsageError: no checkpoint is given.
+    """
+    path, asked = given.values.get("ckpt_path"), given.values.get("data")
+    if path is None and any(name.endswith(("help", "help-all")) for name in given.values):
+        # The parser prints the help and exits.
+        RelvitCLI(function, given)
+    if path is None:
+        raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
+    # Lightning reads the file again, and for an http address it would read an older copy of the same name.
+    with local_file(path) as file:
+        checkpoint = Checkpoint.read(path, file)
+        checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
+        asked = asked if data_type is None else checkpoint.data["class_path"]
+        evaluation = Evaluation(function, given, checkpoint, file, asked)
+        names = (name for name in function.__annotations__ if name in evaluation.config_init)
+        function(evaluation, **{name: evaluation.config_init[name] for name in names})
+    leave_processes()
+
+
+def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> None:
+    """Refuse options that name images where `named` names them already."""
+    for other in others:
+        if (value := given.values.get(other)) is not None:
+            raise UsageError(f"--{other} {value} and {named} both name the images: give one of them")
+
+
+def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
+    """Return the arguments of model and data in a checkpoint, as the values that a parser begins with.
+
+    A file must not choose what is imported: a data module that is none of relvit's has to be asked for, by `--data`.
+    Arguments in `without`, such as 'model.img_size', are left out.
+
+    Raises:
+        UsageError: the data module was not asked for.
+    """
+    data, values = checkpoint.data["class_path"], Namespace()
+    for name, value in checkpoint.model.items():
+        if f"model.{name}" not in without:
+            values[f"model.{name}"] = value
+    if checkpoint.data_type is not None or data == asked_data:
+        arguments = {name: value for name, value in checkpoint.data_args.items() if f"data.{name}" not in without}
+        values["data"] = Namespace(class_path=data, init_args=Namespace(arguments))
+    elif asked_data is None:
+        raise UsageError(checkpoint.unknown_data())
+    return values
+
+
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Refuse numbers of the trainer, and of the command's own options, that are out of their ranges.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, allowed in RANGES.items():
+        number = options.get(name)
+        # A schedule needs one of the two ends.
+        ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
+        endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
+        if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:
+            raise UsageError(f"--{name} must be {allowed}, got {number}")

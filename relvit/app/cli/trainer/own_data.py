@@ -1,0 +1,42 @@
+"""Options of a data module that a user has written, and its name on a command line or in a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from relvit.app.cli.config_text import read_config
+from relvit.app.data import ImageData
+
+
+def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
+    """Give a user's class the options that it hands on as ``**options`` only where these are given.
+
+    A parser passes the defaults of all options on: those of relvit would replace the class's own, such as those of
+    `options.setdefault`. How a class hands its options on may be beyond the parser, which then finds none of them.
+    """
+    prefix = "" if key is None else f"{key}."
+    actions = {action.dest: action for action in parser._actions}
+    inherited = {name: part for name, (_, part) in cls.arguments().items() if name not in cls.names_to_restore()}
+    found = [actions[f"{prefix}{name}"] for name in inherited if f"{prefix}{name}" in actions]
+    for action in found:
+        action.default, action.required = argparse.SUPPRESS, False
+    if not found:
+        for name, part in inherited.items():
+            hint = get_type_hints(part.__init__, include_extras=True)[name]
+            parser.add_argument(f"--{prefix}{name}", type=hint, default=argparse.SUPPRESS)
+
+
+def data_in(words: Sequence[str]) -> str | None:
+    """Return the data module that a command line names, by an option or by the last configuration that has one."""
+    found = None
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name == "config" and value:
+            data = read_config(value).get("data")
+            found = (data.get("class_path") if isinstance(data, dict) else data) or found
+    given = [word.partition("=")[2] for word in words if word.startswith(("--data=", "--data.class_path="))]
+    return [found, *given][-1]

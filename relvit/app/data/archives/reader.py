@@ -1,0 +1,42 @@
+"""Base class of the readers of archives, and the list of images and labels that a reader returns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from relvit.app.data.images.decode import StoredImage
+
+
+class Content(NamedTuple):
+    """The images of a split.
+
+    Attributes:
+        images: The images.
+        labels: The label of each in the data, a name or a number, None where there is none; empty if not asked for.
+        declared: The names of the classes in order, where the data declare them; some may have no images.
+    """
+
+    images: Sequence[StoredImage]
+    labels: Sequence[str | None] = ()
+    declared: Sequence[str] | None = None
+
+
+class Reader(ABC):
+    """Finds the images of a dataset and their labels, without decoding any."""
+
+    @abstractmethod
+    def find(self, split: str, labelled: bool) -> Content:
+        """Find the images of a split, and their labels if needed, in an order that is always the same.
+
+        Raises:
+            FileNotFoundError: Files are missing.
+            ValueError: There is no such split, it has no images or no labels, or its files are broken.
+        """
+
+    @abstractmethod
+    def key(self, image: Any) -> str:
+        """Name one of these images uniquely, without the location of the data."""
+
+    def sizes(self, images: Sequence[Any]) -> Iterable[int | None]:
+        """Give the size of each of the images of one split in bytes, None where only reading the image would tell."""
+        return (image.size for image in images)

@@ -1,0 +1,259 @@
+"""Tar archives of class folders: find their images by the headers once, read them at random, unpack nothing."""
+
+import os
+import tarfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from relvit.app.data.archives.reader import Content, Reader
+from relvit.app.data.images.decode import IMAGE_ENDINGS, StoredImage
+from relvit.app.data.images.folders import files_below
+from relvit.utils.messages import did_you_mean, listing, visible
+
+_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
+
+# Compressed files begin with these bytes: gzip, bzip2, xz, zstandard.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Member(StoredImage):
+    """A regular file in an archive.
+
+    Args:
+        file: The archive.
+        name: Its name in the archive, which is never used as a path.
+        offset: Position of its content in the archive, in bytes.
+        size: Length of its content in bytes.
+    """
+
+    file: str
+    name: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Read the content. Opens the archive each time: processes must not share a handle and its position."""
+        with open(self.file, "rb") as stream:
+            return self.read_from(stream)
+
+    def read_from(self, stream: BinaryIO) -> bytes:
+        """Read the content from the opened archive.
+
+        Raises:
+            EOFError: The archive has become shorter.
+        """
+        stream.seek(self.offset)
+        content = stream.read(self.size)
+        if len(content) < self.size:
+            raise EOFError("the archive ends before it; copy the archive anew")
+        return content
+
+    def __str__(self) -> str:
+        return f"{self.file}/{self.name}"
+
+
+def members(file: str, nested: bool = False) -> list[Member]:
+    """List all regular files of an uncompressed tar archive in its order, also those of the same name.
+
+    Links, devices and sparse files are left out with a warning.
+
+    Args:
+        file: The archive.
+        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``; one deep.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: Compressed, truncated, broken, no tar archive, or something behind the end of the archive.
+    """
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"no archive at {file}; correct the name")
+    left_out: list[str] = []
+    try:
+        with open(file, "rb") as stream:
+            found = list(_walk(stream, file, "", 0, nested, left_out))
+    except (OSError, MemoryError):
+        raise
+    # Broken headers make tarfile raise ValueError, OverflowError and others besides its own errors.
+    except Exception as error:
+        raise ValueError(f"{file}: {_reason(file, error)}") from error
+    if left_out:
+        warnings.warn(
+            f"{file} holds {len(left_out)} members that are no regular files, left out: {visible(left_out[0])}",
+            stacklevel=2,
+        )
+    return found
+
+
+class TarFolders(Reader):
+    """Images in class folders in a tar archive, or in all archives below a folder.
+
+    Archives count as folders of their names, without ``.tar``, also archives in an archive; an archive that is `place`
+    itself does not. The class of an image is the folder that holds it. A split is everything in the folder of its name,
+    at any depth, made of archives or else in them; where there is none, 'train' is everything. Files without the
+    extension of an image and hidden files are left out, and images beside the class folders of a split.
+
+    Args:
+        place: The archive, or the folder.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._members: dict[str, list[Member]] = {}
+
+    def find(self, split: str, labelled: bool) -> Content:
+        """Find the images of a split in the order of their names, see :class:`Reader`."""
+        files = self._archives()
+        named = [file for file in files if _inside(_folders(f"{self._relative(file)}/"), split)]
+        found = self._in_split(named, split, labelled) or self._in_split(files, split, labelled)
+        if not found:
+            found = self._with_folders(files)
+            self._check_all_are(split, [folders for _, folders in found])
+        found.sort(key=lambda pair: self.key(pair[0]))
+        if labelled and (bare := [image for image, folders in found if not folders]):
+            raise ValueError(f"{visible(str(bare[0]))} is in no folder, which would be its class; put it into one")
+        labels = [folders[-1] for _, folders in found] if labelled else ()
+        return Content([image for image, _ in found], labels)
+
+    def key(self, image: Member) -> str:
+        """Name an image by the archive, if there are several, and the name in it."""
+        return f"{self._relative(image.file)}/{image.name}".lstrip("/")
+
+    def _relative(self, file: str) -> str:
+        return file[len(self.place) :].lstrip("/")
+
+    def _archives(self) -> list[str]:
+        if os.path.isfile(self.place):
+            return [self.place]
+        if not os.path.isdir(self.place):
+            raise FileNotFoundError(f"neither a tar archive nor a folder of them at {self.place}; correct the name")
+        found = files_below(self.place, (".tar",))
+        if not found:
+            raise ValueError(
+                f"no tar archive in {self.place}; for images in folders use --data ImageFolderData, for Hugging Face "
+                "datasets and WebDataset shards a name that begins with hfds/ or wds/"
+            )
+        return found
+
+    def _with_folders(self, files: Sequence[str]) -> list[tuple[Member, list[str]]]:
+        """List the images of archives, each with the folders above it."""
+        return [(image, _folders(self.key(image))) for file in files for image in self._images(file)]
+
+    def _in_split(self, files: Sequence[str], split: str, labelled: bool) -> list[tuple[Member, list[str]]]:
+        # The last folder is a class, even if it is called as the split.
+        upper = slice(-1) if labelled else slice(None)
+        return [(image, folders) for image, folders in self._with_folders(files) if _inside(folders[upper], split)]
+
+    def _images(self, file: str) -> list[Member]:
+        if file not in self._members:
+            self._members[file] = images_in(file)
+        return self._members[file]
+
+    def _check_all_are(self, split: str, folders: Sequence[Sequence[str]]) -> None:
+        """Check that the data have no splits, so that everything is train."""
+        if not folders:
+            raise ValueError(
+                f"no image in {self.place}; the names of images end in .jpg, .png, .webp, .tif, .gif or the like"
+            )
+        parents = sorted({name for path in folders for name in path[:-1]})
+        if split == "train" and not _SPLIT_NAMES & {name.lower() for name in parents}:
+            return
+        there = f"it holds {listing(parents)}" if parents else "it holds class folders alone"
+        raise ValueError(
+            f"no folder or archive {split!r} with class folders in {self.place}{did_you_mean(split, parents)}; {there}"
+        )
+
+
+def images_in(file: str) -> list[Member]:
+    """List all images of one archive, and of archives in it; of each name the last one, as after unpacking.
+
+    Raises:
+        FileNotFoundError, ValueError: See :func:`members`.
+    """
+    return list({member.name: member for member in members(file, nested=True) if _is_image(member.name)}.values())
+
+
+class _Bounded:
+    """A stream of known length, in which nothing is sought or read beyond the end.
+
+    `tarfile` reads as many bytes as a header claims, and asks for memory or a position in the file for any number.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.tell = stream.tell
+        self.length: int = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, position: int) -> int:
+        return self.stream.seek(min(position, self.length))
+
+    def read(self, size: int) -> bytes:
+        return self.stream.read(min(size, self.length - self.tell()))
+
+
+def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
+    """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
+    # Names that cannot be decoded stay different and printable.
+    with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
+        while (info := archive.next()) is not None:
+            # This keeps memory bounded, since tarfile collects the headers of all members.
+            archive.members.clear()
+            if archive.offset <= info.offset:
+                raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")
+            name = prefix + "/".join(part for part in info.name.split("/") if part not in ("", "."))
+            if info.isdir():
+                continue
+            if not info.isreg() or info.issparse():
+                left_out.append(f"{name} ({'sparse' if info.issparse() else 'a link or device'})")
+            elif nested and name.lower().endswith(".tar"):
+                inner = archive.extractfile(info)
+                try:
+                    yield from _walk(inner, file, f"{name}/", start + info.offset_data, False, left_out)
+                except tarfile.TarError as error:
+                    raise tarfile.ReadError(f"in {visible(name)}: {error}") from error
+            else:
+                yield Member(file, name, start + info.offset_data, info.size)
+        _check_end(stream, archive.offset)
+
+
+def _check_end(stream: BinaryIO, offset: int) -> None:
+    """Check that an archive ends with blocks of zeros: tarfile takes whatever is no header for the end."""
+    stream.seek(offset)
+    chunk = stream.read(_CHUNK)
+    if len(chunk) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("it has no end")
+    while chunk:
+        if chunk.strip(b"\0"):
+            raise tarfile.ReadError(f"what comes after byte {offset} is no header")
+        chunk = stream.read(_CHUNK)
+
+
+def _reason(file: str, error: Exception) -> str:
+    with open(file, "rb") as stream:
+        start = stream.read(8)
+    if start.startswith(_COMPRESSED):
+        return "a compressed archive, in which images cannot be found without unpacking; decompress it to a plain tar"
+    reason = str(error) or type(error).__name__
+    return f"not a tar archive, or a truncated or broken one ({reason}); copy it anew, or delete it"
+
+
+def _folders(key: str) -> list[str]:
+    """Folders above an image."""
+    return [part.removesuffix(".tar") for part in key.split("/")[:-1] if part not in ("", "..")]
+
+
+def _inside(folders: Sequence[str], split: str) -> bool:
+    wanted = split.strip("/").removesuffix(".tar").split("/")
+    return any(list(folders[i : i + len(wanted)]) == wanted for i in range(len(folders)))
+
+
+def _is_image(name: str) -> bool:
+    hidden = any(part.startswith(".") and part != ".." for part in name.split("/"))
+    return name.lower().endswith(IMAGE_ENDINGS) and not hidden

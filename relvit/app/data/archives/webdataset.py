@@ -1,0 +1,207 @@
+"""WebDataset reader: shards of samples, whose files in a tar archive share a name up to its first dot."""
+
+import json
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from relvit.app.data.archives.reader import Content, Reader
+from relvit.app.data.archives.tar import Member, members
+from relvit.app.data.labels import as_label
+from relvit.app.utils.files import canonical_paths
+from relvit.utils.messages import did_you_mean, listing, one_line, visible
+
+IMAGE_PARTS = "jpg;jpeg;png;webp"
+
+
+class _Split(NamedTuple):
+    """The shards of a split, the number of samples in them at least, and the default field of the label."""
+
+    files: list[str]
+    least: int = 0
+    field: str | None = None
+
+
+class Shards(Reader):
+    """Samples of image and label in WebDataset's tar archives, on disk and uncompressed, read at random.
+
+    A split is one of ``_info.json`` (or ``info.json``) in root, as timm writes it, or the names of shards:
+    ``'name-{0000..0127}.tar'``, relative to root, several joined by ``::``; ``|N`` behind it is the number of samples
+    at least. Samples without an image are left out with a warning.
+
+    Args:
+        root: The folder of the shards.
+        input_key: Endings of the image, separated by ``;``; the first that a sample has is taken.
+        target_key: See :class:`relvit.app.data.ReaderData`; None: the field in ``_info.json``, or the part ``cls``.
+    """
+
+    def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
+        self.root = root
+        self.endings: list[str] = [ending.strip().lstrip(".").lower() for ending in input_key.split(";")]
+        self.target_key = target_key
+
+    def find(self, split: str, labelled: bool) -> Content:
+        """Find the images of a split in the order of shards and samples, see :class:`Reader`."""
+        shards = self._split(split)
+        images: list[Member] = []
+        labels: list[str | None] = []
+        for file in shards.files:
+            samples = self._samples(file)
+            images += [next(parts[ending] for ending in self.endings if ending in parts) for parts in samples]
+            if labelled:
+                labels += _labels(file, samples, self.target_key or shards.field)
+        if len(images) < shards.least:
+            raise ValueError(
+                f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them anew"
+            )
+        return Content(images, labels)
+
+    def key(self, image: Member) -> str:
+        """Name an image by the shard, relative to root, and the name in it."""
+        return f"{os.path.relpath(image.file, self.root)}/{image.name}"
+
+    def _split(self, split: str) -> _Split:
+        if not os.path.isdir(self.root):
+            raise FileNotFoundError(f"root {self.root} is no folder; give the one that holds the shards")
+        refuse_remote(split)
+        known = self._known_splits()
+        if split in known:
+            found = _described(f"{self.root}/{split}", known[split])
+        elif ".tar" in split or "{" in split:
+            pattern, _, count = split.partition("|")
+            if count and not count.isdigit():
+                raise ValueError(f"{split!r} should name a number of samples behind '|', such as 'a-{{0..9}}.tar|1000'")
+            names = [name for part in pattern.split("::") for name in expand_braces(part)]
+            found = _Split(names, int(count or 0))
+        else:
+            there = sorted(name for name in os.listdir(self.root) if name.endswith(".tar"))
+            info = f"_info.json has {listing(sorted(known))}" if known else "there is no _info.json"
+            raise ValueError(
+                f"no split {split!r} in {self.root}{did_you_mean(split, known)}: {info}; or name the shards, such as "
+                f"'name-{{0000..0127}}.tar' (there are {listing(there, 3) or 'none'})"
+            )
+        for name in found.files:
+            refuse_remote(name)
+        paths = [os.path.join(self.root, name) for name in found.files]
+        if twice := [path for path, count in Counter(canonical_paths(paths)).items() if count > 1]:
+            raise ValueError(f"{split!r} names {listing(twice)} more than once; name each shard once")
+        return found._replace(files=paths)
+
+    def _known_splits(self) -> dict[str, Any]:
+        for name in ("_info.json", "info.json"):
+            file = os.path.join(self.root, name)
+            if os.path.isfile(file):
+                try:
+                    with open(file, encoding="utf-8") as stream:
+                        return dict(json.load(stream).get("splits", {}))
+                except (ValueError, AttributeError, TypeError) as error:
+                    raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
+        return {}
+
+    def _samples(self, file: str) -> list[dict[str, Member]]:
+        """Find the parts of each sample that has an image."""
+        samples = _samples(file)
+        without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
+        if without:
+            name, parts = next(iter(without.items()))
+            text = f"{len(without)} of {len(samples)} samples in {file} have no part {' or '.join(self.endings)}"
+            text += f", such as {name!r}, which has {listing(sorted(parts))}"
+            if len(without) == len(samples):
+                raise ValueError(f"{text}; give the ending of the images (--data.input_key)")
+            warnings.warn(f"{text}; they are left out", stacklevel=2)
+        return [parts for name, parts in samples.items() if name not in without]
+
+
+def refuse_remote(name: str) -> None:
+    """Refuse URLs and commands: nothing is downloaded, and ``pipe:`` would run a command.
+
+    Raises:
+        ValueError: `name` begins as a URL.
+    """
+    if re.match(r"pipe:|[A-Za-z][\w+.-]*:/", name):
+        raise ValueError(f"{name} is not on disk; download the archives first, no URL is opened and no command is run")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand a pattern as a shell does: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
+
+    Raises:
+        ValueError: Braces within braces, or one that has no partner.
+    """
+    before, opening, rest = pattern.partition("{")
+    inside, closing, after = rest.partition("}")
+    if "}" in before or bool(opening) != bool(closing) or "{" in inside:
+        raise ValueError(f"{pattern!r} has braces that do not pair; allowed are '{{000..127}}' and '{{a,b}}'")
+    if not opening:
+        return [pattern]
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
+        first, last = numbers.groups()
+        padded = any(len(number) > 1 and number.startswith("0") for number in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        step = 1 if int(first) <= int(last) else -1
+        choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + step, step)]
+    elif "," in inside:
+        choices = inside.split(",")
+    else:
+        raise ValueError(f"{pattern!r} holds {{{inside}}}; allowed are '{{000..127}}' and '{{a,b}}'")
+    return [before + choice + end for choice in choices for end in expand_braces(after)]
+
+
+def _samples(file: str) -> dict[str, dict[str, Member]]:
+    """Find the parts of each sample by its name, a part by its ending, in lower case, without the dot."""
+    samples: dict[str, dict[str, Member]] = {}
+    for member in members(file):
+        folder, slash, base = member.name.rpartition("/")
+        stem, dot, ending = base.partition(".")
+        # Hidden files and WebDataset's own metadata are no samples.
+        if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
+            continue
+        parts = samples.setdefault(folder + slash + stem, {})
+        if ending.lower() in parts:
+            both = " and ".join(visible(part.name) for part in (parts[ending.lower()], member))
+            raise ValueError(f"{file} holds {both}, which are the same part of one sample; write the shard anew")
+        parts[ending.lower()] = member
+    if not samples:
+        raise ValueError(f"no samples in {file}; a sample is files such as '000.jpg' and '000.cls'")
+    return samples
+
+
+def _described(split: str, info: Any) -> _Split:
+    """Parse a split of `_info.json`."""
+    try:
+        names, lengths = [str(name) for name in info["filenames"]], info.get("shard_lengths") or []
+        if lengths and len(lengths) != len(names):
+            raise ValueError(f"{len(names)} filenames and {len(lengths)} shard_lengths")
+        least = max(int(info.get("num_samples") or 0), sum(lengths))
+        return _Split(names, least, info.get("alt_label") or None)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"_info.json should describe {split} by 'filenames' and 'num_samples': {one_line(error)}"
+        ) from error
+
+
+def _labels(file: str, samples: Sequence[dict[str, Member]], field: str | None) -> list[str | None]:
+    part = "json" if field else "cls"
+    if samples and not any(part in sample for sample in samples):
+        raise ValueError(
+            f"no sample in {file} has a part {part!r}; the first has {listing(sorted(samples[0]))}: "
+            "--data.target_key FIELD takes a field of the part 'json'"
+        )
+    with open(file, "rb") as stream:
+        return [_label(sample[part], stream, field) if part in sample else None for sample in samples]
+
+
+def _label(member: Member, stream: BinaryIO, field: str | None) -> str | None:
+    try:
+        content = member.read_from(stream)
+        if field is None:
+            return as_label(content.decode())
+        fields = json.loads(content)
+        if field not in fields:
+            raise ValueError(f"no field {field!r}{did_you_mean(field, fields)}; there are {listing(sorted(fields))}")
+        return as_label(fields[field])
+    except (EOFError, ValueError, TypeError) as error:
+        raise ValueError(f"cannot read the label {visible(str(member))}: {error}") from error

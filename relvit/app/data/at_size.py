@@ -1,0 +1,54 @@
+"""Change image size and protocol of a loaded data module, as `relvit resolutions` does."""
+
+from __future__ import annotations
+
+import copy
+
+from relvit.app.data.field import Fill
+from relvit.app.data.modules.base import ImageData, Split
+from relvit.app.data.shape import ImageShape
+from relvit.app.data.transforms import SizeProtocol, eval_transform, parse_size
+
+
+def at_size(
+    data: ImageData,
+    img_size: int | tuple[int, int],
+    split: Split = "test",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    squash: int | tuple[int, int] | None = None,
+) -> ImageData:
+    """Return a copy of a data module whose `test_dataloader` has a split at another size.
+
+    The dataset of val or test is built once, in `data`, and shared; images of train are shared if they are in memory.
+    Native images get this one size, too.
+
+    Args:
+        data: a data module, whose `img_size` is the trained one; its own loaders stay as they are.
+        img_size: one number or (height, width); with `squash` images have that size in the end.
+        split: 'train' (without augmentation), 'val' or 'test'.
+        protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
+
+    Raises:
+        ValueError: a size, protocol or fill that does not fit, or a split that does not exist.
+    """
+    own = copy.copy(data)
+    own.trainer, own.unreadable, own.evaluated_split = None, {}, split
+    own.shape = ImageShape(parse_size(img_size if squash is None else squash))
+    own.img_size = own.shape.img_size
+    images = img_size, own.mean, own.std, own.crop_pct
+    own.eval_transform = eval_transform(*images, protocol, data.img_size, fill, squash)
+    if split not in data._datasets:
+        data.prepare_data()
+    # For train, `data.dataset` would build the augmented dataset, perhaps with all images decoded.
+    known = data._datasets.get(split) if split == "train" else data.dataset(split)
+    own._datasets = {}
+    if known is not None:
+        if not hasattr(known, "transform"):
+            raise ValueError(
+                f"{type(data).__name__} builds a {type(known).__name__}, whose images cannot get another size: it has "
+                "no attribute `transform`, which relvit.app.data.DatasetData gives any dataset"
+            )
+        own._datasets[split] = copy.copy(known)
+        own._datasets[split].transform = own.eval_transform
+    return own

@@ -1,0 +1,127 @@
+"""Datasets of image files, with labels or names, that raise or skip files that cannot be read."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from torchvision.transforms import v2
+
+from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
+from relvit.app.data.labels import Label, target_of
+from relvit.app.data.loading.loader import SignalSafeDataLoader
+from relvit.app.utils.files import from_here
+
+OnError = Literal["error", "skip"]
+
+
+class LabelledFiles(Dataset[Any]):
+    """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB.
+
+    Args:
+        samples: Path, or stored image, and label of each image.
+        transform: From a PIL image to a tensor.
+        num_classes: Number of classes.
+
+    Attributes:
+        targets: Label of each item: int, or bool (num_classes,) of a multi-label image.
+    """
+
+    def __init__(self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int) -> None:
+        self.samples: list[tuple[ImageSource, Label]] = list(samples)
+        self.targets: list[int | np.ndarray] = [target_of(label, num_classes) for _, label in self.samples]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
+        return self.transform(load_rgb(self.samples[index][0])), self.targets[index]
+
+
+class NamedFiles(Dataset[Any]):
+    """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
+
+    Paths are those of `from_here`, however a user has written them.
+    """
+
+    def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
+        self.paths: list[ImageSource] = [from_here(path) if isinstance(path, str) else path for path in paths]
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        path = self.paths[index]
+        return self.transform(load_rgb(path)), str(path)
+
+
+class Unreadable(NamedTuple):
+    """A file that could not be read, and why."""
+
+    path: str
+    reason: str
+
+
+class SkipUnreadable(Dataset[Any]):
+    """Wrap a dataset so that items are ``(item, unreadable files)`` instead of an error for a broken file.
+
+    Args:
+        dataset: Raises UnreadableImageError where a file cannot be read.
+        replace: Whether the next readable item takes the place of a broken one, as training batches should stay full;
+            otherwise the item is None, as in evaluation no image may count twice.
+    """
+
+    def __init__(self, dataset: Dataset[Any], replace: bool) -> None:
+        self.dataset = dataset
+        self.replace = replace
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, list[Unreadable]]:
+        failed: list[Unreadable] = []
+        for step in range(len(self) if self.replace else 1):
+            try:
+                return self.dataset[(index + step) % len(self)], failed
+            except UnreadableImageError as error:
+                failed.append(Unreadable(error.path, error.reason))
+        if self.replace:
+            path, reason = failed[0]
+            raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
+        return None, failed
+
+
+class SkipUnreadableBatches(SkipUnreadable):
+    """Skip unreadable files of `InMemoryBatches`, for a DataLoader with `identity_collate`."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
+        """Make a batch of the readable images, None where there are none, and the list of unreadable files."""
+        return collate_readable([self[index] for index in indices], self.dataset.__getitems__)
+
+
+def collate_readable(
+    items: list[tuple[Any, list[Unreadable]]], collate: Callable[[list[Any]], Any] = default_collate
+) -> tuple[Any, list[Unreadable]]:
+    """Collate the readable items, None where there are none, and the list of unreadable files."""
+    readable = [item for item, _ in items if item is not None]
+    return collate(readable) if readable else None, [file for _, failed in items for file in failed]
+
+
+class SkipUnreadableLoader(SignalSafeDataLoader):
+    """DataLoader of a `SkipUnreadable` dataset: gives the readable images and records path and reason of other files.
+
+    A batch in which nothing can be read does not come at all. The record is kept in the main process.
+    """
+
+    def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.record = record
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, failed in super().__iter__():
+            self.record.update(failed)
+            if batch is not None:
+                yield batch

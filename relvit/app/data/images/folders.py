@@ -1,0 +1,212 @@
+"""Walk folders: find image files, class folders and their labels, and warn of files that are left out."""
+
+import glob
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
+from relvit.app.data.labels import check_printable
+from relvit.utils.messages import did_you_mean, listing, visible
+
+_ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
+
+
+def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Walk each folder at or below `folder` once, with the names of the files right in it; skip hidden ones.
+
+    Links to folders are followed, but no folder comes twice, and none that holds `folder` comes at all: links may lead
+    in circles, and a class must not take in the others through a link to their parent. A folder that is there itself
+    and by a link comes as itself.
+
+    Raises:
+        OSError: A folder cannot be listed.
+    """
+    if not os.path.isdir(folder):
+        return
+    seen = {_identity(parent) for parent in Path(os.path.realpath(folder)).parents}
+    # The loop reaches the links to folders that it appends, after all folders that are there themselves.
+    waiting = [folder]
+    for start in waiting:
+        links: list[str] = []
+        for parent, folders, names in os.walk(start, onerror=_raise):
+            if (identity := _identity(parent)) in seen:
+                folders.clear()
+                continue
+            seen.add(identity)
+            # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            paths = (os.path.join(parent, name) for name in folders)
+            links += [path for path in paths if os.path.islink(path)]
+            yield parent, [name for name in names if not name.startswith(".")]
+        waiting += sorted(links)
+
+
+def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """Sorted paths of all files below a folder with these endings, in lower or upper case; hidden ones are left out."""
+    paths = (os.path.join(parent, name) for parent, names in walk_once(folder) for name in names)
+    return sorted(path for path in paths if path.lower().endswith(endings))
+
+
+def image_files(folder: str) -> list[str]:
+    """Sorted paths of all files below a folder with the ending of an image; warn of image formats that are not read."""
+    images, others = _images_and_others(folder)
+    _warn_about_formats(folder, others)
+    return images
+
+
+def images_to_predict(folder: str) -> list[str]:
+    """Sorted paths of the image files below a folder.
+
+    Raises:
+        ValueError: There are none.
+    """
+    paths = image_files(folder)
+    if not paths:
+        raise ValueError(f"no image below {folder}; {_ADD}")
+    return paths
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+    """Find the image files that paths name, in the order of the paths, each once.
+
+    Args:
+        paths: Files, whatever their endings; folders, of which all images below them are taken, sorted; and patterns
+            such as 'photos/*.jpg' or 'photos/**/*.png', of which all matches are taken, sorted.
+
+    Raises:
+        FileNotFoundError: There is nothing at a path.
+        ValueError: A folder or a pattern without images.
+    """
+    found: dict[str, None] = {}
+    for path in map(os.path.expanduser, paths):
+        if os.path.isdir(path):
+            found |= dict.fromkeys(images_to_predict(path))
+        elif os.path.lexists(path):
+            found[path] = None
+        elif glob.has_magic(path):
+            images = _matching(path)
+            if not images:
+                raise ValueError(f"no image matches the pattern {path!r}; {_ADD}")
+            found |= dict.fromkeys(images)
+        else:
+            raise FileNotFoundError(f"no file or folder {path!r}; give image files, folders or patterns like '*.jpg'")
+    return list(found)
+
+
+def look_into(folder: str) -> tuple[list[str], int]:
+    """Sorted names of the folders right inside a folder, and the number of images there; hidden ones are left out."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    names = sorted(entry.name for entry in entries if entry.is_dir())
+    return names, sum(entry.name.lower().endswith(IMAGE_ENDINGS) and not entry.is_dir() for entry in entries)
+
+
+def has_images(folder: str) -> bool:
+    """Return True if images are right inside a folder."""
+    return any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder))
+
+
+def class_folders(folder: str) -> list[str]:
+    """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
+
+    Warns of images beside them.
+
+    Raises:
+        ValueError: There are none, or the name of one cannot be printed.
+    """
+    names, images = look_into(folder)
+    check_printable(names, folder)
+    if not names:
+        found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
+        raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
+    if images:
+        warnings.warn(
+            f"{images} {'image is' if images == 1 else 'images are'} beside the class folders of {visible(folder)} "
+            "and will not be used as one of a class: move them into class folders, or away",
+            stacklevel=2,
+        )
+    return names
+
+
+def folders_of_classes(folder: str) -> list[str]:
+    """Folders at or below a folder that hold class folders, which have images right in them; sorted.
+
+    Raises:
+        ValueError: A folder with neither folders nor images.
+    """
+    inside = [os.path.join(folder, name) for name in class_folders(folder)]
+    if any(map(has_images, inside)):
+        return [folder]
+    return [found for path in inside for found in folders_of_classes(path)]
+
+
+def labelled_files(folder: str, labels: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Path and label of the images of ``folder/<class>/...``.
+
+    Args:
+        folder: The folder that holds the class folders.
+        labels: Label of each class folder by its name; classes without a folder are allowed.
+
+    Raises:
+        ValueError: No class folder, a folder that is no class, or a class folder without images.
+    """
+    samples, left_out = [], []
+    for name in class_folders(folder):
+        if name not in labels:
+            hint = did_you_mean(name, labels)
+            raise ValueError(
+                f"{os.path.join(folder, name)} is a class that the training data or the checkpoint does not "
+                f"know{hint}; known are {listing(list(labels))}: rename or remove the folder"
+            )
+        files, others = _images_and_others(os.path.join(folder, name))
+        if not files:
+            found = f" that can be read ({_counted(others)})" if others else ""
+            raise ValueError(f"class folder {os.path.join(folder, name)} holds no image{found}; remove it or {_ADD}")
+        samples += [(file, labels[name]) for file in files]
+        left_out += others
+    _warn_about_formats(folder, left_out)
+    return samples
+
+
+def _images_and_others(folder: str) -> tuple[list[str], list[str]]:
+    """Images below a folder that can be read, and those of other formats, by their endings."""
+    found = files_below(folder, IMAGE_ENDINGS + OTHER_ENDINGS)
+    images = [path for path in found if path.lower().endswith(IMAGE_ENDINGS)]
+    return images, [path for path in found if not path.lower().endswith(IMAGE_ENDINGS)]
+
+
+def _matching(pattern: str) -> list[str]:
+    """Images that match a pattern, and all images below folders that do."""
+    matches = sorted(glob.glob(pattern, recursive=True))
+    files = [path for path in matches if not os.path.isdir(path)]
+    _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
+    images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
+    # Files below folders that match `**` match the pattern themselves.
+    folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
+    return images + [image for folder in folders for image in image_files(folder)]
+
+
+def _warn_about_formats(place: str, left_out: Sequence[str]) -> None:
+    if left_out:
+        text = f"{visible(place)}: {_counted(left_out)}; save them in a format that is read, such as PNG or JPEG"
+        warnings.warn(text, stacklevel=3)
+
+
+def _counted(left_out: Sequence[str]) -> str:
+    """Count files by their endings, such as '12 files left out: 10 .psd, 2 .heic'."""
+    endings = Counter(os.path.splitext(path)[1].lower() for path in left_out).most_common()
+    total = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'} left out"
+    return f"{total}: {', '.join(f'{count} {ending}' for ending, count in endings)}"
+
+
+def _identity(path: str | Path) -> tuple[int, int]:
+    """Return the device and the inode of a file or folder."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _raise(error: OSError) -> None:
+    # Without this, `os.walk` would silently leave out folders that cannot be listed.
+    raise error

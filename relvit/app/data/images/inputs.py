@@ -1,0 +1,101 @@
+"""Convert paths, PIL images, arrays and tensors given in Python to RGB, as `Predictor` and `DatasetData` take them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import to_pil_image
+
+from relvit.app.data.images.decode import UnreadableImageError, as_rgb, load_rgb
+
+ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
+
+ARRAYS = "arrays are uint8 (height, width), (height, width, 3) or, with transparency, (height, width, 4)"
+TENSORS = "tensors are (3, height, width) or (1, height, width), uint8, or floating point in 0..1 and not normalised"
+
+
+class InputImages(Dataset[Any]):
+    """Images of any kind, read when they are accessed. Items are ``(image, index)``: float32 (in_chans, H, W), int.
+
+    Args:
+        images: see `to_pil`.
+        in_chans: channels that the model takes: 3, or 1 for grey.
+        transform: from a PIL image of mode 'RGB' or 'L' to a tensor.
+    """
+
+    def __init__(self, images: Sequence[ImageInput], in_chans: int, transform: v2.Compose) -> None:
+        self.images = images
+        self.mode = "L" if in_chans == 1 else "RGB"
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(to_pil(self.images[index]).convert(self.mode)), index
+
+
+def to_pil(image: ImageInput) -> Image.Image:
+    """Convert one image to 8-bit RGB.
+
+    Args:
+        image: a path (see `relvit.app.data.load_rgb`); a PIL image of any mode, treated as if it came from a file (EXIF
+            orientation, transparency on white, 16 bits); an array, uint8 (H, W), (H, W, 1), (H, W, 3) or (H, W, 4); a
+            tensor (3, H, W) or (1, H, W), uint8, or floating point in 0..1, which is rounded to 8 bits.
+
+    Raises:
+        UnreadableImageError: a ValueError: a file or a PIL image that cannot be read.
+        TypeError: something else, or a dtype that images do not have.
+        ValueError: another shape, or floating-point values outside 0..1.
+    """
+    if isinstance(image, str | os.PathLike):
+        return load_rgb(image)
+    if isinstance(image, np.ndarray):
+        image = _from_array(image)
+    elif isinstance(image, Tensor):
+        image = _from_tensor(image)
+    if not isinstance(image, Image.Image):
+        raise TypeError(
+            f"an image is a path, a PIL image, an array or a tensor, got {type(image).__name__}; {ARRAYS}; {TENSORS}"
+        )
+    try:
+        return as_rgb(image)
+    except MemoryError:
+        raise
+    # Pillow decodes a file here, and raises errors of almost any type for broken ones.
+    except Exception as error:
+        path = getattr(image, "filename", "") or str(image)
+        raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8:
+        raise TypeError(f"an array of dtype {array.dtype} is no image; {ARRAYS}")
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.ndim not in (2, 3) or 0 in array.shape or array.shape[2:] not in ((), (3,), (4,)):
+        raise ValueError(f"an array of shape {array.shape} is no image; {ARRAYS}")
+    return Image.fromarray(array)
+
+
+def _from_tensor(tensor: Tensor) -> Image.Image:
+    if tensor.ndim != 3 or tensor.shape[0] not in (1, 3) or 0 in tensor.shape:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no image; {TENSORS}")
+    tensor = tensor.detach().cpu()
+    if tensor.dtype.is_floating_point:
+        low, high = tensor.min().item(), tensor.max().item()
+        # NaN fails this comparison, too.
+        if not (low >= 0 and high <= 1):
+            raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
+        tensor = (tensor.float() * 255).round().to(torch.uint8)
+    elif tensor.dtype != torch.uint8:
+        raise TypeError(f"a tensor of dtype {tensor.dtype} is no image; {TENSORS}")
+    return to_pil_image(tensor)

@@ -1,0 +1,38 @@
+"""List the images of a split with sizes and labels; `training/run/images_csv.py` writes it and compares it."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.labels import label_of, label_text
+
+
+class ListedImage(NamedTuple):
+    """An image of a split.
+
+    Attributes:
+        name: Its name without the location of the data; the position of an image in memory.
+        content: Its size in bytes; a hash of the pixels of an image in memory; '' where the size is not known.
+        label: The name of its class; of a multi-label image the names of its classes with ';' between.
+    """
+
+    name: str
+    content: str
+    label: str
+
+
+def file_size(path: str) -> int | None:
+    """Return the size of a file in bytes, None of a file that cannot be read."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def images_in_memory(dataset: StackedImages, class_names: Sequence[str]) -> Iterator[ListedImage]:
+    """Yield the images of a dataset with a hash of their pixels."""
+    for index, target in enumerate(dataset.targets):
+        pixels = hashlib.blake2b(dataset.values(index).tobytes(), digest_size=16)
+        yield ListedImage(f"{index:05d}", pixels.hexdigest(), label_text(label_of(target), class_names))

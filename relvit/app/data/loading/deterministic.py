@@ -1,0 +1,47 @@
+"""Deterministic augmentation: random numbers of an image depend on seed, epoch and position in the epoch alone."""
+
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from relvit.app.utils.seeding import seeded
+
+
+class SeededIndex(NamedTuple):
+    """Index of an image, with the epoch and the position in the epoch's order (over all processes) that seed it.
+
+    The position is part of the seed, since an image that comes several times in an epoch is augmented each time anew.
+    """
+
+    index: int
+    epoch: int
+    position: int
+
+
+class DeterministicDataset(Dataset[Any]):
+    """Dataset whose items are random by seed, epoch and position alone, whatever was loaded before and by which worker.
+
+    Batches that the wrapped dataset makes at once (``__getitems__``) depend on the position of their first image.
+
+    Args:
+        dataset: Takes indices; may use the generators of Python, NumPy and PyTorch's CPU.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, item: SeededIndex) -> Any:
+        with seeded(self.seed, item.epoch, item.position):
+            return self.dataset[item.index]
+
+    def __getitems__(self, items: list[SeededIndex]) -> Any:
+        at_once = getattr(self.dataset, "__getitems__", None)
+        if at_once is None:
+            return [self[item] for item in items]
+        with seeded(self.seed, items[0].epoch, items[0].position):
+            return at_once([item.index for item in items])

@@ -1,0 +1,90 @@
+"""Training sampler: which images an epoch shows, in which order and in which process."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from relvit.app.data.loading.deterministic import SeededIndex
+
+Balance = Literal["none", "sampler", "loss"]
+
+
+def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
+    """Compute ``len(labels) / (num_classes * count)`` of each class, float32 (num_classes,); 0 where count is 0."""
+    counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes)
+    return torch.where(counts > 0, len(labels) / (num_classes * counts.clamp(min=1).double()), 0.0).float()
+
+
+class TrainSampler(DistributedSampler[Any]):
+    """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
+
+    With weights, images are sampled with replacement; without, every one comes once. With ``repeats > 1`` the first
+    ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
+    turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
+    2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
+    and epoch alone, so a training that is resumed within an epoch begins where it was. The length is that of the epoch.
+
+    Args:
+        count: Number of images.
+        weights: Relative chance of each image, (count,); None: each once.
+        repeats: Copies of each image.
+        num_replicas: Number of processes.
+        rank: Number of this process.
+        seed: Another seed gives another order; the same in all processes.
+        epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
+        start: Images of this process in that epoch that are left out, having been trained on already.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        weights: Tensor | None = None,
+        repeats: int = 1,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        epoch: int = 0,
+        start: int = 0,
+    ) -> None:
+        # Lightning replaces any other sampler than a DistributedSampler.
+        super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        self.count = count
+        self.weights = weights
+        self.repeats = repeats
+        self.first_epoch = epoch
+        self.start = start
+        self.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[SeededIndex]:
+        # The epoch is fixed here, since a later `set_epoch` concerns later iterators only.
+        epoch = self.epoch
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        distinct = math.ceil(self.total_size / self.repeats)
+        if self.weights is None:
+            # Fewer than num_replicas images may come twice, so that all processes get equally many.
+            chosen = torch.randperm(self.count, generator=generator)[torch.arange(distinct) % self.count]
+        else:
+            chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)
+        order = chosen.repeat_interleave(self.repeats)[: self.total_size].tolist()
+        skipped = self.start if epoch == self.first_epoch else 0
+        positions = range(self.rank, self.total_size, self.num_replicas)[skipped:]
+        return (SeededIndex(order[position], epoch, position) for position in positions)
+
+
+def training_position(trainer: Trainer) -> tuple[int, int]:
+    """Epoch and number of its batches (on each device) after which to resume: those that an optimiser step has used.
+
+    Batches whose gradients are still being accumulated do not count; at the end of an epoch it is the next one.
+    """
+    loop = trainer.fit_loop
+    epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
+    if epochs.started == epochs.processed:
+        return epochs.processed, 0
+    if done < trainer.num_training_batches:
+        done -= done % trainer.accumulate_grad_batches
+    return epochs.processed, done

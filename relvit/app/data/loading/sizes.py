@@ -1,0 +1,148 @@
+"""Training at several image sizes: one size per optimiser step, with as many images as keep the number of tokens."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.utils.data import Dataset
+
+from relvit.app.data.loading.deterministic import SeededIndex
+from relvit.app.data.loading.sampler import TrainSampler
+from relvit.app.data.transforms import parse_size
+from relvit.utils.messages import check_choice
+
+SizeSchedule = Literal["random", "progressive"]
+Size = tuple[int, int]
+
+
+class SizedBatch(NamedTuple):
+    """Image size of a batch, and the images that it is made of."""
+
+    size: Size
+    indices: list[SeededIndex]
+
+
+class SizePlan:
+    """Image size and number of images of every batch of a training.
+
+    A batch has `batch_size` images of `img_size`, and of any other size as many as have the same area together, at
+    least one. An epoch is a fixed number of batches, in which with 'random' every image comes about once: some may be
+    missing and others come twice. The plan depends on its arguments alone, so all processes follow the same one.
+
+    Args:
+        sizes: Height and width of each size.
+        schedule: 'random': in a row of ``len(sizes)`` optimiser steps every size comes once, in random order.
+            'progressive': from the smallest to the largest, each for an equal part of the training (Tan and Le 2021,
+            arXiv 2104.00298, section 4); an epoch at small sizes then shows images several times.
+        img_size: Height and width that `batch_size` is meant for.
+        batch_size: Images per batch at `img_size`.
+        images: Images per epoch.
+        accumulated: Batches per optimiser step, which share a size.
+        seed: Another seed gives another order of sizes.
+        epochs: Epochs of the training; only 'progressive' needs it.
+
+    Raises:
+        ValueError: 'progressive' without a number of epochs.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Size],
+        schedule: SizeSchedule,
+        img_size: Size,
+        batch_size: int,
+        images: int,
+        accumulated: int = 1,
+        seed: int = 0,
+        epochs: int | None = None,
+    ) -> None:
+        if schedule == "progressive" and (epochs is None or epochs < 1):
+            raise ValueError("size_schedule 'progressive' divides the training by epochs: give max_epochs")
+        self.sizes: list[Size] = sorted(sizes, key=lambda size: (math.prod(size), size))
+        self.schedule = schedule
+        self.batch_size = batch_size
+        self.accumulated = accumulated
+        self.seed = seed
+        self.epochs = epochs
+        area = batch_size * math.prod(img_size)
+        self.images: list[int] = [max(1, round(area / math.prod(size))) for size in self.sizes]
+        self.batches: int = max(1, round(images * len(self.sizes) / sum(self.images)))
+
+    def epoch(self, epoch: int) -> list[tuple[Size, int]]:
+        """Return the size and the number of images of each batch of an epoch, for one device."""
+        count, steps = len(self.sizes), math.ceil(self.batches / self.accumulated)
+        if self.schedule == "progressive":
+            first = epoch * self.batches
+            total = self.epochs * self.batches
+            chosen = [min(count - 1, (first + step * self.accumulated) * count // total) for step in range(steps)]
+        else:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            rows = [torch.randperm(count, generator=generator) for _ in range(math.ceil(steps / count))]
+            chosen = torch.cat(rows)[:steps].tolist()
+        of_batch = (chosen[batch // self.accumulated] for batch in range(self.batches))
+        return [(self.sizes[number], self.images[number]) for number in of_batch]
+
+
+class SizedBatchSampler(TrainSampler):
+    """Batches of a `SizePlan` as `SizedBatch`, divided among the processes, for a DataLoader with `batch_size=None`.
+
+    Args:
+        plan: Sizes and numbers of images.
+        arguments: Those of `TrainSampler` up to `seed`.
+        start: Batches of this process in the first epoch that are left out.
+        options: Other arguments of `TrainSampler`.
+    """
+
+    def __init__(self, plan: SizePlan, *arguments: Any, start: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.plan = plan
+        self.batch_size: int = plan.batch_size
+        self.first_batch = start
+
+    def __len__(self) -> int:
+        return self.plan.batches
+
+    def __iter__(self) -> Iterator[SizedBatch]:
+        batches = self.plan.epoch(self.epoch)
+        self.total_size: int = self.num_replicas * sum(images for _, images in batches)
+        skipped = self.first_batch if self.epoch == self.first_epoch else 0
+        self.start: int = sum(images for _, images in batches[:skipped])
+        indices = super().__iter__()
+        return (SizedBatch(size, list(islice(indices, images))) for size, images in batches[skipped:])
+
+
+class SizedBatches(Dataset[Any]):
+    """Dataset of batches: takes a `SizedBatch` and collates its images at that size.
+
+    Args:
+        datasets: For each size a dataset with `__getitems__`.
+        collate: Collate function of their items.
+    """
+
+    def __init__(self, datasets: Mapping[Size, Dataset[Any]], collate: Callable[[Any], Any]) -> None:
+        self.datasets: dict[Size, Dataset[Any]] = dict(datasets)
+        self.collate = collate
+
+    def __getitem__(self, batch: SizedBatch) -> Any:
+        return self.collate(self.datasets[batch.size].__getitems__(batch.indices))
+
+
+def check_sizes(
+    train_sizes: Sequence[int | tuple[int, int]] | None, schedule: SizeSchedule
+) -> list[tuple[int, int]] | None:
+    """Return the sizes to train at as (height, width).
+
+    Raises:
+        ValueError: A wrong size, an empty list, a size twice, an unknown schedule, or a schedule without sizes.
+    """
+    check_choice("size_schedule", schedule, get_args(SizeSchedule))
+    if train_sizes is None:
+        if schedule != "random":
+            raise ValueError(f"size_schedule {schedule!r} orders the train_sizes: give these, too")
+        return None
+    sizes = [parse_size(size, "train_sizes") for size in train_sizes]
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ValueError(f"train_sizes is {list(train_sizes)}; give one or more sizes, each once")
+    return sizes

@@ -1,0 +1,362 @@
+"""Base class of all image data modules: shared arguments, transforms, DataLoaders, and the last batch of an epoch."""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import v2
+
+from relvit.app.data.arguments import RecordedArguments
+from relvit.app.data.images.datasets import (
+    OnError,
+    SkipUnreadable,
+    SkipUnreadableBatches,
+    SkipUnreadableLoader,
+    collate_readable,
+)
+from relvit.app.data.images.manifest import ListedImage, images_in_memory
+from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.labels import Label, checked_classes
+from relvit.app.data.loading.deterministic import DeterministicDataset
+from relvit.app.data.loading.eval_shards import EvalShardLoader
+from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
+from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
+from relvit.app.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
+from relvit.app.data.shape import ImageShape, image_shape
+from relvit.app.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.app.utils.seeding import run_seed
+from relvit.utils.messages import check_choice
+from relvit.utils.ranges import BatchSize, NonNegativeFloat, PositiveInt, PositiveShare, Share, Workers, check_ranges
+
+Split = Literal["train", "val", "test", "predict"]
+
+# The stage 'test' is missing here, since a test may evaluate any split.
+_SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "predict": ("predict",),
+}
+
+# Mean and standard deviation of ImageNet's images.
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+class ImageData(RecordedArguments, ABC):
+    """Images with one label each, or several, in the splits train, val, test and predict.
+
+    Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, or bool
+    (num_classes,) where :attr:`multi_label` is true, name str.
+    Class names and channels are known at construction, so that a model can be built from them; images are looked for
+    when a split is first used.
+
+    A subclass implements :meth:`missing` and :meth:`build`, and hands on the keyword arguments below as ``**options``.
+    :class:`relvit.app.data.DatasetData` does that for any datasets, and may be subclassed likewise.
+
+    Args:
+        class_names: Name of each class; the position is the label.
+        in_chans: Channels of the images.
+        img_size: Size of the images given to the model, one number or (height, width).
+        augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
+        crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
+        mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: that of the
+            data (if it is not known that of ImageNet, and 0.5 where there are not three channels), and in a training
+            on the command line that of the pretrained weights, if it starts from some.
+        std: Standard deviation of each channel, in the same units; None: likewise.
+        batch_size: Images per batch (and per device).
+        num_workers: Processes that load images; 0 loads them in the main process.
+        color_jitter: Strength of the colour jitter in training; none: as `augment` has it.
+        random_erasing: Probability of random erasing in training; none: as `augment` has it.
+        balance: What to do about classes of different sizes: 'none'; 'sampler' samples the training images with
+            replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
+        repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
+            sees only one image in `repeats` (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
+        train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of them,
+            on all devices, and as many images as keep the tokens, by pixels, of `batch_size` images of `img_size`; an
+            epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
+        size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
+            an equal part of the training (see :class:`relvit.app.data.SizePlan`).
+        native: Whether each image keeps its shape, as a sequence of patches, see :mod:`relvit.app.data.shape`;
+            `crop_pct` has no part in it.
+        max_tokens: With `native`, the number of patches that no image exceeds; it takes the place of `img_size`, which
+            becomes the square within it. None: as many as `img_size` has.
+        patch_size: With `native`, the size of the model's patches, one number or (height, width).
+
+    Raises:
+        ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
+    """
+
+    # Where mean or std is None, these take their place; None: see `mean` above.
+    channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
+    # `--data` offers the class if this is true.
+    chosen_by_name: ClassVar[bool] = True
+    # What to do about unreadable images is an argument of the modules that read files.
+    on_error: OnError = "error"
+    # An image may have any number of labels, none included, if this is true.
+    multi_label: bool = False
+
+    def __init__(
+        self,
+        class_names: Sequence[str],
+        in_chans: int,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        augment: Augment = "resized-crop",
+        crop_pct: PositiveShare = 1.0,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        batch_size: BatchSize = 64,
+        num_workers: Workers = 2,
+        color_jitter: NonNegativeFloat | None = None,
+        random_erasing: Share | None = None,
+        balance: Balance = "none",
+        repeats: PositiveInt = 1,
+        train_sizes: list[int | tuple[int, int]] | None = None,
+        size_schedule: SizeSchedule = "random",
+        native: bool = False,
+        max_tokens: int | None = None,
+        patch_size: int | tuple[int, int] = (16, 16),
+    ) -> None:
+        super().__init__()
+        check_ranges(ImageData.__init__, locals())
+        check_choice("balance", balance, get_args(Balance))
+        self.class_names: list[str] = checked_classes(class_names)
+        self.in_chans = in_chans
+        self.augment: Augment = augment
+        self.crop_pct = crop_pct
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.color_jitter = color_jitter
+        self.random_erasing = random_erasing
+        self.balance: Balance = balance
+        self.repeats = repeats
+        self.train_sizes: list[tuple[int, int]] | None = check_sizes(train_sizes, size_schedule)
+        self.size_schedule: SizeSchedule = size_schedule
+        if native and train_sizes is not None:
+            raise ValueError("train_sizes are sizes of images of one shape: leave them out, or native")
+        self.native = native
+        self.max_tokens = max_tokens
+        self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
+        self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
+        self.img_size: tuple[int, int] = self.shape.img_size
+        # Pretrained weights, or a checkpoint, may give these statistics later.
+        self.unset_statistics: list[str] = [name for name, value in (("mean", mean), ("std", std)) if value is None]
+        known = self.channels or (IMAGENET if in_chans == 3 else ((0.5,) * in_chans,) * 2)
+        self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
+        self._datasets: dict[Split, Dataset[Any]] = {}
+        self._begin = (0, 0)
+        # A test evaluates this split.
+        self.evaluated_split: Split = "test"
+        # For each split, this maps the path of each skipped image to the reason, see on_error.
+        self.unreadable: dict[Split, dict[str, str]] = {}
+
+    def normalise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Set mean and standard deviation for the normalisation, before images are first used.
+
+        Raises:
+            ValueError: Not one number for each channel, or an std that is not greater than zero.
+        """
+        if len(mean) != self.in_chans:
+            raise ValueError(
+                f"mean is {tuple(mean)}; the images have {self.in_chans} channels, give {self.in_chans} numbers"
+            )
+        self.mean: tuple[float, ...] = tuple(mean)
+        self.std: tuple[float, ...] = tuple(std)
+        training = train_transform(*self._augmentation(self.img_size))
+        evaluation = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.train_transform: v2.Compose = self.shape.adapt(training)
+        self.eval_transform: v2.Compose = self.shape.adapt(evaluation)
+
+    def _augmentation(self, size: tuple[int, int]) -> tuple[Any, ...]:
+        """Arguments of `train_transform`."""
+        return size, self.mean, self.std, self.augment, self.crop_pct, self.color_jitter, self.random_erasing
+
+    @abstractmethod
+    def missing(self, split: Split) -> str | None:
+        """Explain why there is no such split and what to do, or return None if there is one. Reads no images."""
+
+    @abstractmethod
+    def build(self, split: Split) -> Dataset[Any]:
+        """Build the dataset of a split that is not missing, with the transform of :meth:`transform_of`."""
+
+    def held_out(self) -> list[tuple[str, Label]]:
+        """Names and labels of the training images that were put aside to validate; empty where there are none."""
+        return []
+
+    def manifest(self, split: Split) -> Iterator[ListedImage] | None:
+        """List the images of train, val or test, by which a resumed training recognises them; None if they are unknown.
+
+        Images in memory are known here, image files in :class:`relvit.app.data.ImageFilesData`.
+        """
+        dataset = self.dataset(split)
+        return images_in_memory(dataset, self.class_names) if isinstance(dataset, StackedImages) else None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """With ``balance='loss'``: float32 (num_classes,), by which the loss of each class is to be multiplied.
+
+        ``images / (num_classes * images of the class)``, as scikit-learn's 'balanced': the mean over all training
+        images is one. None with any other balance. Looks for the training images.
+        """
+        if self.balance != "loss":
+            return None
+        return class_weights(self.dataset("train").targets, self.num_classes)
+
+    @property
+    def has_test(self) -> bool:
+        """Check for a test split (a folder counts before its files are looked at)."""
+        return self.missing("test") is None
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        """Return the dataset of one split, built at the first call.
+
+        Raises:
+            ValueError: There is no such split, or its files are wrong.
+        """
+        if split not in self._datasets:
+            if reason := self.missing(split):
+                raise ValueError(reason)
+            self._datasets[split] = self.build(split)
+        return self._datasets[split]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Build the datasets of a stage: 'fit', 'validate', 'test' or 'predict'; None means all that exist.
+
+        Raises:
+            ValueError: The stage needs a split that does not exist, or its files are wrong.
+        """
+        if stage is None:
+            splits = [split for split in ("train", "val", "test", "predict") if self.missing(split) is None]
+        else:
+            splits = (self.evaluated_split,) if stage == "test" else _SPLITS_OF_STAGE[stage]
+        for split in splits:
+            self.dataset(split)
+
+    def evaluate_on(self, split: Split) -> None:
+        """Choose the split that a test evaluates; images of train then come in order and without augmentation."""
+        self.evaluated_split = split
+        self._datasets.pop("train", None)
+
+    def trains_on(self, split: Split) -> bool:
+        """Return True if images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
+        return split == "train" and self.evaluated_split != "train"
+
+    def transform_of(self, split: Split) -> v2.Compose:
+        """Return the transform of the images of a split."""
+        return self.train_transform if self.trains_on(split) else self.eval_transform
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Resume a training in that epoch, after so many of its batches (of each device)."""
+        self._begin = (epoch, batch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch of a training and the number of its batches that are done."""
+        epoch, batch = training_position(self.trainer)
+        return {"epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Resume at the epoch and batch of :meth:`state_dict`."""
+        self.begin_at(**state_dict)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
+
+        The order depends on seed and epoch alone, the augmentation of an image on its position in that order as well.
+        Several devices divide the order. A resumed training begins with the first batch that is left of the epoch.
+        """
+        dataset = self.dataset("train")
+        weights = None
+        if self.balance == "sampler":
+            weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
+        # The sampler needs the epoch now: workers may begin to load before Lightning calls set_epoch.
+        epoch, done = self._begin
+        options = {"seed": run_seed()}
+        if self.trainer is not None:
+            options |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+            if self.trainer.current_epoch > epoch:
+                epoch, done = self.trainer.current_epoch, 0
+        options["epoch"] = epoch
+        if self.train_sizes is not None:
+            plan = self._size_plan(math.ceil(len(dataset) / options.get("num_replicas", 1)))
+            sized = SizedBatchSampler(plan, len(dataset), weights, self.repeats, start=done, **options)
+            return self._loader("train", sampler=sized)
+        options["start"] = done * self.batch_size
+        sampler = TrainSampler(len(dataset), weights, self.repeats, **options)
+        alone = len(sampler) > 1 and len(sampler) % self.batch_size == 1
+        return self._loader("train", sampler=sampler, drop_last=alone)
+
+    def _size_plan(self, images: int) -> SizePlan:
+        accumulated, epochs = 1, None
+        if self.trainer is not None:
+            accumulated, epochs = self.trainer.accumulate_grad_batches, self.trainer.max_epochs
+        sizes = self.train_sizes, self.size_schedule, self.img_size, self.batch_size
+        return SizePlan(*sizes, images, accumulated, run_seed(), epochs)
+
+    def val_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
+        """All validation images in order; on several devices the shard of this one."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
+        """All images of the evaluated split, by default test, in order; on several devices the shard of this one."""
+        return self._eval_loader(self.evaluated_split)
+
+    def predict_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
+        """All images to predict in order, with their names; on several devices the shard of this one."""
+        return self._eval_loader("predict")
+
+    def _eval_loader(self, split: Split) -> DataLoader[Any] | EvalShardLoader:
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(split)
+        world = self.trainer.world_size
+        count = len(self.dataset(split))
+        loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
+        no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
+        images = self.shape.empty(self.in_chans)
+        largest_shard = math.ceil(count / world)
+        return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), (images, no_targets))
+
+    def _loader(
+        self, split: Split, sampler: Sampler | Sequence[int] | None = None, drop_last: bool = False
+    ) -> DataLoader[Any]:
+        options: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "sampler": sampler,
+            "drop_last": drop_last,
+            "num_workers": self.num_workers,
+            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0,
+        }
+        dataset, collate = self._items(split, self.img_size)
+        if isinstance(sampler, SizedBatchSampler):
+            dataset = SizedBatches({size: self._items(split, size)[0] for size in sampler.plan.sizes}, collate)
+            options["batch_size"], collate = None, identity_collate
+        if self.on_error != "skip":
+            return SignalSafeDataLoader(dataset, collate_fn=collate, **options)
+        record = self.unreadable.setdefault(split, {})
+        return SkipUnreadableLoader(dataset, collate_fn=collate, record=record, **options)
+
+    def _items(self, split: Split, size: tuple[int, int]) -> tuple[Dataset[Any], Callable[[Any], Any]]:
+        """Return a dataset of images of one size, as a loader needs it, and the collate function of its items."""
+        dataset, collate = self.dataset(split), self.shape.collate
+        if size != self.img_size:
+            dataset = copy.copy(dataset)
+            dataset.transform = train_transform(*self._augmentation(size))
+        at_once = dataset.at_once() if isinstance(dataset, StackedImages) else None
+        if at_once is not None:
+            dataset, collate = at_once, identity_collate
+        trains = self.trains_on(split)
+        if self.on_error == "skip":
+            wrapper = SkipUnreadable if at_once is None else SkipUnreadableBatches
+            dataset = wrapper(dataset, replace=trains)
+            collate = collate if at_once is not None else partial(collate_readable, collate=collate)
+        return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate

@@ -1,0 +1,228 @@
+"""DatasetData: any `torch.utils.data.Dataset` of images and labels as a data module."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+from torchvision.transforms import v2
+
+from relvit.app.data.images.inputs import ImageInput, to_pil
+from relvit.app.data.images.manifest import ListedImage
+from relvit.app.data.labels import Label, label_of, label_text, rarest
+from relvit.app.data.modules.base import ImageData, Split
+from relvit.app.data.split import stratified_split
+from relvit.utils.ranges import OpenShare, check_ranges
+
+
+class DatasetData(ImageData):
+    """Datasets in Python: any objects with `__len__` and `__getitem__`, which yield pairs of an image and its label.
+
+    An image is what :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array uint8
+    (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images have any sizes and
+    are neither augmented nor normalised before: that happens here. A label is the position of the class, or with
+    `multi_label` bool (num_classes,). Where a dataset has `targets` (its labels in order, as those of torchvision),
+    or is a `Subset`
+    of one that has, the labels are known without loading images: `balance` needs that, and a resumed training compares
+    them.
+
+    A checkpoint stores all arguments but the datasets, so that `relvit predict` and `relvit.load` need it alone. For
+    the other commands, subclass this with a constructor that makes the datasets, and name it by `--data module.Class`.
+
+    Args:
+        train: The dataset to train on.
+        val: The dataset to validate on; None: a part of train is put aside.
+        test: The dataset to test on.
+        predict: The dataset to predict, of images, or of pairs of an image and its name; None: test or else val. Images
+            without names are called 'test/00000' and so on.
+        class_names: Name of each class, the position is the label; None takes `train.classes`.
+        in_chans: Channels of the images for the model: 3, or 1 for grey.
+        multi_label: Whether images have any number of labels.
+        val_fraction: Share of train that is put aside where there is no val, in (0, 1); of each class, if the labels
+            are known.
+        split_seed: Another seed puts other images aside; the seed of the training has no part in it.
+        options: See :class:`relvit.app.data.ImageData`.
+
+    Raises:
+        ValueError: An argument out of its range, or no names of classes; later, an item that is no image with a label.
+    """
+
+    # The command line has no datasets to give.
+    chosen_by_name: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        train: Dataset[Any] | None = None,
+        val: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        predict: Dataset[Any] | None = None,
+        class_names: Sequence[str] | None = None,
+        in_chans: int = 3,
+        multi_label: bool = False,
+        val_fraction: OpenShare = 0.1,
+        split_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        check_ranges(DatasetData.__init__, locals())
+        if in_chans not in (1, 3):
+            raise ValueError(f"in_chans is {in_chans}; images are given to the model with 3 channels, or 1 (grey)")
+        if class_names is None and (class_names := getattr(train, "classes", None)) is None:
+            raise ValueError("no class_names; give the name of each class, such as ['cat', 'dog'], label 0 first")
+        self.train: Dataset[Any] | None = train
+        self.val: Dataset[Any] | None = val
+        self.test: Dataset[Any] | None = test
+        self.predict: Dataset[Any] | None = predict
+        self.multi_label: bool = multi_label
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
+        super().__init__(class_names, in_chans, **options)
+        if self.balance != "none" and (multi_label or (train is not None and targets_of(train) is None)):
+            raise ValueError(
+                f"balance {self.balance!r} needs one label for each image, and a dataset with `targets`, its labels in "
+                "order: add that attribute, or leave balance out"
+            )
+
+    def missing(self, split: Split) -> str | None:
+        """Explain which dataset is missing, or return None."""
+        if split == "predict":
+            return None if self._named() else "no dataset to predict; give one (predict=...), or test or val"
+        if getattr(self, split) is not None or (split == "val" and self.train is not None):
+            return None
+        return f"no {split} dataset; give one ({split}=...)"
+
+    def build(self, split: Split) -> Dataset[Any]:
+        """Build the dataset of one split."""
+        if split == "predict":
+            named = self._named()
+            return NamedImages(getattr(self, named), self.in_chans, self.eval_transform, named)
+        return LabelledImages(
+            self._source(split), self.in_chans, self.transform_of(split), self.num_classes, self.multi_label
+        )
+
+    def held_out(self) -> list[tuple[str, Label]]:
+        """Numbers and labels of the images of train that were put aside to validate, where the labels are known."""
+        if self.train is None or self.val is not None:
+            return []
+        aside = self._divided[1]
+        labels = targets_of(aside) or []
+        return [(f"{index:05d}", label_of(label)) for index, label in zip(aside.indices, labels, strict=False)]
+
+    def manifest(self, split: Split) -> Iterator[ListedImage]:
+        """List the images of a split by their numbers, with their labels where these are known."""
+        source = self._source(split)
+        targets = targets_of(source)
+        for index in range(len(source)):
+            label = "" if targets is None else label_text(label_of(targets[index]), self.class_names)
+            yield ListedImage(f"{index:05d}", "", label)
+
+    def _named(self) -> Split | None:
+        """Return the split whose images are predicted."""
+        return next((split for split in ("predict", "test", "val") if getattr(self, split) is not None), None)
+
+    def _source(self, split: Split) -> Dataset[Any]:
+        if self.val is None and split in ("train", "val"):
+            return self._divided[split == "val"]
+        return getattr(self, split)
+
+    @cached_property
+    def _divided(self) -> tuple[Subset[Any], Subset[Any]]:
+        """The images to train on, and those put aside to validate where there is no val."""
+        targets, count = targets_of(self.train), len(self.train)
+        labels = [0] * count if targets is None else rarest([label_of(target) for target in targets])
+        names = [f"{index:05d}" for index in range(count)]
+        larger, smaller = stratified_split(names, labels, self.val_fraction, self.split_seed, "train")
+        return Subset(self.train, larger), Subset(self.train, smaller)
+
+
+class SourceImages(Dataset[Any]):
+    """Images of a user's dataset, transformed.
+
+    Args:
+        source: See `DatasetData`.
+        in_chans: 3, or 1 for grey.
+        transform: From a PIL image to a tensor.
+    """
+
+    def __init__(self, source: Dataset[Any], in_chans: int, transform: v2.Compose) -> None:
+        self.source = source
+        self.mode = "L" if in_chans == 1 else "RGB"
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def place(self, index: int) -> str:
+        """Name an item of the user's dataset, for messages."""
+        dataset = self.source
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        return f"item {index} of {type(dataset).__name__}"
+
+    def image(self, index: int, image: ImageInput) -> Any:
+        """Transform an image; an error names its number."""
+        try:
+            return self.transform(to_pil(image).convert(self.mode))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.place(index)}: {error}") from error
+
+
+class LabelledImages(SourceImages):
+    """Items are ``(image, label)``: int, or bool (num_classes,) of multi-label images.
+
+    Attributes:
+        targets: Label of each item, where the source knows them.
+    """
+
+    def __init__(
+        self, source: Dataset[Any], in_chans: int, transform: v2.Compose, num_classes: int, multi_label: bool
+    ) -> None:
+        super().__init__(source, in_chans, transform)
+        self.num_classes = num_classes
+        self.multi_label = multi_label
+        if (targets := targets_of(source)) is not None:
+            self.targets: list[int | np.ndarray] = targets
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
+        item = self.source[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise TypeError(f"{self.place(index)} is {type(item).__name__}; give a pair of an image and its label")
+        return self.image(index, item[0]), self._label(index, item[1])
+
+    def _label(self, index: int, given: Any) -> int | np.ndarray:
+        label = np.asarray(given)
+        if self.multi_label and label.shape == (self.num_classes,) and np.isin(label, (0, 1)).all():
+            return label.astype(bool)
+        if not self.multi_label and label.shape == () and label.dtype.kind in "iu" and 0 <= label < self.num_classes:
+            return int(label)
+        allowed = f"a whole number from 0 to {self.num_classes - 1}"
+        if self.multi_label:
+            allowed = f"0 or 1 for each of the {self.num_classes} classes"
+        raise ValueError(f"{self.place(index)} has the label {given!r}; allowed is {allowed}")
+
+
+class NamedImages(SourceImages):
+    """Items are ``(image, name)``; labels of the source are left out."""
+
+    def __init__(self, source: Dataset[Any], in_chans: int, transform: v2.Compose, split: str) -> None:
+        super().__init__(source, in_chans, transform)
+        self.split = split
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        item = self.source[index]
+        image, name = item if isinstance(item, tuple | list) else (item, None)
+        return self.image(index, image), name if isinstance(name, str) else f"{self.split}/{index:05d}"
+
+
+def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
+    """Return the labels of a dataset that has `targets`, or of a subset of one; None of any other."""
+    if isinstance(dataset, Subset):
+        targets = targets_of(dataset.dataset)
+        return None if targets is None else [targets[index] for index in dataset.indices]
+    targets = getattr(dataset, "targets", None)
+    if targets is None:
+        return None
+    values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
+    return values.tolist() if values.ndim == 1 else list(values.astype(bool))

@@ -1,0 +1,139 @@
+"""ImageFolderData: images in one folder per class, in folders train, val and test or in one folder alone."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relvit.app.data.images.folders import class_folders, has_images, images_to_predict, labelled_files, look_into
+from relvit.app.data.labels import check_every_class
+from relvit.app.data.modules.base import Split
+from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.utils.files import kept_path
+from relvit.utils.messages import listing
+
+_FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "val": ("val", "valid", "validation"),
+    "test": ("test",),
+}
+
+
+class ImageFolderData(ImageFilesData):
+    """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
+
+    The folder of val may also be named valid or validation; without one, a part of train is put aside. A root that has
+    none of these folders, and images right inside two folders or more, is the train folder itself. Classes are matched
+    by name, so a split may lack some. Predict gives, without labels, the images below test or else below val; if root
+    has none of these folders, all images below root. Hidden files and folders are left out.
+
+    Args:
+        root: The folder that holds train, val and test, or one folder for each class.
+        class_names: Name of each class, the position is the label (a checkpoint knows them); None takes the sorted
+            folders in train. Where they are given, train need not exist.
+        options: See :class:`relvit.app.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: root is missing, or there is no train folder and class_names is None.
+        ValueError: An argument out of its range, fewer than two classes, or images outside class folders.
+    """
+
+    def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:
+        self.root: str = kept_path(root)
+        self._folders = find_splits(self.root)
+        if not self._folders and _holds_classes(self.root):
+            self._folders = {"train": self.root}
+        super().__init__(self._train_classes() if class_names is None else class_names, **options)
+
+    @property
+    def _folder_classes(self) -> Sequence[str]:
+        """Name of the folder of each class."""
+        return self.class_names
+
+    def missing(self, split: Split) -> str | None:
+        """Explain which folder is missing, or return None."""
+        if split == "predict":
+            if list(self._folders) == ["train"] and not self._classes_in_root():
+                return f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
+            return None
+        if self._has_own(split) or (split == "val" and self._has_own("train")):
+            return None
+        # Where there is a folder test, class folders beside it are not taken for images to train on.
+        move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
+        return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
+
+    def _has_own(self, split: Split) -> bool:
+        return split in self._folders
+
+    def _classes_in_root(self) -> bool:
+        return self._folders.get("train") == self.root
+
+    def _samples(self, split: Split) -> list[tuple[str, int]]:
+        folder = self._folders[split]
+        samples = labelled_files(folder, {name: label for label, name in enumerate(self._folder_classes)})
+        if split == "train":
+            check_every_class((label for _, label in samples), self._folder_classes, folder)
+        return samples
+
+    def _paths_to_predict(self) -> list[str]:
+        return images_to_predict(self._folders.get("test") or self._folders.get("val") or self.root)
+
+    def _display_name(self, path: str) -> str:
+        return Path(os.path.relpath(path, self.root)).as_posix()
+
+    def _split_key(self, path: str) -> str:
+        return Path(os.path.relpath(path, self._folders["train"])).as_posix()
+
+    def _name_in_split(self, path: str, split: Split) -> str:
+        folder = self._folders[split if self._has_own(split) else "train"]
+        return path.removeprefix(os.path.join(folder, ""))
+
+    @property
+    def place(self) -> str:
+        """The folder root."""
+        return self.root
+
+    def _train_classes(self) -> list[str]:
+        if "train" in self._folders:
+            return class_folders(self._folders["train"])
+        folders, images = look_into(self.root)
+        wanted = os.path.join(self.root, "train", "<class>", "<image>")
+        expected = f"expected {wanted}, or two class folders without train"
+        if images:
+            raise ValueError(
+                f"{images} images are directly in {self.root}, without class folders; {expected}, "
+                "or give class_names (a checkpoint knows them) to predict"
+            )
+        raise FileNotFoundError(
+            f"no train folder in {self.root}, which holds {listing(folders) or 'no folders'}; {expected}, "
+            "or give class_names (a checkpoint knows them)"
+        )
+
+
+def _holds_classes(root: str) -> bool:
+    """Return True if two or more folders right inside root have images right inside them."""
+    return sum(has_images(os.path.join(root, name)) for name in look_into(root)[0]) > 1
+
+
+def find_splits(root: str) -> dict[Split, str]:
+    """Find the folder of each split below root.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: root is no folder.
+        ValueError: Two folders with validation images.
+    """
+    if os.path.isfile(root):
+        raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
+    if not os.path.isdir(root):
+        raise FileNotFoundError(
+            f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "
+            "(--data.root)"
+        )
+    found: dict[Split, str] = {}
+    for split, names in _FOLDER_NAMES.items():
+        folders = [path for name in names if os.path.isdir(path := os.path.join(root, name))]
+        if len(folders) > 1:
+            raise ValueError(f"{' and '.join(folders)} both hold validation images; keep one")
+        if folders:
+            found[split] = folders[0]
+    return found

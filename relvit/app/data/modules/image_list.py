@@ -1,0 +1,305 @@
+"""ImageListData: images named in CSV, TSV or Parquet lists, a row with path and label for each."""
+
+import csv
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+from relvit.app.data.images.folders import images_to_predict
+from relvit.app.data.labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
+from relvit.app.data.modules.base import Split
+from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.utils.files import canonical_paths, kept_path
+from relvit.utils.messages import MissingPackageError, did_you_mean, listing, visible
+
+_SEPARATORS = ";,|"  # One of these is usually between the labels of an image.
+_SHOWN = 5  # A message names at most this number of wrong rows.
+
+
+class Row(NamedTuple):
+    """Path and label of an image in a list, and the line of its row for messages."""
+
+    line: int
+    path: str
+    label: str
+
+
+class ImageListData(ImageFilesData):
+    """Images in lists with the columns `path` and `label`: CSV, TSV (.tsv) or Parquet (with ``relvit[parquet]``).
+
+    Paths are absolute, or relative to root, or, where no root is given, to the folder of their list. Labels are names
+    of classes, or numbers. Without a list for val, a part of train is put aside. Other columns are ignored. All rows
+    are checked before the first image is loaded, and wrong ones named by their line.
+
+    With `label_separator` images have several labels, or none: multi-label classification.
+
+    Args:
+        train: The list to train on.
+        val: The list to validate on.
+        test: The list to test on.
+        predict: What to predict: a list, which needs no labels, or a folder of images; None: test or else val.
+        root: The folder that relative paths start from; None: that of each list.
+        class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
+            names, or the positions as numbers. None takes the sorted labels of train, numbers by their value.
+        label_separator: What is between the labels of an image, such as ';'; an empty cell means no label, and items
+            have bool (num_classes,). None: one label per image.
+        options: See :class:`relvit.app.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: A list, or root, is missing.
+        ValueError: An argument out of its range, neither train nor class_names, or fewer than two classes; wrong rows
+            of train; those of the other lists when they are first used.
+        ModuleNotFoundError: A Parquet file without pyarrow.
+    """
+
+    train: str | None
+    val: str | None
+    test: str | None
+    predict: str | None
+    root: str | None
+
+    def __init__(
+        self,
+        train: str | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        predict: str | None = None,
+        root: str | None = None,
+        class_names: list[str] | None = None,
+        label_separator: str | None = None,
+        **options: Any,
+    ) -> None:
+        if label_separator == "":
+            raise ValueError("label_separator is empty; give the text between the labels, such as ';'")
+        self.label_separator = label_separator
+        self.multi_label: bool = label_separator is not None
+        self.train, self.val, self.test, self.predict, self.root = (
+            None if path is None else kept_path(path) for path in (train, val, test, predict, root)
+        )
+        if self.root is not None and not os.path.isdir(self.root):
+            raise FileNotFoundError(f"root {self.root} is no folder; give the one that the lists' paths start from")
+        if class_names is None:
+            if self.train is None:
+                raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
+            class_names = classes_of(name for row in self._train_rows for name in self._names(row))
+            check_printable(class_names, self.train)
+        super().__init__(class_names, **options)
+        if label_separator is not None and self.balance != "none":
+            raise ValueError(
+                f"balance {self.balance!r} is for images of one label each: leave it out, or label_separator (the loss "
+                "has class_weights)"
+            )
+
+    @property
+    def place(self) -> str:
+        """The list of train, or another."""
+        return self.train or self.val or self.test or self.predict or "no list"
+
+    def missing(self, split: Split) -> str | None:
+        """Explain which list is missing, or return None."""
+        if split == "predict":
+            if self.predict or self.test or self.val:
+                return None
+            return "no list to predict; give a list or a folder (--data.predict)"
+        if self._has_own(split) or (split == "val" and self.train):
+            return None
+        return f"no {split} list; give one (--data.{split})"
+
+    def _has_own(self, split: Split) -> bool:
+        return getattr(self, split) is not None
+
+    def _samples(self, split: Split) -> list[tuple[str, Label]]:
+        file = getattr(self, split)
+        rows = self._train_rows if split == "train" else self._read(file)
+        labels = self._labels(file, rows)
+        if split == "train":
+            check_every_class(chain.from_iterable(map(classes_in, labels)), self.class_names, file)
+        return list(zip(self._files(file, rows), labels, strict=True))
+
+    def _paths_to_predict(self) -> list[str]:
+        source = self.predict or self.test or self.val
+        if os.path.isdir(source):
+            return images_to_predict(source)
+        return self._files(source, read_list(source, "none", self.root))
+
+    def _display_name(self, path: str) -> str:
+        return self._written[path]
+
+    def _name_in_split(self, path: str, split: Split) -> str:
+        file = getattr(self, split) or self.train
+        return path.removeprefix(os.path.join(_joined(file, "", self.root), ""))
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        hint = "with --data.class_names a label that is not among these is an error with its line"
+        doubts = [f"{self.train}: {doubt} ({hint})" for doubt in super()._doubts(counts)]
+        for separator in _SEPARATORS if self.label_separator is None else ():
+            if names := [name for name in counts if separator in name]:
+                doubts.append(
+                    f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "
+                    f"labels per image give --data.label_separator '{separator}'"
+                )
+        return doubts
+
+    @cached_property
+    def _train_rows(self) -> list[Row]:
+        return self._read(self.train)
+
+    @cached_property
+    def _written(self) -> dict[str, str]:
+        """Map each file of train to its path in the list."""
+        return {self._absolute(self.train, row): row.path for row in self._train_rows}
+
+    def _absolute(self, file: str, row: Row) -> str:
+        return _joined(file, row.path, self.root)
+
+    def _files(self, file: str, rows: Sequence[Row]) -> list[str]:
+        """Paths of a list's rows. A file that does not exist is a wrong row, unless unreadable files are skipped."""
+        paths = [self._absolute(file, row) for row in rows]
+        if self.on_error == "error":
+            lines = zip((row.line for row in rows), paths, strict=True)
+            _refuse_rows(file, [(line, f"no file {path}") for line, path in lines if not os.path.isfile(path)])
+        return paths
+
+    def _read(self, file: str) -> list[Row]:
+        return read_list(file, "needed" if self.label_separator is None else "optional", self.root)
+
+    def _names(self, row: Row) -> list[str]:
+        """Names, or numbers, of the classes of a row."""
+        if self.label_separator is None:
+            return [row.label]
+        return [name for name in map(str.strip, row.label.split(self.label_separator)) if name]
+
+    def _labels(self, file: str, rows: Sequence[Row]) -> list[Label]:
+        """Label of each row: the position of its class, or of multi-label images those of its classes."""
+        names = [self._names(row) for row in rows]
+        known = positions(list(chain.from_iterable(names)), self.class_names)
+        wrong = []
+        for row, of_row in zip(rows, names, strict=True):
+            if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
+                wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
+        _refuse_rows(file, wrong)
+        if self.label_separator is None:
+            return [known[name] for (name,) in names]
+        return [tuple(sorted({known[name] for name in of_row})) for of_row in names]
+
+
+def read_list(
+    file: str, labels: Literal["needed", "optional", "none"] = "needed", root: str | None = None
+) -> list[Row]:
+    """Read the rows of a list with the columns `path` and `label`; ignore further columns.
+
+    Lines are counted as in an editor, the header being line 1; rows of Parquet from 1.
+
+    Args:
+        file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
+        labels: Whether every row needs a label; with 'none' the column `label` is not read, and labels are ''.
+        root: The folder that relative paths start from; None: that of the list.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: Another kind of file, broken text, a missing or repeated column, no rows, a row without path or
+            label or with more cells than columns, or one image twice, however its path is written.
+        ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
+    """
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"no list at {file}; give a CSV, TSV or Parquet file with the columns path and label")
+    wanted = ["path"] if labels == "none" else ["path", "label"]
+    match os.path.splitext(file)[1].lower():
+        case ".csv":
+            records = _from_text(file, wanted, ",")
+        case ".tsv":
+            records = _from_text(file, wanted, "\t")
+        case ".parquet":
+            records = _from_parquet(file, wanted)
+        case other:
+            raise ValueError(f"{file} is a list of the kind {other!r}; allowed are '.csv', '.tsv' and '.parquet'")
+    rows, wrong = [], []
+    for line, values, fault in records:
+        path, label = (*values, "") if len(values) == 1 else values
+        if fault:
+            wrong.append((line, fault))
+        elif not path:
+            wrong.append((line, "no path"))
+        elif labels == "needed" and not label:
+            wrong.append((line, f"no label for {path}"))
+        else:
+            rows.append(Row(line, path, label))
+    wrong += _repeated(rows, [_joined(file, row.path, root) for row in rows])
+    _refuse_rows(file, wrong)
+    if not rows:
+        raise ValueError(f"{file} lists no image")
+    return rows
+
+
+def _joined(file: str, path: str, root: str | None) -> str:
+    """Return the path of an image in a list, which starts from root or else from the list's folder."""
+    return os.path.join(root or os.path.dirname(file), path)
+
+
+def _repeated(rows: Sequence[Row], paths: Sequence[str]) -> list[tuple[int, str]]:
+    """Find the rows whose image is in an earlier row already, under the same path or under another spelling of it."""
+    found, first = [], {}
+    for row, place in zip(rows, canonical_paths(paths), strict=True):
+        if (before := first.setdefault(place, row)) is not row:
+            spelling = "" if before.path == row.path else f", as {before.path}"
+            found.append((row.line, f"{row.path} is already in line {before.line}{spelling}"))
+    return found
+
+
+def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
+    """Raise a ValueError that names the first wrong rows of a list, if there are any."""
+    if not wrong:
+        return
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
+    raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}")
+
+
+def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:
+    if absent := [name for name in wanted if name not in columns]:
+        hint = did_you_mean(absent[0], columns).replace("did you mean", "rename")
+        raise ValueError(f"{file} has no column {absent[0]!r}{hint}; its columns are {listing(columns)}")
+    if repeated := [name for name in wanted if columns.count(name) > 1]:
+        count = f"{columns.count(repeated[0])} columns {repeated[0]!r}"
+        raise ValueError(f"{file} has {count}: keep one; its columns are {listing(columns)}")
+
+
+def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str], str]]:
+    # Spreadsheets write a mark before the first column's name (-sig); file names need not be UTF-8.
+    with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
+        reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
+        try:
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+            _check_columns(file, reader.fieldnames, wanted)
+            for record in reader:
+                fault = _surplus(reader.fieldnames, record, delimiter)
+                yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
+        except csv.Error as error:
+            # For a field without an end this is the line where reading gave up.
+            raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
+
+
+def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter: str) -> str:
+    """Describe cells of a row behind the last column, which hold a part of another cell; '' if there are none."""
+    surplus = record.get(None, [])
+    if not any(cell.strip() for cell in surplus):
+        return ""
+    cells = [*(record[name] for name in dict.fromkeys(columns)), *surplus]
+    mark = {",": "a comma", "\t": "a tab"}[delimiter]
+    counts = f"{len(columns) + len(surplus)} cells ({listing(cells, 5)}) for {len(columns)} columns"
+    advice = f'write a cell that holds {mark} in quotes, such as "one{delimiter}two"'
+    return f"{counts} ({listing(columns, 5)}): {advice}"
+
+
+def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str], str]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(f"the Parquet file {file}", "pyarrow") from error
+    _check_columns(file, parquet.read_schema(file).names, wanted)
+    table = parquet.read_table(file, columns=wanted)
+    columns = [table.column(name).to_pylist() for name in wanted]
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield number, ["" if value is None else str(value) for value in values], ""

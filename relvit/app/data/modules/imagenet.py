@@ -1,0 +1,86 @@
+"""ImageNetData: ImageNet-1k (ILSVRC 2012) in folders by WordNet id, with readable class names."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from scipy.io import loadmat
+
+from relvit.app.data.images.folders import class_folders
+from relvit.app.data.modules.folder import ImageFolderData, find_splits
+from relvit.app.utils.files import kept_path
+from relvit.utils.messages import listing
+
+META_MAT = os.path.join("ILSVRC2012_devkit_t12", "data", "meta.mat")
+META_BIN = "meta.bin"
+
+
+class ImageNetData(ImageFolderData):
+    """ImageNet-1k (Russakovsky et al. 2015, arXiv 1409.0575) in ``root/train/<wnid>/...`` and ``root/val/<wnid>/...``.
+
+    ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are the positions of the sorted
+    WordNet ids (n01440764, ...), as everywhere. Classes have the first of their names in the devkit's ``meta.mat``
+    (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id where two have
+    the same; without these files their names are the ids. Part of the classes will do. The official test images have no
+    public labels: results are those of val.
+
+    Args:
+        root: The folder that holds train and val.
+        wnids: WordNet id of each class, the position is the label (a checkpoint knows them); None takes the sorted
+            folders in train, or else in val.
+        class_names: Name of each class; None: as described.
+        options: See :class:`relvit.app.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: root is missing, or has neither train nor val and wnids is None.
+        ValueError: An argument out of its range, fewer than two classes, or a class folder that is no WordNet id.
+    """
+
+    def __init__(
+        self, root: str, wnids: list[str] | None = None, class_names: list[str] | None = None, **options: Any
+    ) -> None:
+        place = kept_path(root)
+        if wnids is None:
+            folders = find_splits(place)
+            if not folders:
+                raise FileNotFoundError(
+                    f"neither train nor val in {place}; make them with tools/prepare_imagenet.py, or give wnids "
+                    "(a checkpoint knows them)"
+                )
+            wnids = class_folders(folders.get("train") or folders.get("val") or folders["test"])
+        if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
+            raise ValueError(
+                f"no WordNet ids such as 'n01440764': {listing(others)}; for other class folders use ImageFolderData"
+            )
+        if class_names is not None and len(class_names) != len(wnids):
+            raise ValueError(f"class_names holds {len(class_names)} names; there are {len(wnids)} wnids")
+        self.wnids: list[str] = list(wnids)
+        super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
+
+    @property
+    def _folder_classes(self) -> Sequence[str]:
+        return self.wnids
+
+
+def readable_names(root: str, wnids: Sequence[str]) -> list[str]:
+    """Read a readable name of each class, no two the same; see :class:`ImageNetData`.
+
+    Raises:
+        ValueError: `meta.mat` or `meta.bin` does not know a class.
+    """
+    if os.path.isfile(file := os.path.join(root, META_MAT)):
+        synsets = loadmat(file, squeeze_me=True)["synsets"]
+        pairs = zip(synsets["WNID"], synsets["words"], strict=True)
+        words = {str(wnid): str(names).split(", ") for wnid, names in pairs}
+    elif os.path.isfile(file := os.path.join(root, META_BIN)):
+        words = torch.load(file, weights_only=True)[0]
+    else:
+        return list(wnids)
+    if unknown := [wnid for wnid in wnids if wnid not in words]:
+        raise ValueError(f"{file} does not know {listing(unknown)}; remove these folders, or give class_names")
+    first = [words[wnid][0] for wnid in wnids]
+    counts = Counter(first)
+    return [name if counts[name] == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)]

@@ -1,0 +1,206 @@
+"""ReaderData: images in Hugging Face datasets, WebDataset shards and tar archives, named as for timm."""
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from relvit.app.data.archives.huggingface import HuggingFace
+from relvit.app.data.archives.reader import Content, Reader
+from relvit.app.data.archives.tar import TarFolders, images_in
+from relvit.app.data.archives.webdataset import IMAGE_PARTS, Shards, refuse_remote
+from relvit.app.data.images.decode import ImageSource, StoredImage
+from relvit.app.data.images.folders import images_to_predict
+from relvit.app.data.labels import check_every_class, check_printable, classes_of, positions
+from relvit.app.data.modules.base import Split
+from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.utils.files import kept_path
+from relvit.utils.messages import did_you_mean, listing, visible
+
+_KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
+# timm has other readers with these prefixes.
+_OTHERS = ("tfds", "hfids", "torch")
+
+
+class ReaderData(ImageFilesData):
+    """Images in Hugging Face datasets, WebDataset shards or tar archives, named as for `timm.data.create_dataset`.
+
+    ``hfds/NAME`` is a dataset of the Hugging Face hub, or a local folder (``hfds//path``) of Parquet files, of images
+    or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Anything else is a
+    tar archive with class folders, or a folder of such archives. Shards and archives are on disk and not compressed;
+    images are read from them directly. Labels are names of classes or numbers; images without one (negative, or empty)
+    are left out with a warning.
+
+    Args:
+        name: The data, see above.
+        root: The folder of the shards (else NAME is), or that the path of an archive starts from; for ``hfds``, where
+            downloads are kept.
+        train_split: The split to train on. ``hfds``: also a part, ``'train[:90%]'``. ``wds``: a split of
+            ``_info.json``, or shards, ``'name-{0000..0127}.tar'``. Archives: a folder in them, or an archive; where
+            there is none, 'train' is everything.
+        val_split: The split to validate on; None: a part of train is put aside.
+        test_split: The split to test on, if there is one.
+        predict: What to predict: a folder of images, or a tar archive; None: test, or else val, without the labels.
+        input_key: ``hfds``: the column of the images, by default 'image'. ``wds``: endings of the image, by default
+            'jpg;jpeg;png;webp'.
+        target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the part json that is
+            the label, by default the part cls.
+        class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
+            names, or the positions as numbers. None takes the names that the dataset declares, or the sorted labels of
+            train, numbers by their value.
+        options: See :class:`relvit.app.data.ImageFilesData`.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        ValueError: An argument out of its range, a name of another kind, URLs, fewer than two classes, broken files, or
+            wrong labels of train; those of the other splits when they are first used.
+        ModuleNotFoundError: ``hfds`` without the package datasets.
+    """
+
+    name: str
+    root: str | None
+
+    def __init__(
+        self,
+        name: str = "",
+        root: str | None = None,
+        train_split: str = "train",
+        val_split: str | None = None,
+        test_split: str | None = None,
+        predict: str | None = None,
+        input_key: str | None = None,
+        target_key: str | None = None,
+        class_names: list[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.name, self.root = _located(name, root)
+        self.predict: str | None = None if predict is None else _absolute(predict)
+        self.train_split = train_split
+        self.val_split = val_split
+        self.test_split = test_split
+        self.input_key = input_key
+        self.target_key = target_key
+        self._reader = _reader(self.name, self.root, input_key, target_key)
+        self._found: dict[tuple[str, bool], Content] = {}
+        if class_names is None:
+            content = self._find(train_split, labelled=True)
+            labels = (label for label in content.labels if label is not None)
+            class_names = classes_of(labels) if content.declared is None else content.declared
+            check_printable(class_names, self.place)
+        super().__init__(class_names, **options)
+
+    @property
+    def place(self) -> str:
+        """Name of the dataset, or path of the folder or archive."""
+        return self.name if _kind(self.name)[0] == "hfds" else str(self.root)
+
+    def missing(self, split: Split) -> str | None:
+        """Explain which split is not named, or return None."""
+        if split == "predict":
+            if self.predict or self.test_split or self.val_split:
+                return None
+            return "nothing to predict; give a folder of images (--data.predict), or a split (--data.test_split)"
+        return None if self._has_own(split) or split == "val" else f"no {split} split; name one (--data.{split}_split)"
+
+    def _has_own(self, split: Split) -> bool:
+        return getattr(self, f"{split}_split") is not None
+
+    def _find(self, name: str, labelled: bool) -> Content:
+        """Find the images of a split, once."""
+        if (name, labelled) not in self._found:
+            content = self._reader.find(name, labelled)
+            if not content.images:
+                raise ValueError(f"the split {name!r} of {self.place} has no images")
+            if labelled and all(label is None for label in content.labels):
+                raise ValueError(
+                    f"no image of the split {name!r} of {self.place} has a label; it can only be predicted"
+                )
+            self._found[name, labelled] = content
+        return self._found[name, labelled]
+
+    def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
+        name = getattr(self, f"{split}_split")
+        content = self._find(name, labelled=True)
+        labelled = [pair for pair in zip(content.images, content.labels, strict=True) if pair[1] is not None]
+        if without := len(content.images) - len(labelled):
+            warnings.warn(
+                f"{without} of {len(content.images)} images in the split {name!r} of {self.place} have no label; "
+                "they are left out",
+                stacklevel=2,
+            )
+        known = positions((label for _, label in labelled), self.class_names)
+        wrong = [(image, label) for image, label in labelled if label not in known]
+        if wrong:
+            image, label = wrong[0]
+            raise ValueError(
+                f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as "
+                f"{visible(str(image))}: {label!r}{did_you_mean(label, known)}; known are {listing(self.class_names)}"
+            )
+        samples = [(image, known[label]) for image, label in labelled]
+        if split == "train" and content.declared is None:
+            check_every_class((label for _, label in samples), self.class_names, self.place)
+        return samples
+
+    def _paths_to_predict(self) -> list[ImageSource]:
+        if self.predict is None:
+            return list(self._find(self.test_split or self.val_split, labelled=False).images)
+        if not os.path.isfile(self.predict):
+            return images_to_predict(self.predict)
+        images = images_in(self.predict)
+        if not images:
+            raise ValueError(f"no image in {self.predict}")
+        return sorted(images, key=str)
+
+    def _display_name(self, path: StoredImage) -> str:
+        return self._reader.key(path)
+
+    def _name_in_split(self, path: StoredImage, split: Split) -> str:
+        return self._reader.key(path)
+
+    def _sizes(self, images: Sequence[StoredImage]) -> Iterable[int | None]:
+        return self._reader.sizes(images)
+
+
+def _located(name: str, root: str | None) -> tuple[str, str | None]:
+    """Make name and root fit for a checkpoint, which may be used with another root: paths become absolute, and those
+    of shards and archives become part of root."""
+    kind, rest = _kind(name)
+    if not rest and (kind == "hfds" or root is None):
+        raise ValueError(f"name is {name!r}; {_KNOWN}")
+    if kind == "hfds":
+        local = os.path.exists(os.path.expanduser(rest))
+        return f"hfds/{_absolute(rest) if local else rest}", None if root is None else _absolute(root)
+    refuse_remote(rest)
+    if kind == "wds":
+        place = _absolute(rest if root is None else root)
+        if os.path.isdir(rest) and _absolute(rest) != place:
+            raise ValueError(f"name is {name!r} and root {place}, which are two folders; give root alone")
+        return "wds/" if root is None else f"wds/{rest}", place
+    return "", _absolute(os.path.join(root or "", os.path.expanduser(rest)))
+
+
+def _reader(name: str, root: str | None, input_key: str | None, target_key: str | None) -> Reader:
+    kind, rest = _kind(name)
+    if kind == "hfds":
+        return HuggingFace(rest, root, input_key or "image", target_key or "label")
+    if kind == "wds":
+        return Shards(root, input_key or IMAGE_PARTS, target_key)
+    given = {"input_key": input_key, "target_key": target_key}
+    if useless := [key for key, value in given.items() if value is not None]:
+        raise ValueError(f"{useless[0]} has no meaning for class folders in tar archives; drop it, or {_KNOWN}")
+    return TarFolders(root)
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """Split a name into 'hfds' or 'wds' and the rest; '' and the name for archives."""
+    prefix, slash, rest = name.partition("/")
+    if slash and prefix.lower() in ("hfds", "wds"):
+        return prefix.lower(), rest
+    if slash and prefix.lower() in _OTHERS:
+        raise ValueError(f"name is {name!r}; data of the kind {prefix!r} are not read: {_KNOWN}")
+    return "", name
+
+
+def _absolute(path: str) -> str:
+    refuse_remote(path)
+    return kept_path(path)

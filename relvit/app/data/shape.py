@@ -1,0 +1,183 @@
+"""Image shapes: all images of one size, or native shapes, each image its own as patches within a budget (NaFlex)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.naflex_transforms import Patchify, RandomResizedCropToSequence, ResizeToSequence
+from torch.utils.data import default_collate
+from torchvision.transforms import v2
+
+from relvit.app.data.batches import ImageBatch
+from relvit.app.data.transforms import ResizeToCover, parse_size
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """One size of all images of a data module or a model: tensors float32 (C, height, width).
+
+    Attributes:
+        img_size: (height, width) of the images that models are built for.
+        fixed: Whether all images have this size.
+    """
+
+    img_size: tuple[int, int]
+    fixed: ClassVar[bool] = True
+
+    def words(self) -> str:
+        """Describe the shape, such as '288 x 288 px'."""
+        return f"{self.img_size[0]} x {self.img_size[1]} px"
+
+    def record(self) -> dict[str, Any]:
+        """Return the shape in plain values, as files keep it."""
+        return {"img_size": list(self.img_size)}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `relvit.app.data.ImageData` for this shape."""
+        return {"img_size": self.img_size, "native": not self.fixed} | self.record()
+
+    def at_size(self, img_size: tuple[int, int]) -> ImageShape:
+        """Return the shape for images of another size; images as patches have as many as this size at most."""
+        return ImageShape(img_size)
+
+    def adapt(self, transform: v2.Compose) -> v2.Compose:
+        """Turn a transform to images of `img_size` into one to images of this shape."""
+        return transform
+
+    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
+        """Make a batch of pairs of an image and its label or name."""
+        return default_collate(items)
+
+    def empty(self, channels: int) -> ImageBatch:
+        """Return a batch without images."""
+        return torch.empty(0, channels, *self.img_size)
+
+
+@dataclass(frozen=True)
+class NativeShapes(ImageShape):
+    """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
+
+    Attributes:
+        img_size: (height, width) of the largest square within the budget, or the size that gave the budget.
+        patch_size: (height, width) of a patch.
+        max_tokens: Number of patches that no image exceeds.
+    """
+
+    patch_size: tuple[int, int]
+    max_tokens: int
+    fixed = False
+
+    def words(self) -> str:
+        height, width = self.patch_size
+        return f"native shapes of up to {self.max_tokens} patches of {height} x {width} px"
+
+    def record(self) -> dict[str, Any]:
+        return {"patch_size": list(self.patch_size), "max_tokens": self.max_tokens}
+
+    def at_size(self, img_size: tuple[int, int]) -> NativeShapes:
+        return NativeShapes(img_size, self.patch_size, _whole_patches(img_size, self.patch_size))
+
+    def adapt(self, transform: v2.Compose) -> v2.Compose:
+        """Replace the resizing by timm's `ResizeToSequence` and divide the image into patches.
+
+        Each image gets the largest size, in whole patches, that has its own aspect ratio (but for the rounding to
+        patches) and `max_tokens` patches or fewer. Small images are enlarged, so all sequences are nearly as long as
+        the budget and batches have little padding. Of random resized crops the area and the aspect ratio, relative to
+        that of the image, stay random; shifts by up to an eighth stay shifts; centre crops are left out: evaluation
+        sees the whole image.
+
+        Args:
+            transform: Of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
+
+        Returns:
+            A transform from a PIL image to timm's dictionary of one image: 'patches' float32 (N, height, width, C),
+            'patch_coord' int64 (N, 2), row and column of each, and 'patch_valid' bool (N,), all True.
+
+        Raises:
+            ValueError: A crop that has no such form, that of 'three-augment-crop'.
+        """
+        sizes = self.patch_size, self.max_tokens
+        steps: list[Any] = []
+        for step in transform.transforms:
+            match step:
+                case ResizeToCover():
+                    steps.append(ResizeToSequence(*sizes))
+                case v2.CenterCrop():
+                    pass
+                case v2.RandomCrop(padding_mode="constant"):
+                    steps.append(v2.RandomAffine(0, translate=(1 / 8, 1 / 8)))
+                case v2.RandomCrop():
+                    raise ValueError("augment 'three-augment-crop' crops to one size: with native use 'three-augment'")
+                case v2.RandomResizedCrop():
+                    steps.append(RandomResizedCropToSequence(*sizes, step.scale, ratio=(3 / 4, 4 / 3)))
+                case _:
+                    steps.append(step)
+        return v2.Compose([*steps, Patchify(self.patch_size, flatten_patches=False)])
+
+    def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
+        """Make a batch by timm's `NaFlexCollator`, padded to its longest sequence.
+
+        Returns:
+            A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64
+            (B, N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', rows and columns that
+            no image of the batch exceeds. Then the labels or names.
+        """
+        images, targets = zip(*items, strict=True)
+        longest = max(len(image["patches"]) for image in images)
+        batch, _ = NaFlexCollator(longest)([(image, 0) for image in images])
+        grid_size = tuple((batch["patch_coord"].amax((0, 1)) + 1).tolist())
+        return batch | {"grid_size": grid_size}, default_collate(targets)
+
+    def empty(self, channels: int) -> ImageBatch:
+        return {
+            "patches": torch.empty(0, 1, *self.patch_size, channels),
+            "patch_coord": torch.empty(0, 1, 2, dtype=torch.int64),
+            "patch_valid": torch.empty(0, 1, dtype=torch.bool),
+            "seq_len": 1,
+            "grid_size": (1, 1),
+        }
+
+
+def shape_of(values: Mapping[str, Any]) -> ImageShape:
+    """Return the shape that the arguments of a data module give, or what `ImageShape.record` returned.
+
+    Raises:
+        KeyError, TypeError, ValueError: The values give none.
+    """
+    known = {name: values[name] for name in ("max_tokens", "patch_size") if name in values}
+    if values.get("native", "max_tokens" in values):
+        return image_shape(values.get("img_size", 224), native=True, **known)
+    return image_shape(values["img_size"])
+
+
+def image_shape(
+    img_size: int | Sequence[int],
+    native: bool = False,
+    max_tokens: int | None = None,
+    patch_size: int | Sequence[int] = 16,
+) -> ImageShape:
+    """Return the shape that the arguments of `relvit.app.data.ImageData` describe.
+
+    Raises:
+        ValueError: A size that is none, or a budget below 1 or without native images.
+    """
+    size, patch = parse_size(img_size), parse_size(patch_size, "patch_size")
+    if not native:
+        if max_tokens is not None:
+            raise ValueError(f"max_tokens {max_tokens} is for native images: set native, or leave it out (null)")
+        return ImageShape(size)
+    if max_tokens is None:
+        return NativeShapes(size, patch, _whole_patches(size, patch))
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; give the number of patches of an image, such as 196")
+    side = math.isqrt(max_tokens)
+    return NativeShapes((side * patch[0], side * patch[1]), patch, max_tokens)
+
+
+def _whole_patches(img_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
+    return max(1, img_size[0] // patch_size[0]) * max(1, img_size[1] // patch_size[1])

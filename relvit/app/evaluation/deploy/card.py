@@ -1,0 +1,240 @@
+"""Model card of a published model: how to load it, results, curve over sizes, preprocessing, recipe, licence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning import Trainer
+from timm.models._hub import generate_readme
+
+from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.data.registry import imported_data_module
+from relvit.app.evaluation.predictor import Predictor
+from relvit.app.evaluation.standard_error import plus_minus
+from relvit.app.training import ImageClassifier
+from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
+from relvit.utils.messages import one_line, without_secrets
+from relvit.version import __version__
+
+# A card lists at most this number of class names; config.json lists all.
+SHOWN = 50
+# Columns of the table of image sizes: key of a row -> title, format.
+COLUMNS = {
+    "protocol": ("protocol", "{}"),
+    "reach": ("reach", "{}"),
+    "images": ("images", "{}"),
+    "acc1": ("accuracy", "{:.4f}"),
+    "acc5": ("top-5", "{:.4f}"),
+    "map": ("mAP", "{:.4f}"),
+    "f1": ("mean F1", "{:.4f}"),
+    "calibration_error": ("calibration error", "{:.4f}"),
+    "macs": ("MACs", "{:.3g}"),
+}
+# The recipe leaves out these data options, which other parts of the card hold, and includes the trainer's below.
+ELSEWHERE = ("class_names", "num_workers", "mean", "std")
+TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
+TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
+USAGE = """\
+```python
+import timm, torch
+from relvit.app.data import load_rgb  # importing relvit registers its models with timm
+
+model = timm.create_model("{name}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+image = transform(load_rgb("photo.jpg"){grey})
+with torch.inference_mode():
+    probabilities = {logits}.{activation}[0]
+{prediction}
+```
+
+It needs the Python packages timm and relvit, {version} or newer. `load_rgb` reads files as in the training:
+orientation, transparency on white, 16 bits.
+"""
+ONE_LABEL = """\
+label = model.pretrained_cfg["label_names"][probabilities.argmax()]
+print(label, float(probabilities.max()))"""
+SEVERAL_LABELS = """\
+# The threshold of each class is the one of the best F1 on validation images.
+thresholds = {thresholds}
+for label, probability, threshold in zip(model.pretrained_cfg["label_names"], probabilities.tolist(), thresholds):
+    if probability >= threshold:
+        print(label, probability)"""
+ANY_SHAPE = """
+The model was trained on images of their own shapes: {words}.
+timm's transform, above, makes all images {size} instead.
+"""
+
+
+def model_card(
+    predictor: Predictor, name: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the text of a README.md in Markdown, with the metadata that the Hugging Face hub reads.
+
+    Args:
+        predictor: the model.
+        name: what `timm.create_model` takes.
+        license: identifier of a licence; None: not given.
+        curve: rows of `relvit.app.evaluation.evaluate_sizes`.
+    """
+    checkpoint, hparams = predictor.checkpoint, predictor.classifier.hparams
+    names = [f"`{each}`" for each in predictor.class_names[:SHOWN]]
+    if more := len(predictor.class_names) - len(names):
+        names.append(f"and {more} more in config.json")
+    size = " x ".join(map(str, predictor.model.pretrained_cfg["input_size"][1:]))
+    added = "" if hparams.retrofit is None else " with relative positions by `relvit.retrofit`"
+    details: dict[str, Any] = {
+        "Architecture": f"`{hparams.model}`{added}",
+        "Parameters": f"{sum(parameter.numel() for parameter in predictor.model.parameters()):,}",
+        "Classes": f"{len(predictor.class_names)}: {', '.join(names)}",
+        "Images": f"{size} pixels, {len(predictor.mean)} channel{'s' * (len(predictor.mean) > 1)}",
+        "Preprocessing": f"resized (bicubic) and cropped to {predictor.crop_pct:g} of the side; normalised by mean "
+        f"{_rounded(predictor.mean)} and standard deviation {_rounded(predictor.std)}",
+        "Licence": license or "not given: ask the authors before you use the weights",
+    }
+    if hparams.ema_decay is not None:
+        details["Weights"] = "moving average of the training"
+    if source := checkpoint.model.get("pretrained"):
+        started = _without_folders(source)
+        details["Pretrained"] = f"the training started from `{started}`, whose licence applies as well"
+    details["Trained with"] = ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items())
+    details["Results"] = _results(checkpoint.path) or "not given"
+    logits, temperature = "model(image[None])", predictor.classifier.temperature
+    thresholds = predictor.thresholds
+    if temperature != 1:
+        details["Calibration"] = (
+            f"divide the logits by the temperature {temperature:g}, which the weights do not contain"
+        )
+        logits = f"({logits} / {temperature!r})"
+    card = {
+        "tags": ["image-classification", "timm", "relvit"],
+        "license": license or "unknown",
+        "description": "An image classifier trained with relvit: Vision Transformers with relative positions in 2D.",
+        "details": details,
+        "usage": USAGE.format(
+            name=name,
+            version=__version__,
+            logits=logits,
+            grey='.convert("L")' if len(predictor.mean) == 1 else "",
+            activation=predictor.labels.activation,
+            prediction=ONE_LABEL if thresholds is None else SEVERAL_LABELS.format(thresholds=thresholds),
+        ),
+    }
+    if not predictor.shape.fixed:
+        words = predictor.shape.words()
+        details["Images"] = f"{words}, {details['Images'].partition(', ')[2]}"
+        card["usage"] += ANY_SHAPE.format(words=words, size=size)
+    text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
+    if curve:
+        text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
+    recipe = yaml.safe_dump(_recipe(checkpoint.model, checkpoint.data, checkpoint.fit), sort_keys=False)
+    introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
+    return f"{text}\n## Recipe\n\n{introduction}\n\n```yaml\n{recipe}```\n"
+
+
+def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Read the rows of a checkpoint from a JSON file of `relvit resolutions`.
+
+    Args:
+        ckpt_path: the checkpoint.
+        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, where there is one.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or one without rows of this checkpoint, where `curve` is given.
+    """
+    path = Path(ckpt_path).parent.parent / "resolutions.json" if curve is None else Path(curve)
+    if curve is None and not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        own = Path(ckpt_path).resolve()
+        found = [row for row in rows if Path(row["checkpoint"]).resolve() == own]
+        if found or curve is None:
+            return found
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no JSON file of relvit resolutions ({one_line(error)})") from error
+    raise ValueError(f"{path} has no figures of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
+
+
+def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """List what the model card of a checkpoint lacks, each with the way to add it; arguments as of `model_card`."""
+    missing = []
+    if license is None:
+        missing.append("the licence of the weights: publish with --license NAME, such as apache-2.0")
+    if not _results(ckpt_path):
+        missing.append("results: publish best.ckpt in the folder of its run, where summary.json has them")
+    if not curve:
+        command = f"relvit resolutions {shlex.quote(ckpt_path)} --sizes SIZE ... --output curve.json"
+        missing.append(f"accuracy by image size: {command}, then publish with --curve curve.json")
+    return missing
+
+
+def _results(ckpt_path: str) -> dict[str, Any]:
+    """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
+    path = Path(ckpt_path)
+    summary = path.parent.parent / "summary.json"
+    # A temperature changes losses, but no accuracies.
+    kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
+    if kept is None or not summary.is_file():
+        return {}
+    values = json.loads(summary.read_text())
+    counts = {name: value for name, value in values.items() if name.endswith("/images")}
+    metrics = [name for name in values if name.startswith(kept) and name not in counts and not name.endswith("_se")]
+    return {name: plus_minus(values, name) for name in metrics} | counts
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
+    lines = ["| size | " + " | ".join(title for title, _ in columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        values = [plus_minus(row, key, text) for key, (_, text) in columns.items()]
+        lines.append(f"| {row['height']} x {row['width']} | " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a training that are no defaults, without classes and folders of the machine."""
+    network = _not_default(model, _defaults(ImageClassifier))
+    network = {name: value for name, value in network.items() if name not in OF_THE_DATA}
+    for name in ("pretrained", "teacher"):
+        if name in network:
+            network[name] = _without_folders(network[name])
+    # Options that only some kinds of data have would show where the images are.
+    defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
+    shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
+    images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
+    if not images.get("native"):
+        images.pop("patch_size", None)
+    trainer = _not_default(fit.get("trainer") or {}, {name: _defaults(Trainer)[name] for name in TRAINER})
+    # Lightning writes its default precision as "32-true".
+    trainer = {name: value for name, value in trainer.items() if value not in (None, "32-true")}
+    return {
+        "seed_everything": fit.get("seed_everything"),
+        "trainer": trainer,
+        "model": network,
+        "data": {"class_path": data["class_path"], "init_args": images},
+    }
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+
+
+def _not_default(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from their defaults; a default size may be one number for both sides."""
+    known = {name: value for name, value in values.items() if name in defaults}
+    return {name: value for name, value in known.items() if value not in (defaults[name], [defaults[name]] * 2)}
+
+
+def _without_folders(name: str) -> str:
+    return name if name.startswith("hf-hub:") else without_secrets(name).rpartition("/")[2]
+
+
+def _rounded(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)

@@ -1,0 +1,250 @@
+"""Export a trained classifier to ONNX or PyTorch's .pt2, which need no relvit; compare the file's outputs with it."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from timm.models.naflexvit import NaFlexVit
+from torch import Tensor, nn
+
+from relvit.app.data.batches import images_of
+from relvit.app.data.images.folders import find_images
+from relvit.app.evaluation.deploy.description import EXTRA_FILE, KEY, describe
+from relvit.app.evaluation.deploy.onnx_model import quantise
+from relvit.app.evaluation.predictor import Predictor
+from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.files import check_output, disk_errors_name, move_complete
+from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
+from relvit.utils.messages import MissingPackageError
+
+FORMATS = (".onnx", ".pt2")
+# The largest side of an image, in patches.
+MOST = 256
+# The largest difference between the logits of the file and of the model, relative to the largest logit.
+TOLERANCE = 1e-4
+# The number of images, at the most, by which static quantisation finds the ranges of activations.
+CALIBRATED = 256
+
+
+class ExportError(RuntimeError):
+    """The exported file does not compute what the model computes."""
+
+
+@torch_defaults()
+def export_model(
+    predictor: Predictor,
+    output: str | os.PathLike[str],
+    int8: bool = False,
+    aot: bool = False,
+    calibration: str | None = None,
+) -> list[tuple[int, ...]]:
+    """Write the model to a file, read the file back and compare it with the model.
+
+    The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
+    classes), divided by the temperature of a calibrated checkpoint. The number of images is free; their sides have 2 to
+    256 patches if the model takes any size, otherwise the size is `predictor.img_size`. The file fails at other sizes.
+    As JSON the file also holds class names, the steps from an image to the model's input and, for a multi-label model,
+    whose probabilities are the sigmoid of the logits, the thresholds of the classes. The JSON is the entry 'relvit' of
+    an ONNX file's metadata, the extra file 'relvit.json' of a program (`torch.export.load`), and the entry 'relvit' of
+    the metadata of a compiled program (`get_metadata`). An .onnx above 2 GB has its weights beside it, in a file of the
+    same name with .data at its end.
+
+    Args:
+        predictor: see `relvit.load`.
+        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`). Its
+            folder is made where there is none.
+        int8: of .onnx, quantise the weights of the linear layers after the comparison, see `quantise`.
+        aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
+            `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
+            environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        calibration: with `int8`, a folder, file or pattern of images like those of the training, of which up to 256 fix
+            the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
+
+    Returns:
+        The shapes of the images that the two were compared with.
+
+    Raises:
+        ValueError: another ending, `int8` or `aot` with the wrong one, `calibration` without `int8` or without an image
+            that can be read, no C++ compiler, the reach "windows", or an `img_size` of the predictor that the file
+            would not take.
+        NotADirectoryError: a part of the path is a file.
+        ModuleNotFoundError: ONNX without its packages.
+        ExportError: other logits than the model's.
+    """
+    output = Path(output)
+    check_export(output, int8, aot, calibration)
+    if predictor.reach == "windows":
+        raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
+    # Tracing chooses the backend of the attention, and one for the CPU runs anywhere.
+    net, temperature = predictor.to("cpu").classifier.net, predictor.classifier.temperature
+    shapes, dynamic = _shapes(predictor)
+    patch = _patch_to_check(net) if output.suffix == ".onnx" else None
+    if patch is not None or temperature != 1:
+        net = _Exported(net, patch, temperature).eval()
+    images = torch.randn(shapes[0], generator=torch.Generator().manual_seed(0))
+    write = _onnx if output.suffix == ".onnx" else _package if aot else _program
+    sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # An .onnx contains the name of its external data, so the file has its final name at once, in a folder of its own.
+    with (
+        TemporaryDirectory(prefix=".export-", dir=output.parent) as folder,
+        disk_errors_name(output, Path(folder)),
+    ):
+        part = Path(folder) / output.name
+        run = write(net, images, dynamic, part, describe(predictor, sides))
+        for shape in shapes:
+            images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                expected, found = net(images), run(images)
+            error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            if found.shape != expected.shape or not error <= TOLERANCE:
+                raise ExportError(
+                    f"for images {shape} the exported model differs from the model by {error:.1e}: not kept"
+                )
+        if int8:
+            exact, part = part, Path(folder) / "int8" / output.name
+            part.parent.mkdir()
+            quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))
+        if (data := part.with_name(f"{output.name}.data")).exists():
+            # An older .onnx must not read the new data, and the new .onnx comes last as it is of no use without them.
+            output.unlink(missing_ok=True)
+            move_complete(data, output.with_name(data.name))
+        move_complete(part, output)
+    return shapes
+
+
+def check_export(
+    output: str | os.PathLike[str], int8: bool = False, aot: bool = False, calibration: str | None = None
+) -> None:
+    """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
+    suffix = check_output(output, FORMATS, makes_folder=True)
+    for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
+        if given and suffix != needed:
+            raise ValueError(f"{option} is for files that end in {needed}, got {output}")
+    if calibration is not None:
+        if not int8:
+            raise ValueError("calibration images are for int8: add int8, or leave calibration out")
+        find_images([calibration])
+    if aot:
+        # Other exports need not wait for the import of the compiler.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ValueError("aot needs a C++ compiler, and there is none: install g++ or clang") from error
+    if suffix == ".onnx":
+        try:
+            import onnx  # noqa: F401
+            import onnxruntime  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("ONNX", error.name) from error
+
+
+def _calibration(predictor: Predictor, paths: str) -> Iterator[Tensor]:
+    """Yield images (1, C, H, W) as the model takes them, evenly spaced among those that `paths` names."""
+    files = find_images([paths])
+    for pixels, _ in predictor.batches(files[:: -(-len(files) // CALIBRATED)]):
+        yield from (image[None] for image in images_of(pixels))
+
+
+def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:
+    """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
+    net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
+    dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
+    # The number of windows that timm's blocks cut depends on the image.
+    in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
+    if in_windows or not _takes_any_size(net):
+        return [(2, channels, height, width), (3, channels, height, width)], dynamic
+    patch = _patch_of(net)
+    if any(side % p or side < 2 * p for side, p in zip((height, width), patch, strict=True)):
+        whole = [max(2, math.ceil(side / p)) * p for side, p in zip((height, width), patch, strict=True)]
+        raise ValueError(
+            f"img_size {[height, width]}: a file takes two whole patches of {patch[0]} x {patch[1]} pixels or more on "
+            f"each side; give another (--img_size '{whole}')"
+        )
+    for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
+        dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
+    # With equal sides, the graph would have one dimension for both.
+    return [(2, channels, height + patch[0], width + 3 * patch[1]), (1, channels, height, width)], dynamic
+
+
+def _takes_any_size(net: nn.Module) -> bool:
+    return isinstance(net, NaFlexVit) or getattr(net, "dynamic_img_size", False)
+
+
+def _patch_of(net: nn.Module) -> tuple[int, int]:
+    return (net.embeds if isinstance(net, NaFlexVit) else net.patch_embed).patch_size
+
+
+class _Exported(nn.Module):
+    """A model whose graph refuses images that do not divide into patches, and divides logits by the temperature."""
+
+    def __init__(self, net: nn.Module, patch: tuple[int, int] | None, temperature: float) -> None:
+        super().__init__()
+        self.net = net
+        self.patch = patch
+        self.temperature = temperature
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.patch is not None:
+            images = whole_patches(images, self.patch)
+        logits = self.net(images)
+        return logits if self.temperature == 1 else logits / self.temperature
+
+
+def _patch_to_check(net: nn.Module) -> tuple[int, int] | None:
+    """Return the patch of a model of any size whose ONNX graph would not refuse incomplete patches by itself."""
+    embed = getattr(net, "patch_embed", None)
+    checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
+    return _patch_of(net) if _takes_any_size(net) and not checks else None
+
+
+def _program(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
+    program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
+    # PyTorch records the source line of each value, and with it folders of this machine.
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    # Where the disk is full PyTorch's own writer ends the process, so it writes into memory.
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files={EXTRA_FILE: description})
+    output.write_bytes(content.getbuffer())
+    return torch.export.load(output).module()
+
+
+def _package(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
+    # Other exports need not wait for the import of the compiler.
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
+    options = {"aot_inductor.metadata": {KEY: description}}
+    return aoti_load_package(aoti_compile_and_package(program, package_path=str(output), inductor_configs=options))
+
+
+def _onnx(
+    net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
+) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    names = {"input_names": ["images"], "output_names": ["logits"]}
+    program = torch.onnx.export(net, (images,), dynamic_shapes=(dynamic,), dynamo=True, verbose=False, **names)
+    program.model.metadata_props[KEY] = description
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+    program.save(output)
+    session = onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

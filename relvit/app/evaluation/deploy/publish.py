@@ -1,0 +1,183 @@
+"""Publish a trained classifier in timm's own format: a folder or a Hugging Face repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import timm
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import validate_repo_id
+from timm.models import save_for_hf
+from torch import nn
+
+from relvit.app.evaluation.deploy.card import model_card, read_curve
+from relvit.app.evaluation.predictor import Predictor
+from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.files import atomic_folder, is_address
+from relvit.utils.messages import one_line
+from relvit.version import __version__
+
+HUB, FOLDER = "hf-hub:", "local-dir:"
+# The key in config.json for everything that timm's format has no entry for.
+KEY = "relvit"
+
+
+class PublishError(RuntimeError):
+    """A model that timm cannot build and load from its folder, or only with other outputs."""
+
+
+@torch_defaults()
+def publish_model(
+    ckpt_path: str | os.PathLike[str],
+    to: str,
+    license: str | None = None,
+    curve: str | os.PathLike[str] | None = None,
+) -> str:
+    """Write `model.safetensors`, `config.json` and the model card `README.md`, of which timm makes the same model.
+
+    The weights are those that evaluation uses: the averaged ones where the training kept an average. The temperature of
+    a calibrated checkpoint and the thresholds of a multi-label one are not part of them: they are in the card and in
+    `config.json`. The files are loaded by `timm.create_model` and compared with the checkpoint, bit by bit, before they
+    go anywhere.
+
+    Args:
+        ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run the card has the metrics of the
+            run's `summary.json`.
+        to: a folder, or 'hf-hub:OWNER/NAME'. That repository is created where there is none, and gets a commit; the
+            user has to be logged in there (`hf auth login`).
+        license: identifier of the licence of the weights, such as 'apache-2.0'; None: the card states that none is
+            given.
+        curve: file that `relvit resolutions --output FILE.json` wrote, with this checkpoint; None: `resolutions.json`
+            in the folder of the run, if it has one.
+
+    Returns:
+        The name that `timm.create_model(NAME, pretrained=True)` takes, after `import relvit`.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, no possible name, or a folder with
+            anything but a published model in it, the current folder or a mount point.
+        PublishError: timm does not make the same model of the files; nothing is published.
+    """
+    hub = to.startswith(HUB)
+    if hub:
+        validate_repo_id(to.removeprefix(HUB))
+    else:
+        check_folder(to)
+    predictor = Predictor(ckpt_path)
+    rows = read_curve(ckpt_path, curve)
+    with TemporaryDirectory() if hub else atomic_folder(to) as folder:
+        save_folder(predictor, folder, license)
+        name = f"{FOLDER}{Path(to).absolute().name}"
+        if hub:
+            api = HfApi(library_name="relvit", library_version=__version__)
+            repository = api.create_repo(to.removeprefix(HUB), exist_ok=True).repo_id
+            name = f"{HUB}{repository}"
+        (Path(folder) / "README.md").write_text(model_card(predictor, name, license, rows), encoding="utf-8")
+        if hub:
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish the model with relvit")
+            return name
+    return f"{FOLDER}{to}"
+
+
+def check_folder(to: str) -> None:
+    """Refuse a folder in which there is anything but a published model.
+
+    Raises:
+        ValueError: such a folder, a file or a remote address.
+    """
+    path = Path(to)
+    if is_address(to) or (path.exists() and not path.is_dir()):
+        raise ValueError(f"cannot publish to {to}: give a folder of this machine, or hf-hub:OWNER/NAME")
+    if path.is_dir() and any(path.iterdir()) and KEY not in _config(path):
+        raise ValueError(f"{to} is not empty and holds no model that relvit published: give a new folder")
+
+
+def save_folder(predictor: Predictor, folder: str | os.PathLike[str], license: str | None = None) -> None:
+    """Write `model.safetensors` and `config.json` of a checkpoint's model, see `save_model`.
+
+    Raises: as `save_model`.
+    """
+    about: dict[str, Any] = {"version": __version__}
+    if (temperature := predictor.classifier.temperature) != 1:
+        about["temperature"] = temperature
+    about |= predictor.labels.record()
+    if not predictor.shape.fixed:
+        about |= predictor.shape.record()
+    save_model(predictor.to("cpu").model, folder, predictor.class_names, license, about)
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    class_names: Sequence[str],
+    license: str | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a model of `timm.create_model` as `model.safetensors` and `config.json`, for timm and `transformers`.
+
+    `publish_model` does it with a checkpoint of `relvit fit`; this function is for a model that was trained otherwise,
+    such as one with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
+    outputs are compared bit by bit.
+
+    Args:
+        model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
+            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
+        folder: where the files go, all at once; earlier ones are replaced, files of other names stay.
+        class_names: name of each class; the position is the label.
+        license: identifier of the licence of the weights; None: unknown.
+        about: further values for `config.json`.
+
+    Raises:
+        ValueError: class names of another number than the model's classes.
+        PublishError: timm cannot make the model of the files, or its outputs differ.
+    """
+    if len(class_names) != model.num_classes:
+        raise ValueError(f"class_names has {len(class_names)} names, and the model has {model.num_classes} classes")
+    config = {
+        "label_names": [*class_names],
+        "pretrained_cfg": {"license": license or "unknown"},
+        KEY: {"version": __version__} if about is None else about,
+    }
+    # safetensors refuses other memory formats.
+    model.eval().to("cpu", memory_format=torch.contiguous_format)
+    with atomic_folder(folder) as part:
+        try:
+            save_for_hf(model, part, model_config=config, safe_serialization=True)
+            _without_num_classes(part / "config.json")
+            # safetensors lets the owner alone read the weights.
+            shutil.copymode(part / "config.json", part / "model.safetensors")
+            again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
+        # timm and the models raise errors of almost any type.
+        except Exception as error:
+            raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
+        images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected, found = model(images), again(images)
+        if not torch.equal(found, expected):
+            raise PublishError(f"the published model's outputs differ by {float((found - expected).abs().max()):.1e}")
+
+
+def _without_num_classes(path: Path) -> None:
+    """Remove the number of classes from the arguments of the model in `config.json`, where it stands a second time.
+
+    timm writes and reads both. The timm wrapper of `transformers` gives timm the number itself, beside these arguments,
+    and fails where they have it, too.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["model_args"].pop("num_classes", None)
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

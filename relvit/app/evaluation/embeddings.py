@@ -1,0 +1,133 @@
+"""Compute features (embeddings) of all images in a folder, and write them to .npz, .csv or .parquet files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from relvit.app.data.images.folders import image_files
+from relvit.app.data.modules.folder import find_splits
+from relvit.app.evaluation.predictor import Predictor
+from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.files import atomic_write, check_output, write_csv
+from relvit.utils.messages import MissingPackageError, printable
+
+FORMATS = (".npz", ".csv", ".parquet")
+
+
+class Embeddings(NamedTuple):
+    """Features of images.
+
+    Attributes:
+        paths: N files, sorted.
+        classes: the class folder of each, '' without one.
+        features: float32 (N, num_features).
+        unreadable: path and reason of the files that could not be read.
+    """
+
+    paths: list[str]
+    classes: list[str]
+    features: np.ndarray
+    unreadable: dict[str, str]
+
+
+@torch_defaults()
+def embed_folder(
+    predictor: Predictor,
+    root: str | os.PathLike[str],
+    batch_size: int = 32,
+    num_workers: int = 0,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+) -> Embeddings:
+    """Compute features of all images below a folder in the order of their paths, without those that cannot be read.
+
+    Args:
+        predictor: see `relvit.load`.
+        root: the folder. The class of an image is the folder right inside root, or inside its train, val or test.
+        batch_size: images per batch.
+        num_workers: processes that read images.
+        progress: wraps the iterable of batches, whose number is its second argument, such as in a progress bar.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: no images below it.
+    """
+    root = os.fspath(root)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"root {root} is no folder; give one with images")
+    paths = image_files(root)
+    if not paths:
+        raise ValueError(f"no image below {root}")
+    unreadable: dict[str, str] = {}
+    features, read = [torch.empty(0, predictor.num_features)], []
+    batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)
+    for pixels, indices in batches if progress is None else progress(batches, math.ceil(len(paths) / batch_size)):
+        features.append(predictor.features(pixels))
+        read += [paths[index] for index in indices.tolist()]
+    splits = find_splits(root).values()
+    return Embeddings(read, [_class(path, [*splits, root]) for path in read], torch.cat(features).numpy(), unreadable)
+
+
+def _class(path: str, folders: list[str]) -> str:
+    """Return the folder of a file right below the first of `folders` that holds the file; '' if there is none."""
+    folder = next(folder for folder in folders if Path(path).is_relative_to(folder))
+    return Path(path).relative_to(folder).parts[0] if Path(path).parent != Path(folder) else ""
+
+
+def check_format(output: str | os.PathLike[str]) -> None:
+    """Check, before hours of work, that embeddings can be written to a file of this name.
+
+    Raises:
+        ValueError: another ending than .npz, .csv or .parquet.
+        FileNotFoundError: its folder does not exist.
+        ModuleNotFoundError: Parquet without pyarrow.
+    """
+    if check_output(output, FORMATS) == ".parquet":
+        _pyarrow()
+
+
+def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> None:
+    """Write embeddings by the ending of the file's name; `class` is left out where no image has one.
+
+    - .npz: arrays `path` (str), `class` (str), `features` (float32 (N, num_features)), without pickles;
+    - .csv: columns path, class, 0, 1, ..., with nine digits, which float32 needs to be read back exactly;
+    - .parquet: columns path, class, features (a list of float32 of fixed length).
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: see `check_format`.
+    """
+    check_format(output)
+    columns: dict[str, list[str]] = {"path": [printable(path) for path in embeddings.paths]}
+    if any(embeddings.classes):
+        columns["class"] = embeddings.classes
+    features = embeddings.features
+    match Path(output).suffix:
+        case ".npz":
+            # Without the dtype, an empty list would become an array of objects, which needs a pickle.
+            texts = {name: np.array(values, np.str_) for name, values in columns.items()}
+            # NumPy would add its own ending to the name of the temporary file.
+            with atomic_write(output) as part, open(part, "wb") as file:
+                np.savez(file, **texts, features=features)
+        case ".csv":
+            lines = zip(*columns.values(), features.tolist(), strict=True)
+            rows = ([*texts, *(f"{number:.9g}" for number in numbers)] for *texts, numbers in lines)
+            write_csv(output, [*columns, *map(str, range(features.shape[1]))], rows)
+        case ".parquet":
+            pa = _pyarrow()
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), features.shape[1])
+            with atomic_write(output) as part:
+                pa.parquet.write_table(pa.table({**columns, "features": lists}), part)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("a Parquet file", "pyarrow") from error
+    return pyarrow

@@ -1,0 +1,71 @@
+"""Grad-CAM by the library `grad-cam`: which patches raise the score of a class."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from relvit.app.evaluation.pictures.positions import NotApplicableError, chosen_layer
+from relvit.models.attention_maps import patch_grid
+from relvit.models.depth import lack
+from relvit.utils.messages import MissingPackageError
+
+
+def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:
+    """Compute Grad-CAM of one image at the input of a block's attention.
+
+    Channels of the patches there are weighted by the mean gradient of the class's logit, and summed; what is negative
+    becomes zero. The model is left as it was, gradients of its parameters included. Source: Selvaraju et al. 2017
+    (arXiv 1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
+
+    Args:
+        model: in evaluation mode, a relvit model or a Vision Transformer of timm with `blocks[...].norm1`.
+        image: (in_chans, height, width) as the model takes it, normalised.
+        label: number of the class; None: the one with the highest logit.
+        layer: number of the block, from 0, or from -1 backwards.
+
+    Returns:
+        float32 (height, width) in 0..1, on the CPU: the highest number is 1, or all are 0.
+
+    Raises:
+        MissingPackageError: without the package `grad-cam`.
+        NotApplicableError: blocks that do not run once each for the whole image, or patches without a gradient there.
+        ValueError: a model in training mode, a layer that the model does not have.
+    """
+    try:
+        from pytorch_grad_cam import GradCAM
+        from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("Grad-CAM", "pytorch_grad_cam") from error
+    name = type(model).__name__
+    norms = {f"blocks.{i}": getattr(block, "norm1", None) for i, block in enumerate(getattr(model, "blocks", ()))}
+    if lack(model, "hooks") or not norms or None in norms.values():
+        raise NotApplicableError(f"Grad-CAM needs blocks with norm1, each called once for the image; {name} differs")
+    where = chosen_layer(list(norms), layer)
+    if model.training:
+        raise ValueError("pictures need a model in evaluation mode: call model.eval()")
+    rows, columns = patch_grid(model, image.shape[-2:])
+
+    def reshape_transform(tokens: Tensor) -> Tensor:
+        """(1, N, dim) with prefix tokens first -> (1, dim, rows, columns)."""
+        patches = tokens[:, tokens.shape[1] - rows * columns :]
+        return patches.float().transpose(1, 2).unflatten(2, (rows, columns))
+
+    if label is None:
+        with torch.no_grad():
+            label = int(model(image[None]).argmax())
+    # The library clears the gradients of parameters and computes new ones, so none may need a gradient meanwhile.
+    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    cam = GradCAM(model, [norms[where]], reshape_transform)
+    try:
+        for parameter, _, _ in parameters:
+            parameter.requires_grad_(False)
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            found = cam(image[None].detach().clone().requires_grad_(), [ClassifierOutputTarget(label)])
+        if not any(gradient.any() for gradient in cam.activations_and_grads.gradients):
+            raise NotApplicableError(f"no gradient of the class reaches the patches at {where}.norm1 of {name}")
+    finally:
+        cam.activations_and_grads.release()
+        for parameter, requires_grad, gradient in parameters:
+            parameter.requires_grad_(requires_grad).grad = gradient
+    return torch.from_numpy(found[0])

@@ -1,0 +1,270 @@
+"""Compute the numbers of pictures of positions (`draw` plots them): tables, kernels, parts of logits, AFT biases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from relvit.layers.attention import GridAttention
+from relvit.layers.attention_weights import record_logit_inputs
+from relvit.layers.mixer import Mixer
+from relvit.layers.positions.base import needs_tokens
+from relvit.models.attention_maps import patch_grid
+from relvit.ops import AxisTables, Channels, Grid, JointTable, RelativeTerms
+from relvit.ops.inputs import AttentionInputs
+from relvit.ops.reference import attention_logits
+
+LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
+
+
+class NotApplicableError(ValueError):
+    """The model has no picture of this kind."""
+
+
+@torch.no_grad()
+def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict[str, Tensor]]:
+    """Collect the relative tables of each layer.
+
+    Args:
+        model: a relvit model, or one that `relvit.retrofit` has changed.
+        img_size: of the images, (height, width) in pixels, over which tables that are computed reach.
+
+    Returns:
+        Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows', 'k columns' of term
+        k (heads, or 1 where they share it, offsets, head_dim); 'b rows', 'b columns' (heads or 1, offsets); of joint
+        tables 'b, joint' (heads or 1, row offsets, column offsets), of vectors their lengths as 'k length, joint'.
+
+    Raises:
+        NotApplicableError: a model without such tables.
+    """
+    found, kinds = {}, set()
+    for name, layer in _layers(model, Mixer).items():
+        position = getattr(layer, "position", None)
+        kinds.add("no position" if position is None else type(position).__name__)
+        if position is None or needs_tokens(position):
+            continue
+        window = getattr(layer, "block_window", None)
+        terms = position(
+            Grid(*patch_grid(model, img_size), model.num_prefix_tokens) if window is None else Grid(*window)
+        )
+        tables = {}
+        for field, letter in LETTERS.items():
+            tables |= _tables(letter, getattr(terms, field))
+        if tables:
+            found[name] = tables
+    if not found:
+        has = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        raise NotApplicableError(f"{type(model).__name__} has no tables of rows and columns{has}")
+    return found
+
+
+def _tables(letter: str, tables: AxisTables | JointTable | None) -> dict[str, Tensor]:
+    scalar = letter == "b"
+    if isinstance(tables, AxisTables):
+        parts = zip(("rows", "columns"), tables, strict=True)
+        lead = 2 if scalar else 3
+        return {f"{letter} {name}": _with_heads(table, lead) for name, table in parts}
+    if tables is None:
+        return {}
+    table = _with_heads(tables.table, 3 if scalar else 4)
+    return {f"{letter}, joint": table} if scalar else {f"{letter} length, joint": table.norm(dim=-1)}
+
+
+def _with_heads(table: Tensor, dims: int) -> Tensor:
+    return (table if table.dim() == dims else table[None]).detach().float().cpu()
+
+
+@torch.no_grad()
+def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """Compute the position part of the logits by offset around a query, with the scale: what a head sees where.
+
+    The term k has the mean query of all patches, or the query of one patch; the term q has the mean key of all patches.
+    Free channels depend on places: each offset has the mean of all pairs of patches, or for one patch its pairs, NaN
+    where there are none.
+
+    Args:
+        model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
+        image: (in_chans, height, width) as the model takes it, normalised.
+        patch: row and column of a query; None: the mean query.
+
+    Returns:
+        Layer -> (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU: the offset (0, 0), key minus query, is in the
+        middle. A block that runs several times has the kernel of its last time.
+
+    Raises:
+        NotApplicableError: a model without relative positions, or one in windows or bands.
+        ValueError: a model in training mode, a patch outside the grid.
+    """
+    if all(layer.position is None for layer in _layers(model, GridAttention).values()):
+        raise NotApplicableError(f"{type(model).__name__} has no attention with relative terms")
+    return {name: _kernel(given, patch) for name, given in _logit_inputs(model, image).items()}
+
+
+def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
+    grid, terms = given.grid, given.terms
+    position_query, position_key = _position_vectors(given)
+    query, key = (part[:, :, grid.prefix :] for part in (position_query, position_key))
+    heads, count, _ = query.shape[1:]
+    index = None if patch is None else patch_index(patch, grid)
+    query = query.mean(dim=2, keepdim=True) if index is None else query[:, :, index : index + 1]
+    # A query in the middle of this larger grid has each offset between two patches once.
+    around = Grid(2 * grid.height - 1, 2 * grid.width - 1)
+    middle = torch.tensor([[grid.height - 1, grid.width - 1]], device=query.device)
+    key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
+    kernel = attention_logits(
+        torch.zeros_like(query), torch.zeros_like(key), terms._replace(channels=None),
+        around._replace(coords=middle), around, given.scale, query, key,
+    )[0, :, 0].view(heads, around.height, around.width)  # fmt: skip
+    if terms.channels is not None:
+        of_query, of_key = (
+            part[:, :, grid.prefix :].to(query.dtype).expand(1, heads, count, -1) for part in terms.channels
+        )
+        products = (of_query @ of_key.mT)[0]
+        # A bias of prefix tokens is made of channels, too, and is zero between patches.
+        if products.any():
+            kernel = kernel + _by_offset(products, grid, index)
+    if (trained := given.trained_keys) is not None:
+        kernel = kernel * (math.log(given.key.shape[2]) / math.log(trained))
+    return kernel.float().cpu()
+
+
+def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
+    """Average (heads, N, N) over pairs of the same offset, all or those of one query: (heads, 2 H - 1, 2 W - 1)."""
+    place = torch.arange(grid.height * grid.width, device=products.device)
+    y, x = place // grid.width, place % grid.width
+    rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
+    offset = (y - y[:, None] + grid.height - 1) * columns + (x - x[:, None] + grid.width - 1)
+    if index is not None:
+        products, offset = products[:, index : index + 1], offset[index : index + 1]
+    total = products.new_zeros(products.shape[0], rows * columns).index_add(1, offset.flatten(), products.flatten(1))
+    return (total / offset.flatten().bincount(minlength=rows * columns)).view(-1, rows, columns)
+
+
+@torch.no_grad()
+def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: int = -1) -> dict[str, Tensor]:
+    """Split the logits of the query of one patch into content and the terms of the positions.
+
+    The content is scale * q_i . k_j; a rotary embedding, where there is one, and Transformer-XL's u belong to it.
+
+    Args:
+        model: see `effective_kernels`.
+        image: see `effective_kernels`.
+        patch: row and column of the query.
+        layer: which attention layer, from 0, or from -1 backwards.
+
+    Returns:
+        'content' and, of those that the layer has, 'q', 'k', 'b' (as in `rel_terms`) and 'channels': (heads, N) in the
+        dtype of the queries, float32 at least, on the CPU; keys are in the order of `relvit.models.AttentionMaps`, and
+        the sum is the logits.
+
+    Raises:
+        NotApplicableError, ValueError: as `effective_kernels`; a layer that the model does not have.
+    """
+    inputs = _logit_inputs(model, image)
+    given = inputs[chosen_layer(list(inputs), layer)]
+    grid = given.grid
+    index = grid.prefix + patch_index(patch, grid)
+    position_query, position_key = _position_vectors(given)
+    query, key = (part.to(position_query.dtype) for part in (given.query, given.key))
+    query, position_query = (part[:, :, index : index + 1] for part in (query, position_query))
+    place = torch.tensor([list(patch)], device=query.device)
+    # The reference gets one query alone, since pairs of all tokens would take N x N vectors.
+    alone = Grid(grid.height, grid.width, coords=place)
+    options = {"scale": given.scale, "trained_keys": given.trained_keys}
+    parts = {"content": attention_logits(query, key, RelativeTerms(), alone, grid, **options)}
+    terms = given.terms
+    if terms.channels is not None:
+        of_query, of_key = terms.channels
+        terms = terms._replace(channels=Channels(of_query[:, :, index : index + 1], of_key))
+    # Logits are linear in each term, so without content they are the part of the term.
+    zeros = (torch.zeros_like(query), torch.zeros_like(key), RelativeTerms(bucketing=terms.bucketing))
+    for field in ("query", "key", "bias", "channels"):
+        if (term := getattr(terms, field)) is not None:
+            only = zeros[2]._replace(**{field: term})
+            parts[LETTERS.get(field, field)] = attention_logits(
+                *zeros[:2], only, alone, grid, position_query=position_query, position_key=position_key, **options
+            )
+    return {name: part[0, :, 0].cpu() for name, part in parts.items()}
+
+
+@torch.no_grad()
+def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """Compute the biases w of attention-free layers by offset, key minus query.
+
+    Args:
+        model: a model of `relvit_aft_*`.
+        img_size: of the images, (height, width) in pixels; AFT-conv has one window for all.
+        patch: row and column of a query, for AFT-full and AFT-local, whose biases are of pairs of places; None: at each
+            offset the mean of all pairs of patches.
+
+    Returns:
+        Layer -> (heads, rows, columns), both odd, float32 on the CPU; AFT-full and AFT-local have one for all heads.
+
+    Raises:
+        NotApplicableError: a model without such biases.
+        ValueError: a patch outside the grid.
+    """
+    grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
+    index = None if patch is None else patch_index(patch, grid)
+    found = {}
+    for name, layer in _layers(model, Mixer).items():
+        bias = layer.learned_bias(grid)
+        if bias is not None:
+            by_pair = bias.dim() == 2
+            bias = _by_offset(bias[None, grid.prefix :, grid.prefix :], grid, index) if by_pair else bias.float()
+            found[name] = bias.cpu()
+    if not found:
+        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases")
+    return found
+
+
+def patch_index(patch: Sequence[int], grid: Grid) -> int:
+    """Return the index of a patch among those of a grid, or raise ValueError for a patch outside of the grid."""
+    if len(patch) != 2 or not all(0 <= at < size for at, size in zip(patch, grid, strict=False)):
+        raise ValueError(
+            f"patch {tuple(patch)}: give a row from 0 to {grid.height - 1} and a column from 0 to {grid.width - 1}"
+        )
+    return patch[0] * grid.width + patch[1]
+
+
+def chosen_layer(names: Sequence[str], layer: int) -> str:
+    """Return the name of a layer by its number, from 0, or from -1 backwards; ValueError where there is none."""
+    if not -len(names) <= layer < len(names):
+        raise ValueError(f"layer is {layer}, the model has {len(names)}: give a number from 0 to {len(names) - 1}")
+    return names[layer]
+
+
+def _layers(model: nn.Module, kinds: object) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return the queries and keys before a rotary embedding, which tables are multiplied by, in float32 at least."""
+    query, key = given.position_query, given.position_key
+    query, key = given.query if query is None else query, given.key if key is None else key
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.to(dtype), key.to(dtype)
+
+
+def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]:
+    """Run the model once, and return the inputs of each layer's logits."""
+    layers, name = _layers(model, GridAttention), type(model).__name__
+    if not layers:
+        raise NotApplicableError(f"{name} has no attention with relative positions")
+    if model.training:
+        raise ValueError("pictures need a model in evaluation mode: call model.eval()")
+    if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
+        raise NotApplicableError("there are no logits of all pairs in windows or parts: set_reach(model, 'trained')")
+    with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
+        model.forward_features(image[None])
+    found = {name: record.get(layer.attn_drop) for name, layer in layers.items()}
+    rows, columns = patch_grid(model, image.shape[-2:])
+    for given in found.values():
+        if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
+            raise NotApplicableError(f"{name} does not compute all patches in each layer")
+        if given.terms.axis_logits is not None:
+            raise NotApplicableError(f"positions of {name} have no tables by offset that hold for all queries")
+    return found

@@ -1,0 +1,366 @@
+"""Predict classes, features and attention of images in Python by a trained classifier (`relvit.load`)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from timm.models import filter_pretrained_cfg
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from relvit.app.data import eval_transform, parse_size
+from relvit.app.data.batches import ImageBatch, images_of
+from relvit.app.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
+from relvit.app.data.images.folders import image_files
+from relvit.app.data.images.inputs import ImageInput, InputImages
+from relvit.app.data.shape import ImageShape
+from relvit.app.evaluation.mirror import average_with_mirror
+from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.labels import Labels
+from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
+from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
+from relvit.models.sizes.reach import check_reach
+from relvit.models.sizes.run import pooled_features
+from relvit.utils.messages import check_choice, visible
+
+# These entries of timm's description are about the weights that timm has for the architecture.
+FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, the most probable first; of a multi-label model all above thresholds.
+
+    Attributes:
+        names: names of the classes.
+        probabilities: their probabilities.
+        path: the image's file, if it came from one.
+    """
+
+    names: list[str]
+    probabilities: list[float]
+    path: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The most probable class; an IndexError where a multi-label model finds none."""
+        return self.names[0]
+
+    @property
+    def probability(self) -> float:
+        """The probability of the most probable class."""
+        return self.probabilities[0]
+
+
+class Predictor:
+    """The classifier of a checkpoint of `relvit fit`, with its averaged weights if there are some, and its transforms.
+
+    `relvit.load` makes one.
+
+    Args:
+        ckpt_path: the checkpoint.
+        img_size: size of the images given to the model, one number or (height, width); None: as in training. Where the
+            training was on native images, they keep their shapes, with as many patches as this size has at most.
+        reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
+
+    Attributes:
+        checkpoint: what the checkpoint holds about the training, without its weights.
+        model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
+            the images of the training and the classes, for `timm.data.resolve_model_data_config` and
+            `timm.models.save_for_hf`.
+        class_names: name of each class; the position is the label.
+        thresholds: of a multi-label model the probability from which on an image has the class; None of other models.
+        img_size: (height, width).
+        reach: as given.
+        mean, std: of each channel, in units of the range 0..1.
+        crop_pct: proportion of the side that the centre crop keeps.
+        shape: of the images, the size of all or a budget of patches, see `relvit.app.data.shape.ImageShape`.
+        num_features: length of the feature vectors.
+        transform: from a PIL image to what the model takes.
+
+    Raises:
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+
+    @torch_defaults()
+    def __init__(
+        self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
+    ) -> None:
+        checkpoint = Checkpoint.read(ckpt_path)
+        self.classifier: ImageClassifier = classifier_of(checkpoint).requires_grad_(False)
+        self.checkpoint: Checkpoint = replace(checkpoint, weights={})
+        trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
+        self.class_names: list[str] = checkpoint.class_names()
+        if len(self.class_names) != self.classifier.hparams.num_classes:
+            raise ValueError(
+                f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
+            )
+        if len(self.mean) not in (1, 3):
+            raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+        check_reach(reach, checkpoint.shape().fixed, str(ckpt_path))
+        if assumed := checkpoint.images.get("assumed"):
+            values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
+            warnings.warn(
+                f"{ckpt_path} was trained with loaders that are not relvit's, which do not say how they transform "
+                f"images: {values} are those of timm's description of the model. If yours differ, set `transform`",
+                stacklevel=3,
+            )
+        self.reach = reach
+        set_reach(self.model, reach, trained_size)
+        self._set_size(img_size)
+        self.num_features: int = self.model.num_features
+        # timm has the description under both names.
+        self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
+
+    @property
+    def model(self) -> nn.Module:
+        """The timm model, with the averaged weights where the training kept an average."""
+        return self.classifier.net
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """The thresholds of the classes of a multi-label model."""
+        return self.labels.thresholds
+
+    @property
+    def labels(self) -> Labels:
+        """Whether images have one label or several."""
+        return self.classifier.labels
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.classifier.device
+
+    def to(self, device: str | torch.device) -> Predictor:
+        """Move the model to a device and return the predictor."""
+        self.classifier.to(device)
+        return self
+
+    @torch_defaults()
+    def at_size(self, img_size: int | Sequence[int] | None) -> Predictor:
+        """Return a predictor of the same model, which both share, for images of another size; see `Predictor`."""
+        other = copy(self)
+        other._set_size(img_size)
+        return other
+
+    def _set_size(self, img_size: int | Sequence[int] | None) -> None:
+        self.shape: ImageShape = self.checkpoint.shape()
+        if img_size is not None:
+            self.shape = self.shape.at_size(parse_size(img_size))
+            if self.shape.fixed:
+                trained = self.classifier.hparams.img_size
+                check_image_size(self.model, self.shape.img_size, len(self.mean), trained)
+        self.img_size: tuple[int, int] = self.shape.img_size
+        transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
+        self.transform: v2.Compose = self.shape.adapt(transform)
+
+    @torch_defaults()
+    def predict(
+        self,
+        images: ImageInput | Sequence[ImageInput],
+        top: int | None = None,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        mirror: bool = False,
+        on_error: OnError = "error",
+    ) -> Any:  # The type of a path does not tell whether it is an image or a folder of several images.
+        """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
+
+        Args:
+            images: one image, or several: a list or tuple, a folder (all its images in the order of their paths),
+                or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
+                or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
+                and normalised as in the evaluation during training.
+            top: number of classes; fewer where there are fewer. None: five, by a multi-label model those that reach
+                their thresholds.
+            batch_size: images per batch.
+            num_workers: processes that read images; 0 reads them in this one.
+            mirror: average the probabilities of each image and its mirror image.
+            on_error: what to do about an image that cannot be read: 'error' stops and names it; 'skip' goes on without
+                it and warns at the end, with the number of such images and the first of them.
+
+        Returns:
+            A `Prediction` for one image, a list of them for several. With 'skip' an image that cannot be read is None
+            in its place, so that the list is as long as the one given; of a folder, whose predictions have paths, it is
+            left out.
+
+        Raises:
+            UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
+            TypeError, ValueError: something that is no image, or a folder without images.
+        """
+        if top is not None and top < 1:
+            raise ValueError(f"top is {top}; give the number of classes, 1 or more")
+        items, form = _several(images)
+
+        def best(pixels: ImageBatch) -> list[tuple[list[float], list[int]]]:
+            found = self.probabilities(pixels, mirror)
+            most = min(top or 5, len(self.class_names))
+            classes = found.topk(most).indices.tolist() if top else self.labels.classes(found, most)
+            return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, classes, strict=True)]
+
+        found: list[Prediction | None] = []
+        for item, row in zip(items, self._map(best, items, batch_size, num_workers, on_error), strict=True):
+            path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
+            found.append(row and Prediction([self.class_names[label] for label in row[1]], row[0], path))
+        if form == "folder":
+            return [prediction for prediction in found if prediction is not None]
+        return found[0] if form == "one" else found
+
+    @torch_defaults()
+    def embed(
+        self,
+        images: ImageInput | Sequence[ImageInput],
+        batch_size: int = 32,
+        num_workers: int = 0,
+        on_error: OnError = "error",
+    ) -> Tensor:
+        """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
+
+        Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, also
+        where `images` is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` returns paths.
+        """
+        items, _ = _several(images)
+        found = torch.full((len(items), self.num_features), torch.nan)
+        for index, row in enumerate(self._map(self.features, items, batch_size, num_workers, on_error)):
+            if row is not None:
+                found[index] = row
+        return found
+
+    @torch_defaults()
+    def attention(self, image: ImageInput, layers: Sequence[int] | None = None) -> AttentionMaps:
+        """Compute the attention weights for one image, at `img_size`.
+
+        Args:
+            image: one image, see `predict`.
+            layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+
+        Returns:
+            See `relvit.models.AttentionMaps`: per layer float32 (heads, N, N), on the CPU; rows and columns of patches;
+            number of tokens before them.
+
+        Raises:
+            UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
+            TypeError: something that is no image, or several; a model without attention.
+        """
+        items, form = _several(image)
+        if form != "one":
+            raise TypeError(f"attention takes one image, got {len(items)} of them: give one after the other")
+        pixels, _ = next(self.batches(items))
+        maps = attention_maps(self.model, torch.stack(images_of(pixels)).to(self.device), layers)
+        return maps._replace(weights=[weights[0].cpu() for weights in maps.weights])
+
+    @torch_defaults()
+    @torch.no_grad()
+    def probabilities(self, pixels: ImageBatch, mirror: bool = False) -> Tensor:
+        """Compute probabilities float32 (B, classes), on the CPU, of a batch of `batches`."""
+        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
+        logits = self.classifier(pixels)
+        if mirror:
+            logits = average_with_mirror(self.classifier, (pixels,), logits)
+        return self.classifier.probabilities(logits).cpu()
+
+    @torch_defaults()
+    @torch.no_grad()
+    def features(self, pixels: ImageBatch) -> Tensor:
+        """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
+        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
+        return pooled_features(self.model, pixels).float().cpu()
+
+    def batches(
+        self,
+        items: Sequence[ImageInput],
+        batch_size: int = 32,
+        num_workers: int = 0,
+        unreadable: dict[str, str] | None = None,
+    ) -> Iterator[tuple[ImageBatch, Tensor]]:
+        """Yield transformed images float32 (B, C, H, W), or a native batch, and int64 (B,) their indices in `items`.
+
+        Args:
+            items: images, see `predict`.
+            batch_size: images per batch.
+            num_workers: processes that read images.
+            unreadable: takes path and reason of the files that cannot be read, which are then left out; None: such a
+                file is an error.
+        """
+        dataset = InputImages(items, len(self.mean), self.transform)
+        if unreadable is None:
+            loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.shape.collate)
+            return under_torch_defaults(loader)
+        collate = partial(collate_readable, collate=self.shape.collate)
+        options = {"num_workers": num_workers, "collate_fn": collate, "record": unreadable}
+        return under_torch_defaults(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
+
+    def _map(
+        self,
+        compute: Callable[[ImageBatch], Sequence[Any]],
+        items: Sequence[ImageInput],
+        batch_size: int,
+        num_workers: int,
+        on_error: OnError,
+    ) -> list[Any]:
+        """Compute a row for each image, batch by batch; None for an image that cannot be read, with 'skip'."""
+        check_choice("on_error", on_error, get_args(OnError))
+        unreadable: dict[str, str] | None = None if on_error == "error" else {}
+        rows: list[Any] = [None] * len(items)
+        for pixels, indices in self.batches(items, batch_size, num_workers, unreadable):
+            for index, row in zip(indices.tolist(), compute(pixels), strict=True):
+                rows[index] = row
+        if unreadable:
+            path, reason = next(iter(unreadable.items()))
+            count = sum(row is None for row in rows)
+            text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
+            # The warning names the line of the user's call, which is outside `predict` or `embed` and its decorator.
+            warnings.warn(text, stacklevel=4)
+        return rows
+
+    def _timm_cfg(self, trained_size: tuple[int, int]) -> dict[str, Any]:
+        """Describe the trained model as timm does in `model.pretrained_cfg`: images of the training and classes."""
+        of_architecture = filter_pretrained_cfg(self.model.pretrained_cfg, remove_source=True)
+        return {
+            **{name: value for name, value in of_architecture.items() if name not in FOREIGN},
+            "num_classes": len(self.class_names),
+            "label_names": tuple(self.class_names),
+            "input_size": (len(self.mean), *trained_size),
+            "pool_size": None,
+            "mean": self.mean,
+            "std": self.std,
+            "crop_pct": self.crop_pct,
+            "crop_mode": "center",
+            "interpolation": "bicubic",
+            "custom_load": False,
+        }
+
+    def __repr__(self) -> str:
+        about = self.classifier.hparams.model, f"{len(self.class_names)} classes", self.shape.words()
+        return f"Predictor({', '.join(about)}, on {self.device})"
+
+
+def _several(
+    images: ImageInput | Sequence[ImageInput],
+) -> tuple[Sequence[ImageInput], Literal["one", "several", "folder"]]:
+    """List the images one by one, with how they were given."""
+    if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        paths = image_files(os.fspath(images))
+        if not paths:
+            raise ValueError(f"no image below {os.fspath(images)}")
+        return paths, "folder"
+    if isinstance(images, list | tuple):
+        return images, "several"
+    if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
+        return list(images), "several"
+    return [images], "one"

@@ -1,0 +1,159 @@
+"""Callbacks that write the files of a test: tables of classes and mistakes, the figure of the confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from relvit.app.data import ImageData, UnreadableImageError
+from relvit.app.data.batches import image_of
+from relvit.app.data.images.datasets import LabelledFiles
+from relvit.app.evaluation.outcomes import AnyClassMetrics, Outcomes, outcomes_of
+from relvit.app.evaluation.trust.robustness import Corruptions, evaluate_corruptions
+from relvit.app.plots import picture_of, plot_confusion, plot_sheet
+from relvit.app.utils.files import from_here, write_csv
+from relvit.utils.messages import printable
+
+# The sheet shows the first number of mistakes, and mistakes.csv lists the second.
+SHOWN, LISTED = 25, 10_000
+# The confusion matrix of more classes is mostly zeros, and is written as pairs.
+DENSE = 1000
+
+
+class EvaluationReport(Callback):
+    """Write the results of a test: each image once, on any number of devices.
+
+    - `classes.csv`: images, precision, recall and F1 of each class (see `class_metrics`), with several labels per image
+      also average precision and threshold (see `multi_label_metrics`); empty where undefined;
+    - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
+      classes the CSV holds a row for each pair that occurs; none with several labels;
+    - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
+      first, at most 10,000; with several labels all true and all predicted classes (with ';' between) and the binary
+      cross-entropy of each image with a wrong or missing class, the highest first;
+    - `mistakes.png`: the first 25 of them, as the model saw them;
+    - `corruptions.csv` of a robustness set with corruptions: accuracy of each, by severity and their mean.
+
+    Args:
+        folder: where to write.
+
+    Attributes:
+        results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
+            that have images) and, of one label, 'test/calibration_error'; empty where there were no images.
+        classes: metrics of each class, available as `results` are.
+        corruptions: accuracies of corruptions, available as `results` are; None for data without corruptions.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results: dict[str, float] = {}
+        self.classes: AnyClassMetrics | None = None
+        self.corruptions: Corruptions | None = None
+        self._hook: Any = None
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._outcomes: Outcomes = outcomes_of(pl_module.labels)
+        self._kept: list[np.ndarray] = []
+        self._hook = pl_module.register_forward_hook(self._keep_logits)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        labels = batch[1]
+        if len(labels):
+            # Outcomes are kept in double precision, which holds labels exactly and which not every accelerator has.
+            self._kept.append(self._outcomes.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hook.remove()
+        data = trainer.datamodule
+        parts = [(self._kept, _evaluated_indices(data, trainer.global_rank, trainer.world_size))]
+        if trainer.world_size > 1:
+            own, parts = parts[0], [None] * trainer.world_size
+            torch.distributed.all_gather_object(parts, own)
+        batches = [batch for part, _ in parts for batch in part]
+        if not trainer.is_global_zero or not batches:
+            return
+        kept = np.concatenate(batches, axis=1)
+        # A limit of batches may have ended the test of each process early.
+        counts = [sum(batch.shape[1] for batch in part) for part, _ in parts]
+        indices = [index for (_, all_of_it), count in zip(parts, counts, strict=True) for index in all_of_it[:count]]
+        self.results = {"images": kept.shape[1]}
+        self.results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._write_classes(kept, data.class_names)
+        self._write_mistakes(kept, indices, data)
+        if conditions := getattr(data, "conditions", ()):
+            of_images = [conditions[index] for index in indices]
+            present = len(set(data.dataset("test").targets))
+            self.corruptions = evaluate_corruptions(self._outcomes.right(kept), of_images, present)
+            self.results |= self.corruptions.results
+            write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _keep_logits(self, module: nn.Module, args: Any, logits: Tensor) -> None:
+        self._logits = logits
+
+    def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
+        self.classes = metrics = self._outcomes.class_metrics(kept, len(names))
+        # With several labels the mean F1 is among the logged metrics.
+        self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
+        self.results |= {f"test/{name}": value for name, value in self._outcomes.calibration(kept).items()}
+        values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
+        rows = zip(names, metrics.count.tolist(), *values, strict=True)
+        write_csv(self.folder / "classes.csv", ["class", *metrics._fields], rows)
+        if (confusion := self._outcomes.confusion(kept, len(names))) is None:
+            return
+        if len(names) <= DENSE:
+            rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
+            write_csv(self.folder / "confusion.csv", ["true", *names], rows)
+        else:
+            rows = ([names[i], names[j], confusion[i, j]] for i, j in np.argwhere(confusion))
+            write_csv(self.folder / "confusion.csv", ["true", "predicted", "count"], rows)
+        plot_confusion(confusion, names, self.folder / "confusion.png")
+
+    def _write_mistakes(self, kept: np.ndarray, indices: Sequence[int], data: ImageData) -> None:
+        dataset = data.dataset(data.evaluated_split)
+        wrong = []
+        for mistake in self._outcomes.mistakes(kept, data.class_names):
+            index = indices[mistake.position]
+            path = f"{data.evaluated_split}/{index:05d}"
+            if isinstance(dataset, LabelledFiles):
+                source = dataset.samples[index][0]
+                path = printable(from_here(source) if isinstance(source, str) else str(source))
+            wrong.append((-mistake.weight, path, mistake.true, mistake.predicted, index, mistake.caption))
+        wrong.sort()
+        rows = ([path, true, predicted, f"{-weight:.6f}"] for weight, path, true, predicted, *_ in wrong[:LISTED])
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._outcomes.mistakes_by], rows)
+        pictures, captions = [], []
+        for _, path, true, _, index, caption in wrong[:SHOWN]:
+            # The test keeps its other results where a file has been deleted since.
+            with suppress(UnreadableImageError):
+                pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
+                captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
+        if pictures:
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._outcomes.mistakes_title)
+
+
+def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:
+    """List the images that this process evaluated, by index and in order, as `ImageData` divides them."""
+    dataset = data.dataset(data.evaluated_split)
+    indices = range(rank, len(dataset), world_size)
+    unreadable = data.unreadable.get(data.evaluated_split, {})
+    if not unreadable or not isinstance(dataset, LabelledFiles):
+        return list(indices)
+    return [index for index in indices if str(dataset.samples[index][0]) not in unreadable]

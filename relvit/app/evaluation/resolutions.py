@@ -1,0 +1,273 @@
+"""Evaluate trained classifiers at several image sizes, and squashed: accuracy, calibration, speed, work, memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+
+from relvit.app.data import Fill, ImageData, SizeProtocol, parse_size
+from relvit.app.data.at_size import at_size
+from relvit.app.data.registry import named_data_module
+from relvit.app.evaluation.costs import count_macs, peak_memory
+from relvit.app.evaluation.outcomes import outcomes_of
+from relvit.app.evaluation.standard_error import paired_difference, with_errors
+from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.checkpoints.checkpoint import first_difference
+from relvit.app.training.metrics import count_batch, epoch_metrics
+from relvit.app.training.optim.loss import evaluation_loss
+from relvit.models import Reach, set_reach
+from relvit.models.sizes.image_size import at_image_size, patch_size_of
+from relvit.utils.messages import check_choice, listing
+
+Size = int | tuple[int, int]
+"""Image size in pixels: one number or (height, width)."""
+Split = Literal["train", "val", "test"]
+# A function of an iterable, its length and a description, such as `relvit.app.utils.progress.with_bar`.
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+PROTOCOLS: dict[SizeProtocol, str] = {
+    "resize": "the whole image squashed to each size, objects grow: what embeddings stretched over the image promise",
+    "crop": "as timm: resized by crop_pct, then a centre crop; objects grow with the size",
+    "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
+}
+"""For each protocol: what grows with the image, and the kind of positions that relies on this."""
+# These arguments of data modules, like those of `ImageData`, do not choose the images.
+LOADING = ("on_error", "cache", "download")
+
+
+def evaluate_sizes(
+    ckpt_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    sizes: Sequence[Size],
+    split: Split = "val",
+    root: str | None = None,
+    batch_size: int | None = None,
+    accelerator: str = "auto",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    progress: Progress | None = None,
+    reach: Reach = "trained",
+    squares: bool = False,
+    data: str | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate checkpoints of `relvit fit` at each size, on the same images.
+
+    A model that was trained on native shapes gets images of one size as well.
+
+    Args:
+        ckpt_path: a checkpoint, or several, of the same classes and images.
+        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. What one checkpoint
+            cannot take and another can is left out with a warning.
+        split: 'train' (without augmentation), 'val' or 'test'.
+        root: the data's folder, where it is no longer what the checkpoints remember.
+        batch_size: images per batch; None: as in training.
+        accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
+        protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.app.data.eval_transform`.
+        fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
+        progress: wraps the batches of each evaluation, such as in a progress bar.
+        reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
+        squares: evaluate each size that is not square a second time, on the same images squashed to the square of as
+            many patches (as nearly as whole patches allow): is the shape of the images worth keeping?
+        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
+            or not that of the training; None: that of the training, which has to be imported.
+
+    Returns:
+        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
+        shapes) and what `evaluate_size` returns; of every further checkpoint also 'acc1_difference' to the first one
+        and 'acc1_difference_se', its standard error (see `paired_difference`). With `squares`, for sizes that
+        are not square and classifiers of one label, also 'square' (the side of the square in pixels), 'square_acc1',
+        'square_difference' (by how much the accuracy on images of the size is higher) and 'square_difference_se'.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
+            classes or images or one given twice, or a size that no checkpoint takes.
+    """
+    paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
+    for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
+        if not given:
+            raise ValueError(f"give a {name} or several")
+        if twice := [one for one, count in Counter(given).items() if count > 1]:
+            raise ValueError(f"{name} {twice[0]} is given more than once")
+    data_type = named_data_module(data)
+    checkpoints = [Checkpoint.read(path).with_data(data_type) for path in paths]
+    pairs = []
+    for checkpoint in checkpoints:
+        pairs.append((classifier_of(checkpoint), checkpoint.data_module(root=root, batch_size=batch_size)))
+    for checkpoint, (_, images) in zip(checkpoints, pairs, strict=True):
+        _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, images)
+    for classifier, images in pairs:
+        set_reach(classifier.net, reach, images.img_size)
+    todo = _possible(checkpoints, pairs, sizes, squares)
+    device = Fabric(accelerator=accelerator, devices=1).device
+    rows = []
+    # Images that the first checkpoint classifies right, at each size.
+    of_first: dict[Size, np.ndarray] = {}
+    for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
+        classifier.to(device)
+        trained = [list(size) for size in images.train_sizes or [images.img_size]] if images.shape.fixed else []
+        about = {"checkpoint": checkpoint.path, "model": classifier.hparams.model, "reach": reach}
+        about |= {"train_sizes": trained}
+        for size in possible:
+            results, right = _evaluate(classifier, images, size, split, protocol, fill, progress)
+            if checkpoint is checkpoints[0] and right is not None:
+                of_first[size] = right
+            elif right is not None and size in of_first and len(right) == len(of_first[size]):
+                difference, error = paired_difference(of_first[size], right)
+                results |= {"acc1_difference": difference, "acc1_difference_se": error}
+            if squares and right is not None and (side := _square_of(classifier.net, size)):
+                squashed, of_square = _evaluate(classifier, images, size, split, protocol, fill, progress, side)
+                difference, error = paired_difference(of_square, right)
+                results |= {"square": side, "square_acc1": squashed["acc1"]}
+                results |= {"square_difference": difference, "square_difference_se": error}
+            rows.append(about | results)
+        classifier.cpu()
+    return rows
+
+
+def evaluate_size(
+    classifier: ImageClassifier,
+    data: ImageData,
+    size: Size,
+    split: Split = "val",
+    protocol: SizeProtocol = "crop",
+    fill: Fill | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Evaluate a classifier, on its device, at one image size.
+
+    A timm model that accepts one size only is evaluated as a copy changed by timm's `set_input_size`, which
+    interpolates embeddings, as timm's own evaluation does. Arguments that are not listed here are those of
+    `evaluate_sizes`.
+
+    Args:
+        classifier: the classifier; it is put into evaluation mode, and not changed otherwise.
+        data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
+            trained one. Successive evaluations share its dataset.
+        size: one number or (height, width), a multiple of the patch.
+
+    Returns:
+        'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
+        'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`),
+        'loss' (mean cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward
+        pass alone, after a first one that does not count), 'macs' (multiply-accumulates of an image, see
+        `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known). Of a
+        multi-label classifier 'map' and 'f1', with its thresholds, take the place of accuracies and calibration error.
+
+    Raises:
+        ValueError: a size or name that does not fit, or a split without images.
+    """
+    return _evaluate(classifier, data, size, split, protocol, fill, progress)[0]
+
+
+def _evaluate(
+    classifier: ImageClassifier,
+    data: ImageData,
+    size: Size,
+    split: Split,
+    protocol: SizeProtocol,
+    fill: Fill | None,
+    progress: Progress | None,
+    squash: int | None = None,
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Return the results of `evaluate_size`, and whether each image was right, see `Outcomes.right`."""
+    check_choice("split", split, get_args(Split))
+    own = at_size(data, size, split, protocol, fill, squash)
+    loader = own.test_dataloader()
+    height, width = own.img_size
+    classifier.eval()
+    net = classifier.net if classifier.average is None else classifier.average.net
+    net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
+    metrics, outcomes = epoch_metrics(classifier.labels, own.num_classes), outcomes_of(classifier.labels)
+    batches: list[np.ndarray] = []
+    memory, seconds = None, 0.0
+    what = f"{classifier.hparams.model} at {height} x {width}"
+    for images, labels in loader if progress is None else progress(loader, len(loader), what):
+        images = images.to(classifier.device)
+        with torch.inference_mode():
+            if not batches:
+                memory = peak_memory(net, images)
+            begin = _now(classifier.device)
+            logits = net(images)
+            seconds += _now(classifier.device) - begin
+        logits = logits.float().cpu() / classifier.temperature
+        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
+        batches.append(outcomes.keep(classifier.probabilities(logits.double()), labels))
+    if not batches:
+        raise ValueError(f"none of the images of {split} could be read")
+    tested = np.concatenate(batches, axis=1)
+    images = tested.shape[1]
+    accuracies = {name: float(value) for name, value in metrics.compute().items()}
+    results = {
+        "height": height,
+        "width": width,
+        "protocol": protocol,
+        **({"fill": fill or "reflect"} if protocol == "field" else {}),
+        "images": images,
+        **with_errors(accuracies, images),
+        **outcomes.calibration(tested),
+        "images_per_second": images / seconds,
+        "macs": count_macs(net, own.img_size, own.in_chans),
+        "peak_memory": memory,
+    }
+    return results, outcomes.right(tested)
+
+
+def _square_of(net: torch.nn.Module, size: Size) -> int | None:
+    """Return the side of the square of whole patches with most nearly as many patches; None for a square."""
+    height, width = parse_size(size)
+    if height == width:
+        return None
+    patch = math.lcm(*patch_size_of(net))
+    return patch * max(1, round(math.sqrt(height * width) / patch))
+
+
+def _check_same_images(first: str, data: ImageData, other: str, other_data: ImageData) -> None:
+    """Refuse data modules of different classes, or with different images."""
+    if data.class_names != other_data.class_names:
+        names = [listing(each.class_names) for each in (data, other_data)]
+        raise ValueError(f"{first} has the classes {names[0]}, {other} {names[1]}: evaluate them apart")
+    skipped = {*ImageData.argument_names(), *LOADING}
+    chosen = [{"data": type(each).__name__} | each.init_args() for each in (data, other_data)]
+    if difference := first_difference(*chosen, [name for name in chosen[0] | chosen[1] if name not in skipped]):
+        name, ours, theirs = difference
+        hint = "give the images of both by root (--root DIR)" if name == "root" else "evaluate them apart"
+        raise ValueError(f"{first} was trained with {name} {ours}, {other} with {theirs}: {hint}")
+
+
+def _possible(
+    checkpoints: Sequence[Checkpoint],
+    pairs: Sequence[tuple[ImageClassifier, ImageData]],
+    sizes: Sequence[Size],
+    squares: bool,
+) -> list[list[Size]]:
+    """List the sizes that each checkpoint takes, with their squares, before the first evaluation takes its time."""
+    possible: list[list[Size]] = [[] for _ in pairs]
+    for size in sizes:
+        refusals = []
+        for checkpoint, (classifier, data), taken in zip(checkpoints, pairs, possible, strict=True):
+            try:
+                side = _square_of(classifier.net, size) if squares else None
+                for needed in (size, *([side] if side else [])):
+                    at_image_size(classifier.net, parse_size(needed), data.in_chans, classifier.hparams.img_size)
+                taken.append(size)
+            except ValueError as error:
+                refusals.append((checkpoint.path, error))
+        if len(refusals) == len(pairs):
+            raise refusals[0][1]
+        for path, error in refusals:
+            warnings.warn(f"{path} is left out at this size: {error}", stacklevel=3)
+    return possible
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,212 @@
+"""Calibration on held-out images: a temperature (Guo et al. 2017), or the thresholds of several labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relvit.app.data import ImageData
+from relvit.app.data.modules.base import Split
+from relvit.app.data.registry import named_data_module
+from relvit.app.evaluation.outcomes import calibration_error
+from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
+from relvit.app.training.labels import multi_label_metrics
+from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.files import check_output
+from relvit.app.utils.remote import local_file
+
+
+class CalibrationError(RuntimeError):
+    """The temperature would make the probabilities of validation images worse."""
+
+
+class Calibration(NamedTuple):
+    """A temperature, with figures of the images on which it was fitted, without and with it.
+
+    Attributes:
+        temperature: the number by which logits are divided.
+        images: number of images.
+        accuracy: top-1 accuracy, which a temperature does not change.
+        nll: mean negative log-likelihood of the classes, in nats.
+        error: expected calibration error, see `relvit.app.evaluation.calibration_error`.
+        next_split: other images that the data have, by which `relvit test` can judge the temperature: those of test, or
+            of val; those of the fit where there are no others.
+    """
+
+    temperature: float
+    images: int
+    accuracy: float
+    nll: tuple[float, float]
+    error: tuple[float, float]
+    next_split: Split
+
+
+class ChosenThresholds(NamedTuple):
+    """Thresholds of a multi-label model, with the mean F1 of the classes on the images on which they were chosen.
+
+    Attributes:
+        thresholds: threshold of the best F1 of each class, see `relvit.app.training.multi_label_metrics`.
+        images: number of images.
+        f1: mean F1 with the earlier thresholds, and with these.
+        next_split: as in `Calibration`.
+    """
+
+    thresholds: list[float]
+    images: int
+    f1: tuple[float, float]
+    next_split: Split
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Find the temperature by which to divide logits for the lowest mean negative log-likelihood, in float64.
+
+    "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9; L-BFGS on the
+    logarithm of the temperature. In its inverse the likelihood is concave, so there is one optimum or none.
+
+    Args:
+        logits: (N, classes).
+        labels: int64 (N,).
+
+    Raises:
+        ValueError: logits that are not finite, or no optimum: every image is classified right, so that the likelihood
+            grows for ever as the temperature falls; or logits no better than chance, where it grows for ever as the
+            temperature rises.
+    """
+    logits = logits.detach().double()
+    if not logits.isfinite().all():
+        raise ValueError("some logits are infinite or not a number")
+    of_label = logits.gather(1, labels[:, None])[:, 0]
+    if (of_label == logits.amax(1)).all():
+        raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use others")
+    if of_label.mean() <= logits.mean():
+        raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
+    # Logits of unit size let the search start near its end, whatever their scale.
+    scale = logits.std()
+    logits = logits / scale
+    exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)
+    tolerances = {"tolerance_grad": 1e-12, "tolerance_change": 1e-14}
+    optimizer = torch.optim.LBFGS([exponent], max_iter=200, line_search_fn="strong_wolfe", **tolerances)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits * (-exponent).exp(), labels)
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return float(scale * exponent.detach().exp())
+
+
+@torch_defaults()
+def calibrate(
+    ckpt_path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    split: Literal["train", "val", "test"] = "val",
+    root: str | None = None,
+    batch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+    data: str | None = None,
+) -> Calibration | ChosenThresholds:
+    """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
+
+    For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
+
+    `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by the temperature. A
+    training that goes on, or starts, from the checkpoint leaves the temperature out, since it belongs to these weights.
+
+    Args:
+        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that it has already does not count.
+        output: the file to write, which ends in .ckpt and does not exist yet.
+        split: images that the model was not trained on; 'train' is for comparison.
+        root: the data's folder, where it is no longer what the checkpoint remembers.
+        batch_size: images per batch; None: as in training.
+        device: where the model runs.
+        progress: wraps the batches, whose number is its second argument, such as in a progress bar.
+        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
+            or not that of the training; None: that of the training, which has to be imported.
+
+    Raises:
+        FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
+            no best temperature, see `fit_temperature`.
+        CalibrationError: a temperature, fitted to other images than those of val, with which the loss (the negative
+            log-likelihood) on val would rise; nothing is written.
+    """
+    check_output(output, (".ckpt",), replaces=False)
+    with local_file(ckpt_path) as file:
+        checkpoint = Checkpoint.read(ckpt_path, file)
+        images = checkpoint.with_data(named_data_module(data)).data_module(root=root, batch_size=batch_size)
+        checkpoint.check_data(images)
+        classifier = classifier_of(checkpoint).to(device)
+        classifier.temperature = 1.0
+        images.prepare_data()
+        others: list[Split] = [each for each in ("test", "val") if each != split and images.missing(each) is None]
+        next_split = [*others, split][0]
+        outcomes = _outcomes(classifier, images, split, progress)
+        if classifier.thresholds is None:
+            found = _evaluate(*outcomes, next_split)
+            if "val" in others:
+                _check_val(found, split, *_outcomes(classifier, images, "val", progress))
+            change: dict[str, Any] = {"temperature": found.temperature}
+        else:
+            found = _choose(*outcomes, classifier.thresholds, next_split)
+            change = {"thresholds": found.thresholds}
+        content = read_checkpoint(ckpt_path, file, averaged=False)
+    content[KEY] |= change
+    write_checkpoint(content, output)
+    return found
+
+
+def _outcomes(
+    classifier: ImageClassifier,
+    data: ImageData,
+    split: Split,
+    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the logits float64 (N, classes) of the images of a split, and return them with the labels."""
+    data.evaluate_on(split)
+    logits, labels = [], []
+    loader = data.test_dataloader()
+    with torch.inference_mode():
+        for batch in loader if progress is None else progress(loader, len(loader)):
+            images, targets = classifier.transfer_batch_to_device(batch, classifier.device, 0)
+            logits.append(classifier(images).cpu().double())
+            labels.append(targets.cpu())
+    if not labels:
+        raise ValueError(f"none of the images of {split} could be read")
+    return torch.cat(logits).clone(), torch.cat(labels).clone()
+
+
+def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor) -> None:
+    before, after = (float(F.cross_entropy(logits / each, labels)) for each in (1, found.temperature))
+    if not after <= before:
+        raise CalibrationError(
+            f"the temperature {found.temperature:.4f}, the best for the images of {split}, would raise the loss on the "
+            f"{len(labels)} images of val from {before:.4f} to {after:.4f}: nothing is written; fit it to val "
+            "(--split val)"
+        )
+
+
+def _choose(logits: Tensor, labels: Tensor, thresholds: list[float], next_split: Split) -> ChosenThresholds:
+    # A training chooses thresholds in single precision, too.
+    probabilities = logits.float().sigmoid().numpy()
+    before, after = (multi_label_metrics(probabilities, labels.numpy(), each) for each in (thresholds, None))
+    f1 = before.means()["f1"], after.means()["f1"]
+    return ChosenThresholds(after.threshold.tolist(), len(labels), f1, next_split)
+
+
+def _evaluate(logits: Tensor, labels: Tensor, next_split: Split) -> Calibration:
+    temperature = fit_temperature(logits, labels)
+    scaled = (logits, logits / temperature)
+    confidence = [each.softmax(-1).amax(-1).numpy() for each in scaled]
+    right = (logits.argmax(-1) == labels).numpy()
+    nll = tuple(float(F.cross_entropy(each, labels)) for each in scaled)
+    error = tuple(calibration_error(each, right) for each in confidence)
+    return Calibration(temperature, len(labels), float(right.mean()), nll, error, next_split)

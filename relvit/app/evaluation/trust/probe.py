@@ -1,0 +1,219 @@
+"""Probe the features of any model by k nearest neighbours and by logistic regression, at several shares of labels."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from torch import nn
+
+from relvit.app.data import ImageData
+from relvit.app.data.at_size import at_size
+from relvit.app.data.shape import ImageShape
+from relvit.app.data.split import stratified_split
+from relvit.app.evaluation.standard_error import paired_difference, with_errors
+from relvit.app.training import Checkpoint, classifier_of
+from relvit.app.training.checkpoints.checkpoint import Transforms
+from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.remote import suffix_of
+from relvit.models.factory import model_arguments
+from relvit.models.sizes.run import pooled_features
+from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
+
+# The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
+STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
+# The votes of neighbours have the temperature of DINO.
+TEMPERATURE = 0.07
+
+
+def probe_models(
+    models: Sequence[str | os.PathLike[str]],
+    data: ImageData | None = None,
+    split: Literal["val", "test"] = "val",
+    shares: Sequence[PositiveShare] = (0.01, 0.1, 1.0),
+    k: PositiveInt = 20,
+    seed: int = 0,
+    pretrained: bool = True,
+    batch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[Any], int, str], Iterable[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate the features of models by classifiers that learn from a share of the labels of train.
+
+    Features are the pooled ones before the classifier, as `relvit embed` writes them, of images without augmentation at
+    the model's own size and normalisation. See `knn_right` and `linear_right`.
+
+    Args:
+        models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
+        data: the images; None: those of the first model, which then is a checkpoint.
+        split: the images to classify.
+        shares: shares of the labels of train. Each class keeps its proportion and at least one image; a
+            larger share holds the smaller ones.
+        k: number of neighbours.
+        seed: chooses the images of a share, and random weights.
+        pretrained: whether a model given by name has its pretrained weights; else they are random, as a baseline.
+        batch_size: images per batch; None: that of the data.
+        device: where the models run.
+        progress: wraps the batches, with their number and what they are.
+
+    Returns:
+        Per model and share 'model', 'features' (their length), 'share', 'labels' (of train), 'images' (of the split),
+        'knn' and 'linear' (top-1 accuracies), 'knn_se' and 'linear_se' (their standard errors, see `accuracy_error`),
+        'C' (of the linear probe); of every further model also 'knn_difference' and 'linear_difference' to the first
+        one, with their standard errors ('..._se', see `paired_difference`).
+
+    Raises:
+        FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
+    """
+    check_ranges(probe_models, locals())
+    if data is None:
+        if suffix_of(models[0]) != ".ckpt":
+            raise ValueError(f"{models[0]} is no checkpoint, which would know its data: give --root DIR or --data NAME")
+        data = Checkpoint.read(models[0]).data_module()
+    if data.multi_label:
+        raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
+    rows: list[dict[str, Any]] = []
+    # Queries that the first model classifies right, for each share and probe.
+    of_first: dict[tuple[float, str], np.ndarray] = {}
+    for model in models:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net, transforms = _load(model, data, pretrained)
+        own = copy.copy(data)
+        own.batch_size = batch_size or data.batch_size
+        own.crop_pct, own.shape = transforms.crop_pct, ImageShape(data.img_size)
+        own.normalise_by(transforms.mean, transforms.std)
+        net.to(device)
+        train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
+        dataset = train.dataset("train")
+        targets = np.asarray(dataset.targets)
+        indices = choose_labels(targets, max(shares), seed)
+        loaders = {"train": train._loader("train", sampler=indices.tolist()), split: evaluated.test_dataloader()}
+        found = []
+        for part, loader in loaders.items():
+            batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
+            found += _features(net, batches, device)
+        features, labels, queries, truth = found
+        if unreadable := train.unreadable.get("train"):
+            indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]
+        for share in sorted(shares):
+            chosen = np.isin(indices, choose_labels(targets, share, seed))
+            known = features[chosen], labels[chosen]
+            linear, strength = linear_right(*known, queries, truth, seed)
+            right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}
+            row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
+            row |= {"images": len(truth)}
+            row |= with_errors({name: float(each.mean()) for name, each in right.items()}, len(truth))
+            for name, each in right.items():
+                first = of_first.setdefault((share, name), each)
+                if first is not each and len(first) == len(each):
+                    row[f"{name}_difference"], row[f"{name}_difference_se"] = paired_difference(first, each)
+            rows.append(row | {"C": strength})
+    return rows
+
+
+def choose_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Choose a share of each class's images, at least one: sorted indices. A larger share holds the smaller ones."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    of_class = (order[labels[order] == label] for label in np.unique(labels))
+    return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in of_class]))
+
+
+def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
+    """Classify by the k neighbours of the largest cosine similarity s, whose votes weigh exp(s / 0.07).
+
+    Instance discrimination (Wu et al. 2018, arXiv 1805.01978, section 3.4); k of 20 as in DINO (Caron et al. 2021,
+    arXiv 2104.14294, appendix F). With fewer labels than k all of them vote.
+
+    Args:
+        features: (N, D), with labels (N,).
+        queries: (M, D), with their classes, truth (M,).
+        k: number of neighbours.
+
+    Returns:
+        (M,) booleans, whether each query is classified right.
+    """
+    # Other commands need not wait for the import of scikit-learn.
+    from sklearn.neighbors import KNeighborsClassifier
+
+    # The distance is 1 - s, so that all weights are exp(s / 0.07) times the same factor.
+    options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
+    neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
+    return neighbours.fit(features, labels).predict(queries) == truth
+
+
+def linear_right(
+    features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int
+) -> tuple[np.ndarray, float]:
+    """Classify by logistic regression of standardised features (scikit-learn's, L-BFGS).
+
+    The inverse strength C of the weight decay is the one of 10^-4 ... 10^2 with the best accuracy on a fifth of the
+    labels that is put aside, the smallest of equally good ones; the regression then learns from all labels. With one
+    label per class nothing can be put aside, and C is 1.
+
+    Args:
+        features: (N, D), with labels (N,).
+        queries: (M, D), with their classes, truth (M,).
+        seed: chooses the fifth.
+
+    Returns:
+        (M,) booleans, whether each query is classified right, and C.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    def fit(strength: float, part: Any) -> Any:
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+        with warnings.catch_warnings():
+            # With weak weight decay, 1000 steps may not converge to the last digit, which a probe does not need.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return model.fit(features[part], labels[part])
+
+    best = 1.0
+    if np.unique(labels, return_counts=True)[1].max() > 1:
+        names = [str(index) for index in range(len(labels))]
+        larger, smaller = stratified_split(names, labels.tolist(), HELD_OUT, seed, "the labels")
+        scores = [fit(strength, larger).score(features[smaller], labels[smaller]) for strength in STRENGTHS]
+        best = STRENGTHS[int(np.argmax(scores))]
+    return fit(best, slice(None)).predict(queries) == truth, best
+
+
+def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> tuple[nn.Module, Transforms]:
+    """Load a model for evaluation, with the steps from an image to its input."""
+    name = os.fspath(model)
+    if suffix_of(name) == ".ckpt":
+        checkpoint = Checkpoint.read(name)
+        if (channels := checkpoint.argument("in_chans")) != data.in_chans:
+            raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
+        return classifier_of(checkpoint).net, checkpoint.transforms()
+    if ":" not in name:
+        # This raises an error with the nearest name for an unknown one.
+        model_arguments(name)
+        if pretrained and not timm.is_model_pretrained(name):
+            raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
+    net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
+    config = timm.data.resolve_model_data_config(net)
+    # timm's mean and standard deviation are for colour images.
+    known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
+    return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])
+
+
+def _features(net: nn.Module, batches: Iterable[Any], device: torch.device | str) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the features float32 (N, D) and the labels int64 (N,)."""
+    features, labels = [], []
+    with torch.inference_mode():
+        for images, targets in batches:
+            features.append(pooled_features(net, images.to(device)).float().cpu().numpy())
+            labels.append(targets.numpy())
+    if not labels:
+        raise ValueError("none of the images could be read")
+    return np.concatenate(features), np.concatenate(labels)

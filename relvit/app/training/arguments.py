@@ -1,0 +1,76 @@
+"""Checks of `ImageClassifier`: arguments without effect or in contradiction, and data that a model cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from relvit.app.training.optim.distillation import Distill
+from relvit.app.training.optim.gradients import NonFinite
+from relvit.app.training.optim.optimizer import check_optimizer
+from relvit.models import check_image_size
+from relvit.models.sizes.native import check_native
+from relvit.utils.messages import check_choice, did_you_mean
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `ImageClassifier` that contradict each other or have no effect.
+
+    Raises:
+        ValueError: There is such an argument, or an unknown name.
+    """
+    names, count = given["class_names"], given["num_classes"]
+    if names is not None and len(names) != count:
+        raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
+    lr, min_lr = given["lr"], given["min_lr"]
+    if not 0 <= min_lr <= lr:
+        raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
+    if given["multi_label"] and given["teacher"]:
+        raise ValueError("a teacher is for images of one label each: leave out teacher, or multi_label")
+    mixup, cutmix = given["mixup"], given["cutmix"]
+    for name, default, needed, there in (
+        ("mix_prob", 1.0, "mixup or cutmix", mixup or cutmix),
+        ("mix_switch_prob", 0.5, "mixup and cutmix", mixup and cutmix),
+        ("ema_warmup", True, "ema_decay", given["ema_decay"] is not None),
+        ("distill", "hard", "teacher", given["teacher"]),
+        ("distill_weight", 0.5, "teacher", given["teacher"]),
+        ("distill_temperature", 3.0, "distill 'soft'", given["distill"] == "soft"),
+    ):
+        if given[name] != default and not there:
+            raise ValueError(f"{name} {given[name]} has no effect without {needed}")
+    backend, backends = given["compile"], torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in backends:
+        raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
+    check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
+    check_choice("nonfinite", given["nonfinite"], get_args(NonFinite))
+    check_choice("distill", given["distill"], get_args(Distill))
+
+
+def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
+    """Refuse data with images that a model cannot take, or with one label per image where the model has several.
+
+    The model computes an image of each size. Data modules that are not relvit's are accepted unseen.
+
+    Raises:
+        ValueError: The data do not fit.
+    """
+    several = None if stage == "predict" else getattr(data, "multi_label", None)
+    if several is not None and several != hparams["multi_label"]:
+        raise ValueError(
+            f"the model is for {'several labels' if hparams['multi_label'] else 'one label'} per image (multi_label "
+            f"{hparams['multi_label']}), the data have {'several' if several else 'one'}: give the data that the model "
+            "was trained on, or multi_label as label_separator of the data has it"
+        )
+    shape = getattr(data, "shape", None)
+    if shape is not None and not shape.fixed:
+        parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
+        if parts:
+            raise ValueError(f"native images do not go with {parts[0]}, which needs images of one size: leave one out")
+        check_native(net, shape.patch_size, hparams["in_chans"])
+        return
+    for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
+        if size is not None:
+            check_image_size(net, size, hparams["in_chans"], hparams["img_size"])

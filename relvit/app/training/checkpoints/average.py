@@ -1,0 +1,128 @@
+"""Average the weights of several checkpoints into a new checkpoint (model soups)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning
+import torch
+from torch import Tensor
+
+from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint, Transforms, first_difference, versions
+from relvit.app.training.checkpoints.file import KEY, TIMM_KEY, timm_weights, write_checkpoint
+from relvit.app.training.checkpoints.load import classifier_of
+from relvit.app.utils.files import check_output, is_address
+from relvit.utils.messages import listing
+
+
+def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    """Write a checkpoint whose weights are the mean of the weights of several checkpoints of `relvit fit`.
+
+    The checkpoints may be the last epochs of one training (Izmailov et al. 2018, arXiv 1803.05407), or several
+    trainings from the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv
+    2203.05482). Networks that were trained apart from the first step on have no useful mean.
+
+    Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, and the mean has the dtype
+    of the weights. Buffers must be the same in all checkpoints. This refuses models with batch norm, whose statistics
+    would have to be computed anew from images.
+
+    The new checkpoint holds no optimiser state, so no training can resume from it. Its data are described as in the
+    first checkpoint. Thresholds of multi-label classifiers stay if all checkpoints have the same ones; otherwise they
+    become 0.5, and a warning says so.
+
+    Args:
+        ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
+        output: The file to write, which ends in .ckpt and does not exist yet.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint, or no folder to write to.
+        ValueError: There are fewer than two checkpoints, one of them is given twice, or they differ in kind; weights
+            are not finite; the output exists or has another suffix.
+    """
+    _check_paths(ckpt_paths, output)
+    first = Checkpoint.read(ckpt_paths[0])
+    classifier = classifier_of(first)
+    parameters = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
+    total = {name: _in_double(first, name) for name in parameters}
+    thresholds = [first.thresholds]
+    for path in ckpt_paths[1:]:
+        other = Checkpoint.read(path)
+        thresholds.append(other.thresholds)
+        _check_same_kind(first, other, parameters)
+        for name in parameters:
+            total[name] += _in_double(other, name)
+    mean = {name: (value / len(ckpt_paths)).to(first.weights[name].dtype) for name, value in total.items()}
+    checkpoint = {
+        "state_dict": first.weights | mean,
+        KEY: {
+            # The options of the trainings may differ, so only the arguments of the network are kept.
+            "model": {name: first.model[name] for name in NETWORK if name in first.model},
+            "data": first.data,
+            "images": first.images,
+            "versions": versions(),
+            "average_of": [str(path) for path in ckpt_paths],
+        },
+        # Without a version Lightning takes the file for a checkpoint of its earliest versions.
+        "pytorch-lightning_version": lightning.__version__,
+    }
+    if all(each == first.thresholds for each in thresholds):
+        checkpoint[KEY] |= classifier.labels.record()
+    else:
+        warnings.warn(
+            f"the checkpoints have different thresholds: in {output} that of every class is 0.5; to choose them anew: "
+            f"relvit calibrate {output}",
+            stacklevel=1,
+        )
+    checkpoint[TIMM_KEY] = timm_weights(checkpoint)
+    write_checkpoint(checkpoint, output)
+
+
+def _check_paths(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    if len(ckpt_paths) < 2:
+        raise ValueError(f"an average needs two checkpoints or more, got {len(ckpt_paths)}")
+    seen: dict[str | Path, str | os.PathLike[str]] = {}
+    for path in ckpt_paths:
+        resolved = os.fspath(path) if is_address(path) else Path(path).resolve()
+        if resolved in seen:
+            also = "" if str(seen[resolved]) == str(path) else f", also as {seen[resolved]}"
+            raise ValueError(f"{path} is given twice{also}: give each checkpoint once")
+        seen[resolved] = path
+    check_output(output, (".ckpt",), replaces=False)
+
+
+def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:
+    tensor = checkpoint.weights[name]
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64), copy=True)
+
+
+def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str]) -> None:
+    """Refuse checkpoints of other models, classes, transforms or buffers, or with other names, shapes or dtypes."""
+    difference = first_difference(first.model, other.model, NETWORK) or first_difference(
+        first.images_args, other.images_args, Transforms._fields
+    )
+    if difference:
+        name, ours, theirs = difference
+        raise ValueError(
+            f"{other.path} was trained with {name} {theirs}, {first.path} with {ours}: "
+            "only checkpoints of the same model, classes and transforms have a mean"
+        )
+    for one, rest in ((first, other), (other, first)):
+        if only := [name for name in one.weights if name not in rest.weights]:
+            raise ValueError(
+                f"{other.path} and {first.path} do not hold the same tensors: only {one.path} has {listing(only, 2)}"
+            )
+    for name, tensor in first.weights.items():
+        theirs = other.weights[name]
+        if (tensor.dtype, tensor.shape) != (theirs.dtype, theirs.shape):
+            raise ValueError(
+                f"{name} is {theirs.dtype} {tuple(theirs.shape)} in {other.path}, {tensor.dtype} {tuple(tensor.shape)} "
+                f"in {first.path}: they have no mean"
+            )
+        if name not in parameters and not torch.equal(tensor, theirs):
+            raise ValueError(
+                f"{name} differs between {other.path} and {first.path} and is no weight but a buffer, which has no "
+                "mean (batch norm's statistics would have to be computed anew, from images)"
+            )

@@ -1,0 +1,264 @@
+"""The `Checkpoint` type: the model, weights, data module and progress that a checkpoint file describes.
+
+`file.py` reads and checks the file; `load.py` builds the classifier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import timm
+import torch
+from torch import Tensor
+
+from relvit.app.data import ImageData, parse_size
+from relvit.app.data.registry import class_path_of, imported_data_module
+from relvit.app.data.shape import ImageShape, shape_of
+from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
+from relvit.app.training.checkpoints.file import KEY, read_checkpoint
+from relvit.utils.messages import one_line
+from relvit.version import __version__
+
+# These arguments of `ImageClassifier` follow from the data.
+OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
+# These arguments of `ImageClassifier` determine the network.
+NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
+
+
+class Architecture(NamedTuple):
+    """The arguments of `ImageClassifier` that choose the model, without those that describe images and classes."""
+
+    model: str
+    model_kwargs: dict[str, Any] | None = None
+    retrofit: dict[str, Any] | None = None
+
+
+class Normalisation(NamedTuple):
+    """Mean and standard deviation of each channel, in units of the range 0..1; None where they are unknown."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    @classmethod
+    def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
+        """Read 'mean' and 'std' from the values of a file; raise a ValueError if they are no numbers."""
+        try:
+            return cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{source} has no mean and std of numbers ({error})") from error
+
+
+class Transforms(NamedTuple):
+    """Size, normalisation and crop of images in evaluation, see `relvit.app.data.eval_transform`."""
+
+    img_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of `relvit fit` or `relvit average`, without the state of the optimiser.
+
+    Methods raise a ValueError where the file lacks a part that they need.
+
+    Attributes:
+        path: The file or remote address, for messages.
+        model: The arguments of `ImageClassifier`.
+        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' of other
+            images than those of a data module of relvit, or of a class that is derived from one.
+        images: The classes and the transforms of the training's images, where they are not among the 'init_args'.
+        fit: Other options of the training.
+        versions: The versions of the packages that wrote the checkpoint.
+        weights: The tensors of the classifier, averaged where the training kept an average.
+        temperature: The number by which logits are divided in evaluation, see `relvit.app.evaluation.calibrate`.
+        thresholds: See `relvit.app.training.SeveralLabels`. None without a threshold in the file.
+        resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
+        epoch: The epoch in which the checkpoint was written, as Lightning counts.
+        resume_point: The `ResumePoint` as stored. None in checkpoints that `relvit fit` did not write.
+    """
+
+    path: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    fit: dict[str, Any]
+    versions: dict[str, str]
+    weights: dict[str, Tensor] = field(repr=False)
+    temperature: float = 1.0
+    thresholds: list[float] | None = None
+    images: dict[str, Any] = field(default_factory=dict)
+    resumable: bool = False
+    epoch: Any = None
+    resume_point: Any = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], file: Path | None = None) -> Checkpoint:
+        """Read a checkpoint; for arguments and errors see `read_checkpoint`."""
+        content = read_checkpoint(path, file)
+        description = content[KEY]
+        return cls(
+            path=os.fspath(path),
+            model=description["model"],
+            data=description["data"],
+            fit=description.get("fit") or {},
+            versions=description.get("versions") or {},
+            weights=content["state_dict"],
+            temperature=description.get("temperature", 1.0),
+            thresholds=description.get("thresholds"),
+            images=description.get("images") or {},
+            resumable="optimizer_states" in content,
+            epoch=content.get("epoch"),
+            resume_point=content.get(POINT_KEY),
+        )
+
+    def argument(self, name: str) -> Any:
+        """Return an argument of the `ImageClassifier`."""
+        if name not in self.model:
+            raise ValueError(f"{self.path} does not hold {name!r}, as relvit fit writes it")
+        return self.model[name]
+
+    def architecture(self) -> Architecture:
+        """Return the arguments that choose the model, which can be built for other classes and another image size."""
+        return Architecture(self.argument("model"), self.model.get("model_kwargs"), self.model.get("retrofit"))
+
+    @property
+    def data_args(self) -> dict[str, Any]:
+        """The arguments of the data module."""
+        return self.data["init_args"]
+
+    @property
+    def images_args(self) -> dict[str, Any]:
+        """The arguments of the data module, with classes and transforms of the images as it really has them."""
+        return self.data_args | self.images
+
+    @property
+    def data_type(self) -> type[ImageData] | None:
+        """The class of the data module if it is imported already, else None; no file can choose what is imported."""
+        return imported_data_module(self.data["class_path"])
+
+    def data_module(self, **changes: Any) -> ImageData:
+        """Build the data module of the training with some arguments changed; a change to None is left out."""
+        data_type = self.data_type
+        if data_type is None:
+            raise ValueError(self.unknown_data())
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if unknown := changes.keys() - set(data_type.argument_names()):
+            raise ValueError(
+                f"{self.path} was trained with {data_type.__name__}, which has no {min(unknown)}: leave it out"
+            )
+        arguments = self.data_args | changes
+        try:
+            return data_type(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
+
+    def unknown_data(self) -> str:
+        """Explain that the data module of the training is not known here, and what to do."""
+        name = self.data["class_path"]
+        if name in ("", "relvit.app.data.DatasetData"):
+            others = "give other images by --data NAME, such as --data ImageFolderData --root DIR"
+            return f"{self.path} was trained on datasets in Python, which a checkpoint does not hold: {others}"
+        return f"{self.path} was trained with the data module {name}: import it, or give --data {name}"
+
+    def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:
+        """Return the checkpoint with other images, of the same transforms and classes.
+
+        Args:
+            data_type: The data module of the images. None keeps the checkpoint's own.
+            changes: These replace arguments of the checkpoint's data module. Arguments that the new data module does
+                not have are left out.
+        """
+        path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
+        if data_type is not None and data_type is not self.data_type:
+            path, known, names = class_path_of(data_type), self.images_args, data_type.names_to_restore()
+        arguments = {name: value for name, value in (known | changes).items() if name in names}
+        return replace(self, data={"class_path": path, "init_args": arguments})
+
+    def normalisation(self) -> Normalisation:
+        """Return the mean and standard deviation of the training's images."""
+        return Normalisation.read(self.path, self.images_args)
+
+    def transforms(self) -> Transforms:
+        """Return how images are resized, cropped and normalised in evaluation."""
+        with self._reading("the transforms of its images"):
+            mean, std = (tuple(map(float, self.images_args[name])) for name in Normalisation._fields)
+            return Transforms(parse_size(self.images_args["img_size"]), mean, std, float(self.images_args["crop_pct"]))
+
+    def shape(self) -> ImageShape:
+        """Return the shape of the training's images: one size, or patches within a budget."""
+        with self._reading("the shape of its images"):
+            return shape_of(self.images_args)
+
+    def class_names(self) -> list[str]:
+        """Return the names of the classes in order."""
+        with self._reading("the names of its classes"):
+            return [str(name) for name in self.images_args["class_names"]]
+
+    def point(self) -> ResumePoint | None:
+        """Return where the training was; None in checkpoints that `relvit fit` did not write."""
+        with self._reading("the progress of its training"):
+            return None if self.resume_point is None else ResumePoint(**self.resume_point)
+
+    def finished_epochs(self) -> int:
+        """Return the number of complete epochs."""
+        point = self.point()
+        with self._reading("the progress of its training"):
+            return int(self.epoch + 1 if point is None else point.epoch)
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turn errors into a ValueError that names the part of the file that is missing or has another type."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
+
+    def check_network(self, asked: Mapping[str, Any], names: Iterable[str] = (*NETWORK, "pretrained")) -> None:
+        """Refuse arguments of an `ImageClassifier` that differ, in one of these names, from the checkpoint's."""
+        if difference := first_difference(self.model, asked, names):
+            name, trained, wanted = difference
+            raise ValueError(f"{self.path} was trained with {name} {trained}, not {wanted}: drop that option")
+
+    def check_data(self, data: ImageData) -> None:
+        """Refuse a data module with other classes or another number of channels; the image size may differ."""
+        names = [name for name in ("class_names", "in_chans") if self.argument(name) is not None]
+        given = {name: _plain(getattr(data, name)) for name in names}
+        if difference := first_difference(self.model, given, names):
+            name, trained, found = difference
+            raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that write a checkpoint."""
+    modules = {"torch": torch, "timm": timm, "lightning": lightning}
+    return {"relvit": __version__} | {name: str(module.__version__) for name, module in modules.items()}
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]
+) -> tuple[str, str, str] | None:
+    """Find the first of these arguments that differs; return its name and both values in short, or None."""
+    for name in names:
+        ours, theirs = _plain(one.get(name)), _plain(other.get(name))
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+            ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
+        # Empty arguments equal None, except in `retrofit`, where {} stands for a retrofit with its defaults.
+        if ours != theirs and (ours or theirs or name == "retrofit"):
+            return name, _short(repr(ours)), _short(repr(theirs))
+    return None
+
+
+def _short(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,75 @@
+"""Describe a classifier and the images of its training in plain types, as each of its checkpoints holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import timm
+from lightning import LightningDataModule
+
+from relvit.app.data import ImageData, parse_size
+from relvit.app.data.arguments import plain_values
+from relvit.app.data.registry import class_path_of
+from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
+from relvit.utils.messages import without_secrets
+
+if TYPE_CHECKING:
+    from relvit.app.training.classifier import ImageClassifier
+
+# These attributes of a data module say of which classes its images are and how they are transformed.
+IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", "native", "max_tokens", "patch_size")
+
+
+def describe(classifier: ImageClassifier) -> dict[str, Any]:
+    """Describe a classifier in plain types, from which model and data can be built again.
+
+    The description holds `model` (the arguments of `ImageClassifier`, with the class names), `data` (class and
+    arguments of the data module), `images` (what these arguments do not say of classes and transforms), `fit` (other
+    options of the training), `versions` and, for a multi-label classifier, `thresholds`.
+    """
+    data = classifier.trainer.datamodule
+    arguments = data_arguments(data)
+    images = images_of_module(data) if isinstance(data, ImageData) else images_of_loaders(classifier, data)
+    known, unknown = arguments["init_args"], object()
+    return {
+        "model": plain_values(classifier.hparams),
+        "data": arguments,
+        "images": {name: value for name, value in images.items() if known.get(name, unknown) != value},
+        "fit": classifier.fit_options,
+        "versions": versions(),
+        **classifier.labels.record(),
+    }
+
+
+def data_arguments(data: LightningDataModule | None) -> dict[str, Any]:
+    """Return 'class_path' and 'init_args' of a data module in plain types; '' and {} of no `ImageData`."""
+    if not isinstance(data, ImageData):
+        return {"class_path": "", "init_args": {}}
+    return {"class_path": class_path_of(type(data)), "init_args": without_secrets(data.init_args())}
+
+
+def images_of_module(data: ImageData) -> dict[str, Any]:
+    """Return the classes and the transforms of the images of a data module."""
+    return plain_values({name: getattr(data, name) for name in IMAGES})
+
+
+def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
+    """Return the classes and the transforms of images whose loaders are not relvit's, as far as they are known.
+
+    Lightning's data module may have attributes of these names. The transforms of loaders are not known: they are
+    assumed to be those of timm's description of the model, and 'assumed' names them.
+    """
+    hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
+    channels = hparams.in_chans
+    names = hparams.class_names or getattr(data, "class_names", None) or range(hparams.num_classes)
+    assumed: dict[str, Any] = {name: list(config[name]) for name in Normalisation._fields}
+    if len(assumed["mean"]) != channels:
+        assumed = dict.fromkeys(assumed, [0.5] * channels)
+    assumed["crop_pct"] = config["crop_pct"]
+    given = {name: value for name in assumed if (value := getattr(data, name, None)) is not None}
+    for name in Normalisation._fields:
+        if name in given:
+            given[name] = [float(value) for value in given[name]]
+    size = parse_size(hparams.img_size or config["input_size"][1:])
+    images = {"class_names": [str(name) for name in names], "img_size": list(size)} | assumed | given
+    return images | {"assumed": [name for name in assumed if name not in given]}

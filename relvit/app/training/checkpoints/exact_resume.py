@@ -1,0 +1,201 @@
+"""Exact resume: store epoch, batch and validation in a checkpoint, and set Lightning's counters from them.
+
+Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
+and guesses the progress from these counters. Here a checkpoint holds a `ResumePoint`, which describes the training at
+the last optimiser step: weights, averages and optimiser belong to this step. The counters are set by the `ResumePoint`
+before Lightning reads them. The random state follows from epoch and batch, so no checkpoint stores it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from lightning import LightningModule, Trainer
+
+from relvit.app.data.loading.sampler import training_position
+from relvit.app.training.lightning_internals import validation_due
+from relvit.app.training.optim.schedule import batch_size_of, update_rates
+
+# The key of the `ResumePoint` in a checkpoint.
+POINT_KEY = "position"
+# Lightning's key for the number of steps that loggers count, in the state of the training epoch's loop.
+STEPS_KEY = "_batches_that_stepped"
+
+
+class ResumePoint(NamedTuple):
+    """The progress of a training between two optimiser steps.
+
+    Attributes:
+        epoch: The epoch that is under way or about to begin.
+        batch: The number of batches of this epoch that each device has done.
+        layout: How an epoch is divided: batches on each device, images in a batch, batches in an optimiser step, and
+            devices.
+        validated: Whether the validation that is due at this point is complete.
+    """
+
+    epoch: int
+    batch: int
+    layout: list[int]
+    validated: bool
+
+    @classmethod
+    def of(cls, trainer: Trainer, validated_at: tuple[int, int] | None, ended_epoch: int | None) -> ResumePoint:
+        """Describe a running training, by the epoch and batch of the last validation and the last complete epoch."""
+        done = epoch, batch = training_position(trainer)
+        if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
+            # The epoch has no batch left, but its validation and its end are still to come.
+            done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return cls(*done, _layout(trainer), done == validated_at)
+
+
+class Progress:
+    """The progress of a classifier's training: a checkpoint stores it, and a resumed training continues from it."""
+
+    def __init__(self) -> None:
+        self._validated_at: tuple[int, int] | None = None
+        self._ended_epoch: int | None = None
+        # The point of the checkpoint, until the resumed training starts.
+        self._resumed: ResumePoint | None = None
+
+    def note_validation(self, trainer: Trainer) -> None:
+        """Note that a validation is complete."""
+        self._validated_at = training_position(trainer)
+
+    def note_epoch(self, trainer: Trainer) -> None:
+        """Note that an epoch is complete."""
+        self._ended_epoch = trainer.current_epoch
+
+    def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> ResumePoint:
+        """Store in a checkpoint where a training is, and return this point."""
+        point = ResumePoint.of(trainer, self._validated_at, self._ended_epoch)
+        checkpoint[POINT_KEY] = point._asdict()
+        return point
+
+    def load(self, checkpoint: dict[str, Any]) -> bool:
+        """Set the counters of a checkpoint by the point that it holds; return whether it holds one."""
+        # Checkpoints of other writers than `relvit fit` hold none.
+        if checkpoint.get(POINT_KEY) is None:
+            return False
+        self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
+        _set_counters(checkpoint, point)
+        self._validated_at = (point.epoch, point.batch) if point.validated else None
+        self._ended_epoch = point.epoch - 1
+        return True
+
+    def check_layout(self, trainer: Trainer) -> None:
+        """Refuse to resume with other optimiser steps than before.
+
+        Within an epoch the layout has to stay. At the end of an epoch batch size, accumulation and devices may change.
+        The number of images in an optimiser step may not, since the learning rate depends on it, and neither may the
+        number of steps in an epoch, since the schedule depends on it.
+        """
+        point = self._resumed
+        if point is None:
+            return
+        then, now = point.layout, _layout(trainer)
+        if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
+            return
+        if point.batch == 0:
+            (steps, images), (steps_now, images_now) = _steps(then), _steps(now)
+            raise ValueError(
+                f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; "
+                f"here there are {steps_now}, of {images_now}: go on with the same images, and with a batch size x "
+                f"accumulation x devices of {images}"
+            )
+        names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
+        text, text_now = (
+            ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True)) for layout in (then, now)
+        )
+        raise ValueError(
+            f"the checkpoint is from within an epoch of {text}, here it has {text_now}: go on with the same images, "
+            "batch size, accumulation and devices, or from a checkpoint of an epoch's end"
+        )
+
+    def resume(self, module: LightningModule) -> None:
+        """Let a trainer, whose loops are about to run, continue at the point of the checkpoint that `load` has read."""
+        trainer, point, self._resumed = module.trainer, self._resumed, None
+        if point is None:
+            return
+        update_rates(module.lr_schedulers())
+        loop = trainer.fit_loop.epoch_loop
+        # A checkpoint holds the counters of early stopping, but not its decision to stop.
+        if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
+            trainer.should_stop = True
+        if point.batch == 0:
+            # Lightning would otherwise treat the new epoch as one that was interrupted.
+            loop.restarting = False
+            return
+        loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
+        if validation_due(trainer):
+            # After this validation the loop counts the step before it a second time.
+            state = loop.on_save_checkpoint()
+            loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
+
+
+def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, devices: int) -> bool:
+    """Return whether a training that resumes at a point with these numbers must begin the epoch of the point again.
+
+    Raises:
+        ValueError: The optimiser steps would have another number of images.
+    """
+    _, size_then, accumulated_then, devices_then = point.layout
+    then, now = size_then * accumulated_then * devices_then, batch_size * accumulated * devices
+    if then != now:
+        share = then / (accumulated * devices)
+        hint = f": give --batch_size {share:.0f}" if share.is_integer() else ""
+        raise ValueError(
+            f"the training has optimiser steps of {then} images (batch size x accumulation x devices: {size_then} x "
+            f"{accumulated_then} x {devices_then}), and these would be {now} ({batch_size} x {accumulated} x "
+            f"{devices}){hint}"
+        )
+    return point.batch > 0 and [batch_size, accumulated, devices] != point.layout[1:]
+
+
+def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
+    """Set the counters of a checkpoint's training loop as if everything before the point were complete."""
+    loop = checkpoint["loops"]["fit_loop"]
+    batches = loop["epoch_loop.batch_progress"]
+    under_way = point.batch > 0
+    epochs = loop["epoch_progress"]
+    for counter in (epochs["total"], epochs["current"]):
+        counter["ready"] = counter["started"] = point.epoch + under_way
+        counter["processed"] = counter["completed"] = point.epoch
+    # The training repeats batches whose gradients were accumulated but not yet used in an optimiser step.
+    again = batches["current"]["processed"] - point.batch if under_way else 0
+    _complete(batches["total"], batches["total"]["processed"] - again)
+    _complete(batches["current"], point.batch)
+    batches["is_last_batch"] = False
+    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for progress in (steps["step"], steps["zero_grad"], loop["epoch_loop.scheduler_progress"]):
+        for counter in (progress["total"], progress["current"]):
+            _complete(counter, counter["completed"])
+    validation = loop["epoch_loop.val_loop.batch_progress"]
+    for counter in (validation["total"], validation["current"]):
+        _complete(counter, 0)
+    # Where a validation is due, Lightning starts with it if the last one seems to have stopped at its first batch.
+    validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
+    validation["is_last_batch"] = False
+    loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]
+
+
+def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
+    """Return whether this training batch ends its epoch."""
+    # Data without a length have infinitely many batches, and only announce their last one.
+    return trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
+
+
+def _steps(layout: list[int]) -> tuple[int, int]:
+    """Return the number of optimiser steps in an epoch, and of images in each step."""
+    batches, size, accumulated, devices = layout
+    return math.ceil(batches / accumulated), size * accumulated * devices
+
+
+def _layout(trainer: Trainer) -> list[int]:
+    batches, accumulated = int(trainer.num_training_batches), trainer.accumulate_grad_batches
+    return [batches, batch_size_of(trainer), accumulated, trainer.world_size]
+
+
+def _complete(counter: dict[str, int], count: int) -> None:
+    for name in counter:
+        counter[name] = count

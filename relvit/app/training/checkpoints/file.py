@@ -1,0 +1,287 @@
+"""Read, check and write checkpoint files (torch.load, CheckpointIO); the type `Checkpoint` is in `checkpoint.py`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from lightning import Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from timm.models import split_model_name_tag
+from torch import Tensor
+
+from relvit.app.training.labels import are_thresholds
+from relvit.app.utils.descriptions import check_bounds
+from relvit.app.utils.files import atomic_write, has_links, is_address, remove_parts
+from relvit.app.utils.remote import local_file
+from relvit.utils.messages import nearest
+
+# The key of the description of model and data, see `description.py`.
+KEY = "relvit"
+# The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
+AVERAGE_KEY = "ema_state_dict"
+# timm prefers the weights under this key to 'state_dict'. Here their names are the names in the model itself.
+TIMM_KEY = "state_dict_ema"
+# A user may give the folder of a run in the place of this checkpoint in it.
+BEST = Path("checkpoints") / "best.ckpt"
+# The checkpoint of the last complete epoch is beside last.ckpt.
+EPOCH_NAME = "epoch.ckpt"
+# How timm names repositories of the hub and folders, and the kinds of files that hold weights.
+HUB, FOLDER = "hf-hub:", "local-dir:"
+FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
+
+
+def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
+    """Read all content of a relvit checkpoint on the CPU; only tensors and plain types are read, never code.
+
+    Most callers need `relvit.app.training.Checkpoint` alone. 'state_dict' holds the averaged weights where the training
+    kept an average (`ema_decay`).
+
+    Args:
+        path: The file, the folder of a run, whose best checkpoint is read, or a remote address that fsspec knows, such
+            as https://..., s3://... .
+        file: The local copy of the address, if there is one already.
+        averaged: False leaves the raw weights in 'state_dict', so that the content can be written again.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged or no checkpoint of relvit, or the address cannot be read, see `local_file`.
+        DownloadError: The file could not be fetched.
+    """
+    if file is None:
+        with local_file(path) as file:
+            return read_checkpoint(path, file, averaged)
+    if file.is_dir() and (file / BEST).is_file():
+        return read_checkpoint(Path(path) / BEST, file / BEST, averaged)
+    if file.is_dir():
+        published, runs = is_published(file), sorted(file.glob(f"*/{BEST}"))
+        instead = f"; timm.create_model('{FOLDER}{path}', pretrained=True) loads what is published" if published else ""
+        raise FileNotFoundError(
+            f"{path} is a folder; give the checkpoint, such as {runs[-1] if runs else file / BEST}{instead}"
+        )
+    if not file.is_file():
+        named = str(path).startswith((HUB, FOLDER)) or timm.is_model(split_model_name_tag(str(path))[0])
+        hint = "" if named else nearest_hint(file)
+        instead = f"; timm.create_model({str(path)!r}, pretrained=True) makes the model of this name" if named else ""
+        raise FileNotFoundError(
+            f"no checkpoint at {path}{hint}; give the file, such as runs/RUN/checkpoints/best.ckpt{instead}"
+        )
+    try:
+        check_archive(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except DamagedError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    # PyTorch raises almost any type for broken files, such as TypeError, IndexError or AttributeError.
+    except Exception as error:
+        # A damaged file may make PyTorch seek an impossible position. Other errors of the system are not the file's.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+        ) from error
+    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
+        raise ValueError(
+            f"{path} is not a checkpoint of relvit fit, nor of relvit.app.training.ImageClassifier: it does not say "
+            "which model and data it is of"
+        )
+    check_bounds(content[KEY], str(path))
+    if wrong := _wrong_part(content):
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
+    for name in ("state_dict", AVERAGE_KEY):
+        check_finite(content.get(name, {}), str(path))
+    if averaged:
+        content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
+    return content
+
+
+class DamagedError(ValueError):
+    """The bytes of a file have changed since they were written."""
+
+
+def check_archive(path: Path) -> None:
+    """Refuse a file of PyTorch (a ZIP archive) that is damaged or would take more memory than the file has bytes.
+
+    PyTorch never compresses entries. The CRC of each entry is compared, unless the file was written without CRCs
+    (`torch.serialization.set_crc32_options(False)`).
+
+    Raises:
+        DamagedError: A CRC differs.
+        ValueError: The archive is not one of PyTorch.
+        zipfile.BadZipFile: The file is no archive.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("a compressed entry")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("entries that are larger than the file")
+        if any(entry.CRC for entry in entries) and (damaged := archive.testzip()) is not None:
+            raise DamagedError(f"it is damaged, the checksum of {damaged} in it is wrong; take another copy")
+
+
+def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
+    """Refuse weights that are infinite or not a number.
+
+    Raises:
+        ValueError: There is such a tensor; the message names the first one.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(
+                f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"
+            )
+
+
+def _wrong_part(content: dict[Any, Any]) -> str | None:
+    """Return the name of the first part whose type is not the one that `relvit fit` writes, or None."""
+    description = content[KEY]
+    if not isinstance(description, dict):
+        return repr(KEY)
+    for name in ("model", "data"):
+        if not _named(description.get(name)):
+            return f"{KEY}.{name}"
+    if not isinstance(description["data"].get("class_path"), str):
+        return f"{KEY}.data.class_path"
+    if not _named(description["data"].get("init_args")):
+        return f"{KEY}.data.init_args"
+    if not _named(description.get("images") or {}):
+        return f"{KEY}.images"
+    temperature = description.get("temperature", 1.0)
+    if not (isinstance(temperature, float) and 0 < temperature < math.inf):
+        return f"{KEY}.temperature"
+    thresholds = description.get("thresholds")
+    if thresholds is not None and not are_thresholds(thresholds, description["model"].get("num_classes")):
+        return f"{KEY}.thresholds"
+    for name in ("state_dict", AVERAGE_KEY):
+        weights = content.get(name, {})
+        if not _named(weights) or not all(isinstance(value, Tensor) for value in weights.values()):
+            return repr(name)
+    return None
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights, averaged where there is an average, under the names that the model itself gives them.
+
+    The checkpoint already holds these tensors, and PyTorch writes each tensor once, so the file grows by names alone.
+    """
+    weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
+    return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint atomically: whatever interrupts the writing, `path` holds the old file or the new one.
+
+    Args:
+        checkpoint: The content, which `torch.save` can write.
+        path: The file, in a folder that exists. An existing file is replaced.
+
+    Raises:
+        OSError: The folder cannot be written to, or the disk is full.
+    """
+    # If PyTorch opened the file itself, it would hide the error of the system.
+    with atomic_write(path) as part, open(part, "wb") as file:
+        torch.save(checkpoint, file)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Plugin for Lightning (CheckpointIO) that replaces a file only when the new one is complete and on the disk."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
+        """
+        # A user's own callback may write to a remote address.
+        if is_address(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_checkpoint(checkpoint, path)
+        except OSError as error:
+            last = describe_last(path.parent)
+            raise OSError(
+                error.errno, f"cannot write the checkpoint {path}: {error.strerror or error}; {last}"
+            ) from error
+
+
+class DiskSpaceError(OSError):
+    """The disk has no space for the checkpoints that a training will write."""
+
+
+def describe_last(folder: Path) -> str:
+    """Name the checkpoint of a folder that was written last, for an error message."""
+    found = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
+    return f"the last complete checkpoint is {found[-1]}" if found else "there is no earlier checkpoint"
+
+
+def check_disk_space(folder: Path, trainer: Trainer) -> None:
+    """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
+
+    The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. Without
+    hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed. The folder need not
+    exist yet.
+
+    Raises:
+        DiskSpaceError: The space is too small.
+    """
+    module = trainer.lightning_module
+    weights = sum(tensor.nbytes for tensor in module.state_dict().values())
+    # The average does not exist yet; it is made later in the same hook of Lightning.
+    average = 0 if module.hparams.get("ema_decay") is None else weights
+    trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
+    # Adam and similar optimisers keep two numbers for each weight.
+    size = weights + average + 2 * trained
+    parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    if trainer.is_global_zero:
+        remove_parts(folder)
+    # Hard links are names of one file, which takes its space once.
+    present = len({file.stat().st_ino for file in folder.glob("*.ckpt")}) if folder.is_dir() else 0
+    copies = max(3 + (not has_links(parent)) - present, 1)
+    free = shutil.disk_usage(parent).free
+    if free < copies * size:
+        raise DiskSpaceError(
+            errno.ENOSPC,
+            f"{free / 1e6:.1f} MB are free at {parent}, a checkpoint of this training takes about {size / 1e6:.1f} MB "
+            f"and {copies} of them have to fit: make room, or give another folder (--runs)",
+        )
+
+
+def is_published(folder: Path) -> bool:
+    """Return whether a folder has a description as timm saves it; that of `transformers` lacks the entry."""
+    try:
+        return "architecture" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+
+
+def nearest_hint(path: Path) -> str:
+    """Return a hint at a file near the first missing part of a path, or at a model of timm."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    found = [*(missing.parent / "checkpoints").glob("[!.]*"), *missing.parent.glob("[!.]*")]
+    near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
+    if name := nearest(missing.name, near, cutoff=0.6):
+        return f" (did you mean '{near[name]}'?)"
+    # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
+    architecture, tag = split_model_name_tag(path.name)
+    name = nearest(architecture, timm.list_models(), cutoff=0.8)
+    known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
+    return f" (did you mean {known!r}?)" if known else ""

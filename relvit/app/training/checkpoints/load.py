@@ -1,0 +1,34 @@
+"""Build the trained classifier that a checkpoint describes."""
+
+from __future__ import annotations
+
+import os
+
+from relvit.app.training.checkpoints.checkpoint import Checkpoint
+from relvit.app.training.classifier import ImageClassifier
+from relvit.app.utils.defaults import torch_defaults
+from relvit.utils.messages import one_line
+
+
+@torch_defaults()
+def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
+    """Build the trained classifier of a checkpoint, on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: No model can be built from the checkpoint.
+    """
+    try:
+        # The checkpoint's weights replace the weights from which the training started.
+        classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
+        classifier.load_state_dict(checkpoint.weights)
+    # The file may hold any arguments, and models raise almost any type of error for wrong ones.
+    except Exception as error:
+        raise ValueError(f"the checkpoint does not make a model: {one_line(error)[:300]}") from error
+    classifier.temperature = checkpoint.temperature
+    classifier.labels = classifier.labels.restored(checkpoint.thresholds)
+    return classifier.eval()
+
+
+def load_classifier(path: str | os.PathLike[str]) -> ImageClassifier:
+    """Load the trained classifier of a checkpoint, on the CPU, in evaluation mode; errors as in `read_checkpoint`."""
+    return classifier_of(Checkpoint.read(path))

@@ -1,0 +1,45 @@
+"""Normalise the images of a run as its options say, or else as the weights were trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relvit.app.data import ImageData
+from relvit.app.training.checkpoints.checkpoint import Checkpoint, Normalisation
+from relvit.app.training.checkpoints.pretrained import Pretrained
+
+
+def set_normalisation(
+    data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
+) -> str:
+    """Normalise images for which nobody has given mean or std by those of the weights, and return a description.
+
+    The values that are used are written into `config`, the arguments of the data module. `checkpoint` is the checkpoint
+    that a command uses; `pretrained` are the weights that a training starts from.
+    """
+    missing = data.unset_statistics
+    known, whose = Normalisation(), ""
+    if checkpoint is not None:
+        known, whose = checkpoint.normalisation(), "the checkpoint's"
+    elif pretrained is not None and missing:
+        known, whose = pretrained.normalisation(), "the pretrained weights'"
+    used: dict[str, tuple[float, ...]] = {}
+    reasons: dict[str, list[str]] = {}
+    for name in Normalisation._fields:
+        used[name] = getattr(data, name)
+        reason = "as given" if config.get(name) is not None else f"the default of {type(data).__name__}"
+        value = getattr(known, name)
+        if name in missing and value and len(value) == data.in_chans:
+            used[name] = tuple(value)
+        # A training that goes on has mean and std from its checkpoint, so nothing is missing.
+        if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
+            reason = whose
+        reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
+    # A user's data module may have made its own transforms, so it is called only where something changes.
+    if used != {name: getattr(data, name) for name in used}:
+        data.normalise_by(**used)
+    for name in used:
+        if name in config:
+            config[name] = used[name]
+    shown = (f"{' and '.join(values)}, {reason}" for reason, values in reasons.items())
+    return f"images normalised by {'; '.join(shown)}"

@@ -1,0 +1,257 @@
+"""Read pretrained weights to start from: a relvit checkpoint, a model of timm, a file or folder of weights."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
+from timm.models._hub import load_model_config_from_path
+from torch import nn
+
+from relvit.app.data import parse_size
+from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
+from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_finite, nearest_hint
+from relvit.app.utils.descriptions import check_bounds
+from relvit.app.utils.files import is_address
+from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.remote import local_file, suffix_of
+from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
+from relvit.models.retrofit.api import RETROFITTED_NAME
+from relvit.models.weights.transfer import TransferReport, Weights, transfer_weights
+from relvit.utils.messages import did_you_mean, listing, one_line
+
+ALLOWED = (
+    "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
+    "'vit_small_patch16_224.augreg_in21k'"
+)
+# A difference of means or standard deviations up to this one hardly matters; images have the range 0..1.
+TOLERANCE = 0.05
+
+
+class Pretrained:
+    """The weights from which a training or a teacher starts; a file is fetched and read once, when it is first needed.
+
+    Only tensors and plain values are read from files, never code. All methods raise these errors.
+
+    Args:
+        name: One of
+
+            - a file: a checkpoint of `relvit fit` (.ckpt), whose averaged weights are used if it has some, or plain
+              weights that timm can read (.safetensors, .pth, .pt, .bin ...); or the remote address of a file, such as
+              https://...;
+            - a folder with config.json and weights, as `timm.models.save_for_hf` writes it; 'local-dir:FOLDER' is the
+              same;
+            - a model of timm, with or without the tag of its weights, such as 'vit_small_patch16_224.augreg_in21k', or
+              'hf-hub:NAME' on the Hugging Face hub. The weights are downloaded once.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The name is none of these, or the weights cannot be had or read.
+        DownloadError: The file could not be fetched.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def architecture(self) -> Architecture:
+        """Return the model of the weights; raise a ValueError for a file of plain weights, which names no model."""
+        if self._checkpoint is not None:
+            return self._checkpoint.architecture()
+        if self._file is not None:
+            raise ValueError(f"{self._file} does not say which model it is of: give --model.model as well")
+        if self._config is None:
+            return Architecture(self._timm_name)
+        _, architecture, given = self._config
+        kwargs = {key: value for key, value in given.items() if key not in DATA_ARGUMENTS}
+        retrofit = None
+        if architecture == RETROFITTED_NAME:
+            architecture, retrofit = kwargs.pop("model"), kwargs.pop("retrofit")
+        return Architecture(architecture, kwargs or None, retrofit)
+
+    def normalisation(self) -> Normalisation:
+        """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""
+        if self._checkpoint is not None:
+            return self._checkpoint.normalisation()
+        if self._file is not None:
+            return Normalisation()
+        cfg = timm.get_pretrained_cfg(self._timm_name).to_dict() if self._config is None else self._config[0]
+        return Normalisation.read(self.name, cfg)
+
+    def weights(self) -> Weights:
+        """Read the weights, and the size, normalisation and classes of the images that they were trained on."""
+        if self._checkpoint is not None:
+            return self._weights_of_checkpoint(self._checkpoint)
+        if self._file is None:
+            return self._weights_of_timm()
+        if suffix_of(self._file) == ".npz":
+            raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
+        with local_file(self._file) as path:
+            try:
+                if zipfile.is_zipfile(path):
+                    check_archive(path)
+                state = load_state_dict(str(path))
+            # timm and PyTorch raise almost any type for broken files, such as TypeError or UnicodeDecodeError.
+            except Exception as error:
+                raise ValueError(
+                    f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
+                    "values"
+                ) from error
+        check_finite(state, self._file)
+        return Weights(source=self._file, state=state)
+
+    @cached_property
+    def _file(self) -> str | None:
+        """The path or remote address of a file; None for a folder or a name, which is left to timm."""
+        name, path = self.name, Path(self.name.removeprefix(FOLDER)).expanduser()
+        if is_address(name):
+            return name
+        if name.startswith(HUB):
+            return None
+        if path.is_file():
+            return str(path)
+        if path.is_dir():
+            if (path / "config.json").is_file():
+                return None
+            best = path / "checkpoints" / "best.ckpt"
+            hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
+            raise ValueError(f"{path} holds no config.json: {hint}")
+        if path.suffix in FILES or len(path.parts) > 1:
+            raise FileNotFoundError(f"no weights at {name}{nearest_hint(path)}; give {ALLOWED}")
+        architecture, tag = split_model_name_tag(name)
+        if name.lower() in ("true", "false", "yes", "no", "none"):
+            raise ValueError(f"pretrained {name!r} names no weights: give {ALLOWED}, or null to train from scratch")
+        if not timm.is_model(architecture):
+            hint = did_you_mean(architecture, timm.list_models())
+            raise ValueError(f"pretrained {name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
+        tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
+        if not tags:
+            raise ValueError(
+                f"there are no pretrained weights of {architecture}: give a checkpoint, or a model of timm"
+            )
+        if tag and name not in tags:
+            raise ValueError(f"there are no weights {name!r}{did_you_mean(name, tags)}; known: {listing(tags)}")
+        return None
+
+    @property
+    def _timm_name(self) -> str:
+        """The name for `timm.create_model`, where there is no file."""
+        path = Path(self.name.removeprefix(FOLDER)).expanduser()
+        return f"{FOLDER}{path}" if path.is_dir() else self.name
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint | None:
+        return Checkpoint.read(self._file) if self._file is not None and suffix_of(self._file) == ".ckpt" else None
+
+    @cached_property
+    def _config(self) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
+        """The config.json of a folder or on the hub: the description of the weights, the model and its arguments."""
+        source, _, path = self._timm_name.partition(":")
+        if f"{source}:" not in (HUB, FOLDER):
+            return None
+        read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
+        try:
+            cfg, architecture, arguments = read(path)
+            cfg, arguments = dict(cfg or {}), dict(arguments or {})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"the config.json of {self.name} does not say which model it is of ({one_line(error)})"
+            ) from error
+        check_bounds([cfg, arguments], f"the config.json of {self.name}")
+        check_description(architecture, arguments, f"the config.json of {self.name}")
+        return cfg, architecture, arguments
+
+    def _weights_of_checkpoint(self, checkpoint: Checkpoint) -> Weights:
+        model = checkpoint.model
+        size = model.get("img_size") or checkpoint.images_args.get("img_size")
+        return Weights(
+            source=checkpoint.path,
+            state={name.removeprefix("net."): tensor for name, tensor in checkpoint.weights.items()},
+            class_names=model.get("class_names"),
+            input_size=(checkpoint.argument("in_chans"), *parse_size(size)) if size else None,
+            **checkpoint.normalisation()._asdict(),
+        )
+
+    def timm_model(self, pretrained: bool = True, **arguments: Any) -> nn.Module:
+        """Build the model of a name or folder by timm, which fetches the weights and converts them for each model.
+
+        Args:
+            pretrained: Whether the model gets these weights; else they are random.
+            arguments: Other arguments of `timm.create_model`, which override the arguments in a folder.
+        """
+        name = self._timm_name
+        described = self._config[2] if self._config else {}
+        try:
+            check_size(partial(timm.create_model, name, **arguments), described)
+            return timm.create_model(name, pretrained=pretrained, **arguments)
+        # A config.json may hold anything, and timm and the models raise almost any type of error for it.
+        except Exception as error:
+            raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
+
+    def _weights_of_timm(self) -> Weights:
+        """Read the weights of a model that timm itself builds."""
+        donor = self.timm_model()
+        check_finite(donor.state_dict(), self.name)
+        cfg = donor.pretrained_cfg
+        try:
+            names, size = (tuple(cfg.get(name) or ()) for name in ("label_names", "input_size"))
+        except TypeError as error:
+            raise ValueError(f"{self.name} has no label_names and input_size that are lists ({error})") from error
+        if size and not (len(size) == 3 and all(isinstance(number, int) and number > 0 for number in size)):
+            raise ValueError(f"{self.name} has input_size {list(size)}; allowed are channels, height and width")
+        return Weights(
+            source=self._timm_name,
+            state=donor.state_dict(),
+            class_names=list(names) or None,
+            input_size=size or None,
+            **Normalisation.read(self.name, cfg)._asdict(),
+        )
+
+
+def architecture_to_build(
+    model: str | None,
+    model_kwargs: dict[str, Any] | None,
+    retrofit: dict[str, Any] | None,
+    pretrained: Pretrained | None,
+) -> Architecture:
+    """Choose the model to build: `model`, or where it is None the model of `pretrained`, with the arguments given."""
+    if "pretrained" in (model_kwargs or {}):
+        raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
+    if model is not None or pretrained is None:
+        return Architecture(model or "relvit_small", model_kwargs, retrofit)
+    source = pretrained.architecture()
+    kwargs = {**(source.model_kwargs or {}), **(model_kwargs or {})}
+    return Architecture(source.model, kwargs or None, source.retrofit if retrofit is None else retrofit)
+
+
+def load_pretrained(
+    net: nn.Module, pretrained: Pretrained, class_names: Sequence[str] | None, data: Any
+) -> TransferReport:
+    """Load pretrained weights into a network, and print a report and whether the data's normalisation fits."""
+    weights = pretrained.weights()
+    report = transfer_weights(net, weights, class_names)
+    rank_zero_print(f"pretrained: {report}")
+    if note := normalisation_note(weights, data):
+        rank_zero_print(note)
+    return report
+
+
+def normalisation_note(weights: Weights, data: Any) -> str | None:
+    """Return a note where the data are normalised in another way than the images of the pretraining were, or None."""
+    ours, options = [], []
+    for name in Normalisation._fields:
+        theirs, given = getattr(weights, name) or (), getattr(data, name, None) or ()
+        if len(theirs) == len(given) and any(abs(a - b) > TOLERANCE for a, b in zip(theirs, given, strict=True)):
+            known, used = (f"[{','.join(f'{value:g}' for value in values)}]" for values in (theirs, given))
+            ours.append(f"{name} {used}")
+            options.append(f"--data.{name} '{known}'")
+    if not options:
+        return None
+    return (
+        f"Note: the images are normalised by {' and '.join(ours)}, those of the pretrained weights were by "
+        f"{' '.join(options)}"
+    )

@@ -1,0 +1,418 @@
+"""The image classifier as a LightningModule: its arguments, forward, training and evaluation steps, and hooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from relvit.app.data.batches import ImageBatch, image_count
+from relvit.app.data.mixup import BatchMix
+from relvit.app.training.arguments import check_arguments, check_images
+from relvit.app.training.checkpoints.description import describe as describe_training
+from relvit.app.training.checkpoints.exact_resume import Progress
+from relvit.app.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
+from relvit.app.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
+from relvit.app.training.compilation import compile_in_place
+from relvit.app.training.labels import Labels, labels_of
+from relvit.app.training.lightning_options import check_epsilon, check_trainer
+from relvit.app.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
+from relvit.app.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
+from relvit.app.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
+from relvit.app.training.optim.ema import WeightAverage
+from relvit.app.training.optim.freeze import Backbone
+from relvit.app.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
+from relvit.app.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
+from relvit.app.training.optim.optimizer import make_optimizer
+from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
+from relvit.app.training.training_output import training_output
+from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.seeding import run_seed, seed_all
+from relvit.models import build_model
+from relvit.models.weights.transfer import TransferReport
+from relvit.utils.messages import one_line, without_secrets
+from relvit.utils.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    ShareBelowOne,
+    check_ranges,
+)
+
+
+class ImageClassifier(EpochMetrics):
+    """Trains, evaluates and predicts with any timm model and optimiser, by a learning rate for each step.
+
+    Args:
+        model: The name of a relvit or timm model. None: that of `pretrained` with its `model_kwargs` and `retrofit`
+            unless these are given; without `pretrained` relvit_small.
+        num_classes: The number of classes.
+        in_chans: The number of channels of the images.
+        img_size: The image size that the model is built for; evaluation may use others.
+        class_names: The names of the classes in order.
+        model_kwargs: Further arguments of the model, checked against its signature.
+        retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
+            defaults. None leaves the model unchanged.
+        pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
+            file or folder of weights, see `Pretrained`. They are adapted to these classes and this image size, see
+            `transfer_weights`. A resumed training or an evaluation loads its checkpoint alone.
+        opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
+        opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
+        lr: The peak learning rate.
+        lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
+            grows in proportion to the batch over all devices and accumulated steps. None uses `lr` itself.
+        layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
+        weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
+        warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
+        min_lr: The learning rate at the end.
+        schedule: The factor on the learning rate at each optimiser step: a function with the arguments of
+            `relvit.app.training.warmup_cosine`, or its name as 'module.function', which a checkpoint records.
+        loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
+            with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
+        label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
+        bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
+        class_weights: The weight of each class in the training loss, in the order of the classes.
+        mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
+        cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
+        mix_prob: The probability that a batch is mixed at all.
+        mix_switch_prob: The probability of cutmix where mixup is on as well.
+        ema_decay: The decay of a moving average of the weights, which evaluation then uses. None keeps no average.
+        ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
+        teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
+            weights). The output of the distillation token learns from it, in models without this token the only output.
+        distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
+        distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
+        distill_temperature: The temperature of the probabilities, with 'soft'.
+        ponder_weight: The weight of the ponder cost in the training loss, with models whose patches halt.
+        ponder_warmup_epochs: The length of the linear rise of this weight in epochs.
+        freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
+        nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
+        compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
+        channels_last: Whether images and convolutions use the memory format that GPUs prefer.
+        multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); then 'ce'
+            is 'bce'. Validation chooses a threshold for each class, by its F1.
+
+    Raises:
+        ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
+        FileNotFoundError: There is no file at `pretrained`, and no `model`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        num_classes: PositiveInt = 1000,
+        in_chans: PositiveInt = 3,
+        img_size: int | tuple[int, int] | None = None,
+        class_names: list[str] | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        retrofit: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        opt: str = "adamw",
+        opt_kwargs: dict[str, Any] | None = None,
+        lr: NonNegativeFloat = 1e-3,
+        lr_base_batch: PositiveInt | None = None,
+        layer_decay: PositiveShare | None = None,
+        weight_decay: NonNegativeFloat = 0.05,
+        warmup_epochs: NonNegativeFloat = 5.0,
+        min_lr: NonNegativeFloat = 1e-5,
+        schedule: str | Schedule = DEFAULT,
+        loss: Loss = "ce",
+        label_smoothing: ShareBelowOne = 0.1,
+        bce_threshold: ShareBelowOne | None = None,
+        class_weights: list[PositiveFloat] | None = None,
+        mixup: NonNegativeFloat = 0.0,
+        cutmix: NonNegativeFloat = 0.0,
+        mix_prob: Share = 1.0,
+        mix_switch_prob: Share = 0.5,
+        ema_decay: ShareBelowOne | None = None,
+        ema_warmup: bool = True,
+        teacher: str | None = None,
+        distill: Distill = "hard",
+        distill_weight: PositiveShare = 0.5,
+        distill_temperature: PositiveFloat = 3.0,
+        ponder_weight: NonNegativeFloat = 0.01,
+        ponder_warmup_epochs: NonNegativeFloat = 5.0,
+        freeze_epochs: NonNegativeInt = 0,
+        nonfinite: NonFinite = "stop",
+        compile: bool | str = False,
+        channels_last: bool = False,
+        multi_label: bool = False,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        check_ranges(ImageClassifier.__init__, self.hparams)
+        check_arguments(self.hparams)
+        # `pretrained` becomes None when its weights are loaded, so that a second training does not load them again.
+        self.pretrained = None if pretrained is None else Pretrained(pretrained)
+        # A checkpoint has to name its model even where the file of pretrained weights, which names it here, is gone.
+        built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
+        # Checkpoints and loggers record these addresses, which may hold a password or a signature.
+        public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
+        self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
+        self._teacher_source: str | None = teacher
+        # A name is imported when a training starts: it may come from a checkpoint, which is only evaluated.
+        self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
+        sizes = num_classes, in_chans, img_size
+        self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
+        # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
+        self.temperature: float = 1.0
+        check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
+        if channels_last:
+            self.net.to(memory_format=torch.channels_last)
+        self.loss: ClassificationLoss = ClassificationLoss(
+            num_classes, loss, label_smoothing, bce_threshold, class_weights, multi_label
+        )
+        self.mixing: BatchMix | None = None
+        if mixup or cutmix:
+            self.mixing = BatchMix(num_classes, mixup, cutmix, mix_prob, mix_switch_prob, label_smoothing)
+        self.backbone: Backbone | None = Backbone(self.net) if freeze_epochs else None
+        self.average: WeightAverage | None = None
+        self.teacher: Teacher | None = None
+        self.finite: FiniteCheck = FiniteCheck(nonfinite)
+        self.plan: Plan | None = None
+        # Other options of the training, in plain types, which its checkpoints record.
+        self.fit_options: dict[str, Any] = {}
+        self.transfer: TransferReport | None = None
+        # `FindLearningRate` sets a list while it runs, for the learning rate and loss of each batch.
+        self.range_test: list[tuple[float, float]] | None = None
+        self.progress: Progress = Progress()
+        self._restored_average: dict[str, Tensor] | None = None
+        skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
+        costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
+        labels = labels_of([0.5] * num_classes if multi_label else None)
+        self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)
+
+    @property
+    def score(self) -> str:
+        """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
+        return self.labels.score
+
+    def forward(self, images: ImageBatch) -> Tensor:
+        """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
+
+        Evaluation mode uses the averaged weights where a training keeps an average, and divides the logits by the
+        temperature where the checkpoint is calibrated (`relvit.app.evaluation.calibrate`).
+        """
+        if self.hparams.channels_last and isinstance(images, Tensor):
+            images = images.contiguous(memory_format=torch.channels_last)
+        net = self.net if self.training or self.average is None else self.average.net
+        logits = net(images)
+        return logits if self.training or self.temperature == 1 else logits / self.temperature
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the loss of images and labels, see `ClassificationLoss`."""
+        images, targets = batch
+        # A resumed training then draws the same random numbers for mixing, dropout and stochastic depth.
+        seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
+        if self.mixing is not None:
+            images, targets = self.mixing(images, targets)
+        logits, distilled, further = training_output(self(images))
+        loss = self.loss(logits, targets)
+        if self.teacher is not None:
+            options = (self.hparams.distill, self.hparams.distill_weight, self.hparams.distill_temperature)
+            loss = distillation_loss(loss, distilled, self.teacher(images), *options)
+        for name, added in further.items():
+            loss = loss + loss_weight(self.hparams, self.trainer, name) * added
+            self.step_metrics[f"{name}_cost"].update(added.detach(), weight=len(logits))
+        self.finite.note(loss)
+        if self.range_test is not None:
+            self.range_test.append((current_lr(self.trainer), float(loss.detach())))
+        if targets.is_floating_point():
+            targets = targets.argmax(-1)
+        count_batch(self.train_metrics, loss, logits, targets)
+        self.log_running()
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(self.val_metrics, batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(self.test_metrics, batch)
+
+    def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
+        """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
+        images, names = batch
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
+        return {"names": list(names), "probabilities": self.probabilities(self._logits(images))}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Compute the probabilities of logits, float32, (B, num_classes) both."""
+        return self.labels.probabilities(logits)
+
+    def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = self._logits(images)
+        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
+
+    def _logits(self, images: ImageBatch) -> Tensor:
+        """Compute the logits of a batch, which may be empty."""
+        # A process that has fewer batches than others gets empty ones, which models cannot compute.
+        if image_count(images):
+            return self(images)
+        return torch.empty(0, self.hparams.num_classes, device=self.device)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add none, and refuse what does not go with relvit; Lightning calls this hook before all others."""
+        check_trainer(self.trainer, self.hparams.ema_decay)
+        return []
+
+    def setup(self, stage: str) -> None:
+        """Check the data, compile, load the teacher, and take class weights from the data."""
+        data = self.trainer.datamodule
+        check_images(self.net, data, self.hparams, stage)
+        compile_in_place(self.net, self.hparams.compile, data)
+        if stage != "fit":
+            return
+        self.temperature = 1.0
+        if self.hparams.teacher is not None and self.teacher is None:
+            self.teacher = build_teacher({**self.hparams, "teacher": self._teacher_source}, data)
+            if hasattr(self.net, "set_distilled_training"):
+                self.net.set_distilled_training(True)
+        if training_losses(self.net):
+            self.net.set_training_losses(True)
+        weights = getattr(data, "class_weights", None)
+        if weights is not None:
+            if self.hparams.class_weights is not None:
+                raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
+            self.loss.weights = weights.to(self.device)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # No earlier hook of Lightning knows whether a checkpoint, which replaces pretrained weights, has been loaded.
+        hparams, data = self.hparams, self.trainer.datamodule
+        if self.pretrained is not None:
+            self.transfer = load_pretrained(self.net, self.pretrained, hparams.class_names, data)
+            self.pretrained = None
+        self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
+        self.progress.check_layout(self.trainer)
+        optimizer = make_optimizer(
+            self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
+        )
+        check_epsilon(self.trainer, optimizer)
+        scheduler = self.plan.scheduler(optimizer, hparams.min_lr, self.schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Start the average with the weights on their device, or restore it from a checkpoint."""
+        decay, warmup = self.hparams.ema_decay, self.hparams.ema_warmup
+        self.average = None if decay is None else WeightAverage(self.net, decay, warmup)
+        if self.average is not None:
+            if self._restored_average is not None:
+                self.average.load(self._restored_average)
+            compile_in_place(self.average.net, self.hparams.compile, self.trainer.datamodule)
+        self._restored_average = None
+
+    def on_train_start(self) -> None:
+        """Resume exactly where the checkpoint was, and report the batch and learning rate on these devices."""
+        self.progress.resume(self)
+        if self.range_test is None:
+            rank_zero_print(describe(self.plan, self.trainer, self.hparams.lr, self.hparams.lr_base_batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Freeze or unfreeze the backbone."""
+        if self.backbone is not None:
+            # This depends on the number of the epoch alone, so that a resumed training does the same.
+            frozen = self.current_epoch < self.hparams.freeze_epochs
+            self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Average the gradients over accumulated batches, and stop at, or skip, gradients that are not finite."""
+        if self.backbone is not None and self.backbone.frozen:
+            self.backbone.drop_gradients()
+        average_accumulated(self.trainer, self.net.parameters())
+        if self.range_test is not None:
+            return
+        norm, finite = self.finite.before_step(self.trainer, self.net.parameters())
+        if finite:
+            self.step_metrics["grad_norm"].update(norm)
+        if "skipped_steps" in self.step_metrics:
+            self.step_metrics["skipped_steps"].update(float(not finite))
+        self.log("grad_norm", norm, on_step=True, on_epoch=False)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the optimiser and the average; Lightning does not call this for batches that only accumulate."""
+        super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update(self.net, self.global_step + 1)
+        self.keep_step_metrics()
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self._is_fitting and not self.trainer.sanity_checking:
+            self.progress.note_validation(self.trainer)
+
+    def on_train_epoch_end(self) -> None:
+        # Lightning calls this before the callbacks that save checkpoints, and after all others.
+        super().on_train_epoch_end()
+        self.progress.note_epoch(self.trainer)
+
+    def on_train_end(self) -> None:
+        if self.backbone is not None:
+            self.backbone.set_frozen(False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add a description, the averaged weights and the progress; 'state_dict' holds the raw weights."""
+        checkpoint[KEY] = describe_training(self)
+        if self._is_fitting:
+            point = self.progress.save(self.trainer, checkpoint)
+            checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
+        if self.average is not None:
+            weights = self.average.net.state_dict()
+            checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
+        checkpoint[TIMM_KEY] = timm_weights(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore raw and averaged weights to resume a training; evaluation loads the averaged ones alone."""
+        self.pretrained = None
+        averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
+        self.labels: Labels = self.labels.restored(description.get("thresholds"))
+        if not self._is_fitting:
+            self.average = None
+            self.temperature = description.get("temperature", 1.0)
+            checkpoint["state_dict"] = checkpoint["state_dict"] | (averaged or {})
+            return
+        if averaged is not None:
+            self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
+        if self.progress.load(checkpoint):
+            self.restore_metrics(checkpoint[METRICS_KEY])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; weights of another model raise a ValueError, as other checkpoints that do not fit do."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
+
+    @property
+    def _is_fitting(self) -> bool:
+        try:
+            return self.trainer.state.fn == "fit"
+        # Without a trainer, for example in a classifier that was only loaded, Lightning raises this error.
+        except RuntimeError:
+            return False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
+        """Also move the average and the teacher, which are no submodules, to another device or dtype."""
+        super()._apply(fn, recurse)
+        for companion in (self.average, self.teacher):
+            if companion is not None:
+                companion.net._apply(fn)
+        return self
+
+
+# Only some models return these losses in training; the text names such models.
+MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
+LOSS_DEFAULTS: dict[str, Any] = {
+    option: inspect.signature(ImageClassifier).parameters[option].default
+    for name in MODEL_LOSSES
+    for option in loss_options(name)
+}

@@ -1,0 +1,25 @@
+"""Compile a network in place by `torch.compile`, for the image sizes of a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
+    """Compile a network, unless this is already done; in place, so that the names in its state dict stay the same.
+
+    See `compile` of `relvit.app.training.ImageClassifier` for `backend`. If the data module has several `train_sizes`,
+    each size has a graph of its own.
+    """
+    if not backend or net._compiled_call_impl is not None:
+        return
+    sizes = getattr(data, "train_sizes", None)
+    if sizes:
+        # Each size needs a graph in training, one in evaluation, and one for the smaller last batch of an evaluation.
+        # PyTorch would stop compiling at its own, lower limit.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 2 * len(sizes) + 4)
+    net.compile(backend="inductor" if backend is True else backend, dynamic=False if sizes else None)

@@ -1,0 +1,114 @@
+"""Callbacks and options of Lightning's Trainer that a training refuses, and what relvit has in their place.
+
+`docs/options.md` lists them. Everything else of Lightning works: `tests/app/cli/trainer` trains and resumes with each
+callback and each argument of the Trainer.
+"""
+
+from __future__ import annotations
+
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from torch.optim import Optimizer
+
+from relvit.app.data import ImageData
+from relvit.app.training.optim.lr_finder import FindLearningRate
+from relvit.app.training.optim.strategy import check_strategy
+
+# Callback -> why a training refuses it and its subclasses, and what to give instead.
+REFUSED: dict[type[Callback], str] = {
+    BaseFinetuning: "it adds parameters to the optimiser for which the schedule has no rate; to train the classifier "
+    "first, give --model.freeze_epochs N, and smaller rates for lower layers by --model.layer_decay 0.75",
+    BatchSizeFinder: "the learning rate and the number of steps are planned for the batch size of the start; give "
+    "--batch_size N, and see the memory that it takes in metrics.csv (system/memory_gb)",
+    GradientAccumulationScheduler: "the schedule counts optimiser steps of one size; give "
+    "--trainer.accumulate_grad_batches N",
+    LearningRateFinder: "it changes the optimiser's rate alone, which the schedule sets anew at its next step; give "
+    "--lr_find, which runs its range test (in Python: relvit.app.training.FindLearningRate)",
+    ModelPruning: "it renames the weights, so that no checkpoint could be loaded; prune the model after the training, "
+    "by torch.nn.utils.prune",
+    SpikeDetection: "it reads a loss that Lightning does not hand to it; --model.nonfinite and "
+    "--trainer.gradient_clip_val treat losses and gradients that explode",
+    StochasticWeightAveraging: "it takes the place of the schedule; give --model.ema_decay 0.999, or average the "
+    "checkpoints afterwards by relvit average",
+    WeightAveraging: "in checkpoints its average would take the place of the weights; give --model.ema_decay 0.999, "
+    "whose checkpoints hold both",
+}
+# These callbacks write to a logger alone.
+LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
+
+
+# These precisions keep the weights in two bytes each; their values keep the weights in float32.
+HALF = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
+# The smallest positive float16.
+LEAST_HALF = 2.0**-24
+
+
+def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
+    """Refuse a trainer that cannot use the classifier, or that would train it otherwise than its options say.
+
+    Args:
+        trainer: The trainer, which is about to run.
+        ema_decay: The decay of the average of the weights; None: there is no average.
+
+    Raises:
+        ValueError: A callback would change a training behind its plan or make checkpoints that cannot be resumed, or
+            lacks a logger; the strategy divides the weights; or an option does not go with relvit's data or average.
+    """
+    check_strategy(trainer.strategy)
+    if trainer.state.fn != "fit":
+        return
+    for callback in trainer.callbacks:
+        check_callback(callback, bool(trainer.loggers))
+    if trainer.overfit_batches and isinstance(trainer.datamodule, ImageData):
+        raise ValueError(
+            f"overfit_batches {trainer.overfit_batches} takes the first images in order, which are often of one class: "
+            "to see whether a model can learn a few images by heart, train on a folder or a list of a few images of "
+            "each class, with --data.augment none"
+        )
+    if ema_decay is not None and str(trainer.precision) in HALF:
+        raise ValueError(
+            f"an average of weights (ema_decay {ema_decay:g}) would be lost in the rounding of precision "
+            f"{trainer.precision}: give --precision {HALF[str(trainer.precision)]}, or no ema_decay"
+        )
+
+
+def check_callback(callback: Callback, logger: bool) -> None:
+    """Refuse a callback of the table, or one that writes to a logger alone where there is none."""
+    name, kinds = type(callback).__name__, type(callback).__mro__
+    # relvit's own subclass of a refused callback goes with its schedule.
+    if isinstance(callback, FindLearningRate):
+        return
+    if reason := next((REFUSED[kind] for kind in kinds if kind in REFUSED), None):
+        raise ValueError(f"Lightning's {name} cannot be used here: {reason}")
+    if isinstance(callback, LOGGING) and not logger:
+        raise ValueError(
+            f"Lightning's {name} writes to a logger, and there is none: give one (--logger wandb, or "
+            "--trainer.logger CSVLogger --trainer.logger.save_dir DIR), or leave the callback out: metrics.csv has "
+            "the learning rate, images per second and memory of each epoch"
+        )
+
+
+def check_epsilon(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Refuse an optimiser whose epsilon is zero in the float16 of precision 16-true, since it would divide by zero.
+
+    Raises:
+        ValueError: The epsilon is too small.
+    """
+    epsilon = optimizer.defaults.get("eps")
+    if str(trainer.precision) == "16-true" and isinstance(epsilon, float) and epsilon < LEAST_HALF:
+        raise ValueError(
+            f"the optimiser's eps {epsilon:g} is zero in the float16 of precision 16-true, so that weights become NaN: "
+            "give --precision 16-mixed, or --model.opt_kwargs.eps 1e-4"
+        )

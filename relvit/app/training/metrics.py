@@ -1,0 +1,194 @@
+"""Metrics of an epoch on all devices (torchmetrics): loss and accuracy or mean average precision, logged and resumed.
+
+The metrics of a test's report are in `relvit.app.evaluation.outcomes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from lightning import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric, MetricCollection
+
+from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
+from relvit.app.training.labels import Labels
+
+# The key of an unfinished epoch's metrics in a checkpoint.
+METRICS_KEY = "train_metrics"
+
+States = dict[str, dict[str, Any]]
+
+
+def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
+    """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
+    metrics = {"loss": MeanMetric(), **labels.metrics(num_classes, prefix == "train/", mixed)}
+    return MetricCollection(metrics, prefix=prefix, compute_groups=False)
+
+
+def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add a batch, which may be empty: its mean loss, logits (B, num_classes), and labels (B,) or (B, num_classes)."""
+    for name, metric in metrics.items(keep_base=True):
+        if name == "loss" and len(labels):
+            metric.update(loss.detach(), weight=len(labels))
+        elif name == "scores" or (name != "loss" and len(labels)):
+            metric.update(logits.detach(), labels)
+
+
+def current_lr(trainer: Trainer) -> float:
+    """Return the learning rate of the last layer, which is the highest where there is a `layer_decay`."""
+    return max(group["lr"] for group in trainer.optimizers[0].param_groups)
+
+
+class EpochMetrics(LightningModule):
+    """A LightningModule whose metrics count every image once on any number of devices.
+
+    All processes compute a metric at the same point, and log the result as a plain number. If the metric object itself
+    were logged, Lightning would compute it when something first reads it. A progress bar reads it on the main process
+    alone, which would then wait for the other processes for ever.
+
+    Attributes:
+        labels: The labels of the images, one per image or several.
+        train_metrics: The metrics of the training, on augmented images, see `epoch_metrics`.
+        val_metrics: The metrics of the validation.
+        test_metrics: The metrics of the test.
+        step_metrics: Means and sums over the optimiser steps of an epoch.
+    """
+
+    labels: Labels
+    train_metrics: MetricCollection
+    val_metrics: MetricCollection
+    test_metrics: MetricCollection
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EpochMetrics:
+        """Convert metrics with the module, but keep their sums in float32 where the weights become two-byte numbers."""
+        super()._apply(fn, recurse)
+        for metric in self.modules():
+            if isinstance(metric, Metric) and metric.dtype in (torch.float16, torch.bfloat16):
+                metric._apply(lambda state: state.float() if state.is_floating_point() else state)
+        return self
+
+    def create_metrics(self, labels: Labels, num_classes: int, mixed: bool, of_steps: dict[str, Metric]) -> None:
+        """Create the metrics; `of_steps` are metrics of optimiser steps that only some trainings have."""
+        self.labels = labels
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            epoch_metrics(labels, num_classes, f"{split}/", mixed and split == "train")
+            for split in ("train", "val", "test")
+        )
+        of_steps = {"grad_norm": MeanMetric(), **of_steps}
+        self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        # A training resumes from its last optimiser step, so checkpoints hold the epoch's metrics at that step.
+        self._metrics_at_step: States = {}
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """The probability of each class from which on an image has this class; None where images have one label."""
+        return self.labels.thresholds
+
+    def log_running(self) -> None:
+        """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
+        # torchmetrics replaces `compute` of the object by a method that waits for the other processes.
+        values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
+        shown = {"loss": "loss", "acc1": "acc", "acc1_mixed": "acc"}
+        values = {shown[name]: value for name, value in values.items() if name in shown}
+        self.log_dict(values, prog_bar=True, logger=False)
+
+    def keep_step_metrics(self) -> None:
+        """Copy the epoch's metrics after an optimiser step, for checkpoints."""
+        self._metrics_at_step = _copy_states(self.train_metrics) | _copy_states(self.step_metrics)
+
+    def metrics_to_save(self, within_epoch: bool) -> list[States]:
+        """Gather the metrics at the last optimiser step from all processes; a finished epoch needs none."""
+        return _gather_states(self._metrics_at_step if within_epoch else {})
+
+    def restore_metrics(self, stored: list[States]) -> None:
+        """Resume with the metrics of a checkpoint, in each process with its own."""
+        # The number of processes changes only between epochs, where there are no metrics to restore.
+        self._metrics_at_step = stored[self.global_rank] if len(stored) == self.trainer.world_size else {}
+        for metrics in (self.train_metrics, self.step_metrics):
+            metrics.reset()
+            _restore_states(metrics, self._metrics_at_step)
+
+    def on_train_epoch_start(self) -> None:
+        self.train_metrics.reset()
+        self.step_metrics.reset()
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.reset()
+        self.labels.choose_thresholds(self.val_metrics, choose=self.trainer.state.fn == "fit")
+
+    def on_test_epoch_start(self) -> None:
+        self.test_metrics.reset()
+        self.labels.choose_thresholds(self.test_metrics, choose=False)
+
+    # Lightning calls callbacks at the end of an epoch before the module, so the metrics are logged with the last batch.
+    # They are logged again at the end, since early stopping and data without a length do not announce the last batch.
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer = self.trainer
+        steps_done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        if steps_done or is_last_of_epoch(trainer, batch_idx):
+            self._log_train()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx + 1 == self.trainer.num_val_batches[dataloader_idx]:
+            self._log(self.val_metrics.compute())
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx + 1 == self.trainer.num_test_batches[dataloader_idx]:
+            self._log(self.test_metrics.compute())
+
+    def on_train_epoch_end(self) -> None:
+        self._log_train()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log(self.val_metrics.compute())
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.labels = self.labels.chosen(self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        self._log(self.test_metrics.compute())
+
+    def _log_train(self) -> None:
+        self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
+
+    def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
+        # With both `sync_dist` and `rank_zero_only` Lightning neither reduces the values once more nor warns.
+        options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
+        self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
+
+
+def _copy_states(metrics: MetricCollection) -> States:
+    """Copy the states of metrics, which are sums; Lightning does not store them within an epoch."""
+    return {
+        name: {"updates": metric.update_count, **{key: value.clone() for key, value in metric.metric_state.items()}}
+        for name, metric in metrics.items(keep_base=True)
+    }
+
+
+def _gather_states(states: States) -> list[States]:
+    """Gather the states of all processes on the CPU; every process has to call this, even without states."""
+    own = {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
+    if not torch.distributed.is_initialized():
+        return [own]
+    gathered: list[States] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+def _restore_states(metrics: MetricCollection, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load states into metrics."""
+    for name, metric in metrics.items(keep_base=True):
+        if name not in states:
+            continue
+        for key, value in states[name].items():
+            if key == "updates":
+                metric._update_count = value
+            else:
+                setattr(metric, key, value.to(metric.device))

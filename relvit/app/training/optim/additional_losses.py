@@ -1,0 +1,48 @@
+"""Weights and warm-up of the additional losses in `TrainingOutput`; the classification loss is in `loss.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import Trainer
+from torch import nn
+
+from relvit.app.training.optim.schedule import steps_of
+
+
+def check_losses(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], net: nn.Module, models: Mapping[str, str]
+) -> None:
+    """Refuse options of losses that a network does not return.
+
+    Args:
+        given: The arguments of `ImageClassifier`.
+        defaults: The defaults of these options.
+        net: The network.
+        models: The models that return a loss, by the name of the loss.
+
+    Raises:
+        ValueError: There is such an option.
+    """
+    for name in models.keys() - set(training_losses(net)):
+        for option in loss_options(name):
+            if given[option] != defaults[option]:
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
+
+
+def loss_options(name: str) -> tuple[str, str]:
+    """Return the options of a loss: its weight, and the number of epochs in which this weight rises."""
+    return f"{name}_weight", f"{name}_warmup_epochs"
+
+
+def training_losses(net: nn.Module) -> tuple[str, ...]:
+    """Return the names of the additional losses that a network returns."""
+    return getattr(net, "training_losses", ())
+
+
+def loss_weight(given: Mapping[str, Any], trainer: Trainer, name: str) -> float:
+    """Compute the weight of a loss at a trainer's optimiser step: it rises linearly, as the learning rate does."""
+    weight, option = loss_options(name)
+    warmup = steps_of(trainer, option, given[option])
+    return given[weight] * min(1.0, (trainer.global_step + 1) / (warmup + 1))

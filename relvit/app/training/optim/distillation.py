@@ -1,0 +1,105 @@
+"""Knowledge distillation as in DeiT: the loss with a teacher, and the teacher, a trained classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.models import build_model
+from relvit.models.weights.transfer import transfer_weights
+from relvit.utils.messages import listing
+
+Distill = Literal["hard", "soft"]
+
+
+def distillation_loss(
+    loss: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    kind: Distill = "hard",
+    weight: float = 0.5,
+    temperature: float = 3.0,
+) -> Tensor:
+    """Combine the losses of the labels and of the teacher (Touvron et al. 2021, arXiv 2012.12877, section 4).
+
+    - 'hard', equation 3: `(1 - weight) loss + weight CE(student, argmax teacher)`; in the paper weight is 1/2.
+    - 'soft', equation 2: `(1 - weight) loss + weight T^2 KL(softmax(teacher / T) || softmax(student / T))`; in the
+      paper weight is 0.1 and T is 3. (The paper's code also divides this term by the number of classes.)
+
+    Args:
+        loss: The mean loss of the labels.
+        student: The student's logits (B, num_classes).
+        teacher: The teacher's logits (B, num_classes).
+        kind, weight, temperature: As `distill...` of `ImageClassifier`.
+    """
+    student, teacher = student.float(), teacher.float()
+    if kind == "hard":
+        distance = F.cross_entropy(student, teacher.argmax(-1))
+    else:
+        parts = ((logits / temperature).log_softmax(-1) for logits in (student, teacher))
+        distance = temperature**2 * F.kl_div(*parts, reduction="batchmean", log_target=True)
+    return (1 - weight) * loss + weight * distance
+
+
+def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
+    """Build the teacher of an `ImageClassifier` with these arguments, for images normalised as in these data."""
+    names = ("teacher", "num_classes", "img_size", "class_names")
+    return Teacher(*(hparams[name] for name in names), getattr(data, "mean", None), getattr(data, "std", None))
+
+
+class Teacher:
+    """A trained classifier that is evaluated and never trained, on images that are normalised for the student.
+
+    The teacher is no submodule of anything: checkpoints of the student do not hold it.
+
+    Args:
+        pretrained: The teacher, see `Pretrained`; not a file of plain weights.
+        num_classes, img_size, class_names: Classes and image size of the student, as in `ImageClassifier`.
+        mean, std: The normalisation of the student's images. None: the normalisation of the teacher's images.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The weights cannot be had, or belong to other classes.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        num_classes: int,
+        img_size: int | Sequence[int] | None = None,
+        class_names: Sequence[str] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        source = Pretrained(pretrained)
+        weights, architecture = source.weights(), source.architecture()
+        channels = weights.input_size[0] if weights.input_size else 3
+        self.net: nn.Module = build_model(
+            architecture.model, num_classes, channels, img_size, architecture.model_kwargs, architecture.retrofit
+        )
+        report = transfer_weights(self.net, weights, class_names)
+        if report.new:
+            theirs = f" {listing(weights.class_names)}" if weights.class_names else ""
+            raise ValueError(
+                f"the teacher {pretrained} was trained on other classes{theirs} than the {num_classes} here: "
+                f"it lacks {listing(report.new, 2)}"
+            )
+        self.net.eval().requires_grad_(False)
+        # A factor and an offset per channel turn the student's normalisation into the teacher's.
+        self.scale: Tensor = torch.ones(1)
+        self.offset: Tensor = torch.zeros(1)
+        if mean and std and weights.mean and weights.std:
+            center, spread, their_center, their_spread = (
+                torch.tensor(values).view(-1, 1, 1) for values in (mean, std, weights.mean, weights.std)
+            )
+            self.scale, self.offset = spread / their_spread, (center - their_center) / their_spread
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Compute the logits (B, num_classes) of images (B, C, height, width)."""
+        return self.net(images * self.scale.to(images) + self.offset.to(images))

@@ -1,0 +1,164 @@
+"""Learning rate schedule: linear warm-up and cosine decay per optimiser step, for the devices of a training."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from lightning import Trainer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+# A function of the optimiser step and, by name, of `total`, `warmup` and `floor`, as `warmup_cosine` is.
+Schedule = Callable[..., float]
+DEFAULT = "relvit.app.training.warmup_cosine"
+
+
+def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
+    """Compute the factor on the learning rate at an optimiser step: a linear rise, then half a cosine down to `floor`.
+
+    The first step has 1 / (warmup + 1) of the full rate, step `warmup` has the full rate, and step `total - 1` is one
+    step before `floor`. DeiT has this schedule per epoch (Touvron et al. 2021, arXiv 2012.12877, table 9).
+
+    Args:
+        step: The optimiser step, counted from 0.
+        total: The number of steps of the training.
+        warmup: The number of steps of the rise, fewer than `total`.
+        floor: The factor at the end, in 0 ... 1.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def schedule_of(schedule: str | Schedule) -> Schedule:
+    """Return a schedule, which is imported where it is given as 'module.function'.
+
+    Raises:
+        ValueError: There is no such function.
+        TypeError: It does not take a step, `total`, `warmup` and `floor`.
+    """
+    function = schedule
+    if isinstance(schedule, str):
+        module, _, name = schedule.rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"schedule {schedule!r} is no function of a module: {error}; give 'module.name'"
+            ) from error
+    try:
+        inspect.signature(function).bind(0, total=1, warmup=0, floor=0.0)
+    except TypeError as error:
+        raise TypeError(
+            f"schedule {schedule_name(schedule)} must take (step, total, warmup, floor): {error}"
+        ) from error
+    return function
+
+
+def schedule_name(schedule: str | Schedule) -> str:
+    """Return the 'module.function' by which a checkpoint records a schedule."""
+    if isinstance(schedule, str):
+        return schedule
+    kind = schedule if hasattr(schedule, "__qualname__") else type(schedule)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return DEFAULT if schedule is warmup_cosine else name
+
+
+class Plan(NamedTuple):
+    """Batch, learning rate and steps of a training on its devices.
+
+    Attributes:
+        batch: Images per optimiser step, over all devices and accumulated batches.
+        lr: The peak learning rate for this batch.
+        steps: The number of optimiser steps of the training.
+        warmup: The number of steps of the warm-up, at most half of `steps`.
+        warmup_asked: The number of steps of the warm-up that `warmup_epochs` asks for.
+    """
+
+    batch: int
+    lr: float
+    steps: int
+    warmup: int
+    warmup_asked: int
+
+    def scheduler(self, optimizer: Optimizer, min_lr: float, schedule: str | Schedule = DEFAULT) -> LambdaLR:
+        """Build the scheduler, whose floor is `min_lr`."""
+        if min_lr > self.lr:
+            raise ValueError(f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images")
+        floor = min_lr / self.lr if self.lr else 0.0
+        return LambdaLR(optimizer, partial(schedule_of(schedule), total=self.steps, warmup=self.warmup, floor=floor))
+
+
+def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs: float) -> Plan:
+    """Plan the training that a trainer is about to begin or to resume.
+
+    `lr` is meant for `base_batch` images per step, and grows in proportion to the batch (Goyal et al. 2017, arXiv
+    1706.02677); None for `base_batch` leaves `lr` as it is. The warm-up takes at most half of the steps, so that the
+    full rate is reached, and used.
+    """
+    # Lightning sets up the data only when it needs their length, which --trainer.max_steps makes unnecessary.
+    trainer.fit_loop.setup_data()
+    steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
+    if not math.isfinite(steps):
+        raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
+    warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
+    batch = batch_size_of(trainer) * accumulated * trainer.world_size
+    scaled = lr * batch / base_batch if base_batch else lr
+    return Plan(batch, scaled, int(steps), min(warmup, int(steps) // 2), warmup)
+
+
+def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
+    """Compute the number of optimiser steps of a number of epochs; `name` is the option that gives the epochs."""
+    if not epochs:
+        return 0
+    batches = trainer.num_training_batches
+    if not math.isfinite(batches):
+        raise ValueError(f"the data does not know its length, so {name} {epochs:g} has none: give 0")
+    # The last step of an epoch may have fewer batches, and is a step as well.
+    return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
+
+
+def batch_size_of(trainer: Trainer) -> int:
+    """Return the number of images per batch and device, which the dataloader of the training says."""
+    loader = trainer.train_dataloader
+    parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    size = next((size for part in parts if (size := getattr(part, "batch_size", None))), None)
+    if not size:
+        raise ValueError(f"the training loader, {type(loader).__name__}, does not say its batch_size")
+    return int(size)
+
+
+def update_rates(scheduler: LambdaLR) -> None:
+    """Set the optimiser's learning rates by the scheduler's step.
+
+    A checkpoint holds the rates of the schedule at its time, which is another schedule if the training has become
+    longer.
+    """
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
+    """Describe a plan in a line, with the factors of batch and learning rate, and in another line a shorter warm-up."""
+    accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
+    scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
+    text = (
+        f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
+        f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"
+    )
+    if 0 < plan.warmup < plan.warmup_asked:
+        text += (
+            f"\nNote: the warm-up would take {plan.warmup_asked} steps: it takes {plan.warmup}, half of the training, "
+            "so that the full learning rate is reached"
+        )
+    elif plan.warmup < plan.warmup_asked:
+        text += "\nNote: the training is too short for a warm-up, so there is none"
+    return text

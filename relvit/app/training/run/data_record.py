@@ -1,0 +1,143 @@
+"""Record a run's images: `images.csv.gz` (all), `val_split.csv` (held out for validation), `unreadable.csv` (skipped).
+
+A resumed training compares its images with digests in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from lightning import Callback, LightningModule, Trainer
+
+from relvit.app.data import ImageData, ImageFilesData
+from relvit.app.data.labels import label_text
+from relvit.app.training.run.images_csv import FILE, Digests, compute_digests, describe_difference, write_manifest
+from relvit.app.utils.files import write_csv
+from relvit.app.utils.progress import rank_zero_print
+from relvit.utils.messages import printable, visible, visible_lines
+
+# Without a folder to write to, at most this number of unreadable images is printed.
+SHOWN = 5
+
+
+class DataRecord(Callback):
+    """Record the images of a run in files and in checkpoints, and print the number of training images of each class.
+
+    - `images.csv.gz` (split, name, content, label) lists all images of train and val.
+    - `val_split.csv` (path, label) lists images of train that are held out for validation, if there are some.
+    - `unreadable.csv` (split, path, reason) lists images that were skipped, if there are some. Their number is printed.
+
+    Checkpoints hold digests of the images of train and val. A training resumes only with the same images: the same
+    names, sizes in bytes and labels, in the same order. They may be in another folder.
+
+    Args:
+        folder: The folder to write to. None only prints the first unreadable images.
+
+    Attributes:
+        digests: The digests of the images of train and val, in a training and on the main process.
+        unreadable: The unreadable images reported so far and the reasons, by split, on the main process.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.unreadable: dict[str, dict[str, str]] = {}
+        self.digests: Digests = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of unreadable images of each split that had some."""
+        return {split: len(files) for split, files in self.unreadable.items()}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule
+        if isinstance(data, ImageFilesData) and trainer.is_global_zero:
+            rank_zero_print(data.training_images())
+        held_out = data.held_out() if isinstance(data, ImageData) else []
+        if held_out and self.folder and trainer.is_global_zero:
+            rows = [[printable(name), label_text(label, data.class_names)] for name, label in held_out]
+            write_csv(self.folder / "val_split.csv", ["path", "label"], rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"images": self.digests} if self.digests else {}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to resume a training with other images, in all processes; the main one compares.
+
+        Raises:
+            ValueError: The images of train or val differ.
+        """
+        # The search for a learning rate loads a checkpoint of its own, which has no path.
+        resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
+        if not resumes or not isinstance(trainer.datamodule, ImageData):
+            return
+        difference = ""
+        if trainer.is_global_zero:
+            state = checkpoint["callbacks"].get(self.state_key)
+            difference = self._difference(trainer, state.get("images") if isinstance(state, dict) else None)
+        if difference := trainer.strategy.broadcast(difference):
+            raise ValueError(
+                f"the checkpoint is from a training on other images ({difference}): go on with the same images, in "
+                "whatever folder, or start another training from these weights with --model.pretrained"
+            )
+
+    def _difference(self, trainer: Trainer, before: Any) -> str:
+        self.digests = compute_digests(trainer.datamodule)
+        if isinstance(before, dict):
+            run = Path(trainer.ckpt_path).parent.parent
+            return describe_difference(before, self.digests, trainer.datamodule, run / FILE)
+        if self.digests:
+            warnings.warn(
+                "the checkpoint does not say which images its training had, as one of relvit fit does: whether they "
+                "are still the same is not checked",
+                stacklevel=2,
+            )
+        return ""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write `images.csv.gz`."""
+        # Only when the training starts has every strategy loaded the checkpoint, whose images may be refused.
+        data = trainer.datamodule
+        if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
+            return
+        if not self.digests or not (self.folder / FILE).is_file():
+            self.digests = write_manifest(data, self.folder / FILE)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Report the unreadable images at the end of a fit, validation, test or prediction."""
+        data = trainer.datamodule
+        if not isinstance(data, ImageData):
+            return
+        of_processes = [data.unreadable]
+        if trainer.world_size > 1:
+            of_processes = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(of_processes, data.unreadable)
+        found: dict[str, dict[str, str]] = {}
+        for unreadable in of_processes:
+            for split, files in unreadable.items():
+                if files:
+                    found.setdefault(split, {}).update(files)
+        if not found or found == self.unreadable or not trainer.is_global_zero:
+            return
+        self.unreadable = found
+        rows = [
+            [split, printable(path), reason] for split, files in found.items() for path, reason in sorted(files.items())
+        ]
+        lines = [_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
+        if self.folder:
+            write_csv(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
+            lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
+        else:
+            lines += [f"  {visible(path)}: {reason}" for _, path, reason in rows[:SHOWN]]
+            lines += [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+        print(visible_lines("\n".join(lines)), flush=True)
+
+
+def _sentence(split: str, count: int, replaced: bool) -> str:
+    images = "1 image" if count == 1 else f"{count} images"
+    of = "" if split == "predict" else f" of {split}"
+    if replaced:
+        return f"{images}{of} could not be read; other images of {split} took their place in the batches."
+    return f"{images}{of} could not be read and {'was' if count == 1 else 'were'} left out."

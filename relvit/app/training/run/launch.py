@@ -1,0 +1,243 @@
+"""Set up the processes of a run that Lightning, torchrun or srun (Slurm) starts, and end a run that loses a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from relvit.app.training.optim.strategy import check_strategy
+from relvit.app.utils.devices import cores
+from relvit.utils.messages import LostProcessError, did_you_mean
+
+# gloo and NCCL raise errors with these words where a process has ended.
+LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
+OUT_OF_MEMORY = ", as the system does where memory runs out"
+# A job of Slurm that is an interactive shell has one of these names.
+SHELLS = ("bash", "interactive")
+# The number of seconds that the main process has to end by itself where another process fails.
+PATIENCE = 60
+
+
+class Launch(NamedTuple):
+    """The processes, on all machines, that torchrun or srun has started, among them the present one."""
+
+    by: Literal["torchrun", "srun"]
+    processes: int
+    nodes: int
+
+    @property
+    def per_node(self) -> int:
+        """The number of processes on each machine."""
+        return self.processes // self.nodes
+
+
+class SrunTasks(SLURMEnvironment):
+    """The tasks of srun as Lightning's cluster environment, without Lightning's way to queue the job again.
+
+    A run saves a checkpoint and ends when Slurm sends a signal; the script of the job then queues the job again.
+    """
+
+    def __init__(self) -> None:
+        # Slurm sets the variable only where the job asks for it, and Lightning always wants it.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
+        super().__init__(auto_requeue=False)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Do nothing, as `check_processes` compares the tasks of srun; Lightning would compare the tasks of the job."""
+
+
+def set_devices(options: dict[str, Any]) -> Launch | None:
+    """Check a trainer's options of devices, set them to the processes of torchrun or srun, and return `launched()`.
+
+    Raises:
+        ValueError: This machine does not have the devices, or the strategy divides the weights among devices.
+    """
+    check_devices(options["accelerator"], options["devices"])
+    check_strategy(options["strategy"])
+    launch = launched()
+    if options["devices"] == "auto" and launch is not None:
+        options["devices"], options["num_nodes"] = launch.per_node, launch.nodes
+    environment = environment_of(launch)
+    plugins = as_list(options["plugins"])
+    if environment is not None and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        plugins.append(environment)
+    options["plugins"] = plugins or None
+    return launch
+
+
+def launched() -> Launch | None:
+    """Return how torchrun or srun has started this process; None if it is the only one so far.
+
+    In a job of Slurm a process is alone if a shell (`srun --pty bash`, `salloc`) or the job's script has started it,
+    whatever the job's number of tasks.
+
+    Raises:
+        ValueError: srun has started more tasks on one machine than on another.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return Launch("torchrun", processes, processes // here)
+    tasks, nodes = _tasks(), _nodes()
+    # The tasks of srun have no terminal, and a shell by `srun --pty` has one.
+    in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
+    if tasks < 2 or in_shell:
+        return None
+    if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
+        raise ValueError(
+            f"srun has started {tasks} tasks on {nodes} machines, not equally many on each: give --ntasks-per-node, "
+            "the number of GPUs of a machine"
+        )
+    return Launch("srun", tasks, nodes)
+
+
+def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
+    """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
+    if launch is not None:
+        return SrunTasks() if launch.by == "srun" else None
+    # In any process of a Slurm job, Lightning would wait for the tasks of the job.
+    return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
+
+
+def check_devices(accelerator: Any, devices: Any) -> None:
+    """Refuse a kind of device that this machine does not have, and a wrong number of devices.
+
+    Lightning's own errors do not name the options.
+
+    Raises:
+        ValueError: The machine has no such device, or `devices` is no number of devices.
+    """
+    kinds = AcceleratorRegistry.available_accelerators()
+    found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
+    found += ["gpu"] if {"cuda", "mps"} & set(found) else []
+    if isinstance(accelerator, str) and accelerator not in ("auto", *found):
+        hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, (*kinds, "gpu"))
+        raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
+    if accelerator == "cpu" or found == ["cpu"]:
+        allowed, words = r"auto|[1-9]\d*", "a number of processes or auto"
+    else:
+        allowed, words = r"auto|-1|[1-9]\d*|\d+,[\d, ]*|\[.*\]", "a number, -1 for all, indices such as [0,2], or auto"
+    if not re.fullmatch(allowed, str(devices)):
+        raise ValueError(f"--trainer.devices must be {words}, got {devices}")
+
+
+def check_processes(launch: Launch | None, trainer: Trainer) -> None:
+    """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
+
+    Raises:
+        ValueError: The numbers differ, several machines are to be used and no process runs on the others, or this
+            machine would start more processes than it has cores.
+    """
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
+        raise ValueError(f"--trainer.devices {devices}: each process on the CPU needs a core, and there are {cores()}")
+    if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
+        raise ValueError(
+            f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "
+            f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
+            f"{launch.per_node} and {launch.nodes}"
+        )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
+    if launch is None and nodes > 1 and alone:
+        raise ValueError(
+            f"--trainer.num_nodes {nodes} needs this command on {nodes} machines: start it by torchrun or srun, see "
+            "--config multi_node"
+        )
+
+
+class PatientLauncher(Callback):
+    """Give the main process a minute to end by itself where a process that it has started fails.
+
+    The main process then closes its files, draws its curves and returns the exit status of the process that failed.
+    Lightning would kill all processes, including the main process, within seconds.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        processes = _started(trainer)
+        processes[:] = [PatientProcess(each) if isinstance(each, subprocess.Popen) else each for each in processes]
+
+
+class PatientProcess:
+    """A process whose failure `poll` reports at once, and `returncode`, which Lightning reads, a minute later."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._failed_at: float | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status; None as long as the process runs, and for a minute after it has failed."""
+        status = self._process.returncode
+        if not status:
+            return status
+        self._failed_at = self._failed_at or time.monotonic()
+        return status if time.monotonic() - self._failed_at > PATIENCE else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+
+def _started(trainer: Trainer) -> list[Any]:
+    """Return the list of the other processes that the trainer has started, which may be empty."""
+    return getattr(trainer.strategy.launcher, "procs", [])
+
+
+def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
+    """Explain an error of a broken connection by the end of the other process; return other errors unchanged.
+
+    A process that has failed has printed its reason, so the present process ends with the same exit status and prints
+    no more. `hint` says how to go on where a signal has ended the other process.
+    """
+    if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
+        return error
+    if rank_zero_only.rank != 0:
+        return SystemExit(1)
+    deadline = time.monotonic() + 10
+    others = _started(trainer)
+    while others and not any(each.poll() for each in others) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank, status in enumerate((each.poll() for each in others), 1):
+        if status and status > 0:
+            return SystemExit(status)
+        if status:
+            return LostProcessError(f"process {rank} was ended by {signal.Signals(-status).name}{OUT_OF_MEMORY}{hint}")
+    return LostProcessError(f"another process has ended; its own message says why{hint}")
+
+
+def leave_processes() -> None:
+    """Leave the group of processes at the end of a run; Lightning does so with NCCL alone.
+
+    A C++ thread that is still running when the interpreter ends aborts it: "terminate called without an active
+    exception".
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return an option of one value or several as a list, which is empty for None."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _tasks() -> int:
+    """Return the number of tasks of the Slurm step that this process belongs to, or 0 without a step."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 0))
+
+
+def _nodes() -> int:
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
+
+
+def _machines(count: int) -> str:
+    return "1 machine" if count == 1 else f"{count} machines"

@@ -1,0 +1,1 @@
+"""Small helpers that several rooms of the application share."""

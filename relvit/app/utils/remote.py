@@ -1,0 +1,85 @@
+"""Fetch files from remote addresses such as https://..., s3://... and memory://..., by fsspec."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from relvit.app.utils.files import DISK_ERRORS, is_address
+from relvit.utils.messages import did_you_mean
+
+# A fetch stops after this number of seconds without a connection or without a byte. A complete file has no time limit.
+PATIENCE = 60
+
+
+class DownloadError(ConnectionError):
+    """A file at a remote address could not be fetched, or only a part of the file."""
+
+
+def suffix_of(path: str | os.PathLike[str]) -> str:
+    """Return the suffix of a file's name, such as '.ckpt'; of an address without the query."""
+    name = os.fspath(path)
+    return PurePosixPath(name.partition("?")[0] if is_address(name) else name).suffix
+
+
+@contextmanager
+def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a local file, or of a temporary copy of the file at a remote address.
+
+    Raises:
+        FileNotFoundError: there is nothing at the address, or a folder.
+        ValueError: an address of an unknown kind, or of one that needs a package which is not installed.
+        DownloadError: the file could not be fetched.
+        OSError: the disk has no space for the copy.
+    """
+    if not is_address(path):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="relvit-") as folder:
+        copy = Path(folder) / f"copy{suffix_of(path)}"
+        _fetch(os.fspath(path), copy)
+        yield copy
+
+
+def _fetch(address: str, copy: Path) -> None:
+    # These imports are not above, since most commands never need them.
+    from fsspec import available_protocols
+    from fsspec.core import url_to_fs
+    from fsspec.registry import registry
+
+    protocol = address.partition("://")[0].partition("::")[0]
+    known = {*available_protocols(), *registry}
+    if protocol not in known:
+        raise ValueError(f"{address} is an address of an unknown kind, {protocol!r}{did_you_mean(protocol, known)}")
+    try:
+        files, path = url_to_fs(address, **_options(protocol))
+        files.get_file(path, str(copy))
+    except ImportError as error:
+        cause = error if error.name else error.__cause__
+        package = getattr(cause, "name", None) or protocol
+        raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no file at {address}") from error
+    # Each library behind fsspec has exceptions of its own.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise DownloadError(f"{address} could not be fetched: {why}") from error
+    if not copy.is_file():
+        raise FileNotFoundError(f"there is no file at {address}, but a folder")
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """Return the options of fsspec's file system."""
+    if protocol not in ("http", "https"):
+        return {}
+    from aiohttp import ClientTimeout
+
+    # By default aiohttp stops after five minutes, and does not use the proxies of the environment.
+    timeout = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}

@@ -1,1 +1,0 @@
-"""Commands other than `fit`: a file each, with options and output; `relvit.evaluation` does the work."""

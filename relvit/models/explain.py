@@ -1,0 +1,92 @@
+"""Tabulate position, backend, the reason for the backend and stored memory of each attention layer (`explain`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from relvit.layers.mixer import LayerPlan, Mixer
+from relvit.layers.patch_embed import check_divisible
+from relvit.ops import Grid
+from relvit.ops.checks import int_pair
+from relvit.utils.messages import check_choice, part_of
+
+# The choice of a backend differs between these devices.
+DEVICES = ("cpu", "cuda")
+
+
+@torch.no_grad()
+def explain(
+    model: nn.Module,
+    img_size: int | Sequence[int] | None = None,
+    device: str | None = None,
+    training: bool = True,
+) -> list[LayerPlan]:
+    """List what each attention layer computes: position, terms, backend and the reason for it, width, what it keeps.
+
+    Only position tables are computed.
+
+    Args:
+        model: a model of relvit, or of timm after `relvit.retrofit`.
+        img_size: size of the images, one number or (height, width) in pixels; None: that of the model.
+        device: 'cpu' or 'cuda', the device whose backend is chosen, which need not be present; None: the device of the
+            parameters.
+        training: whether gradients are wanted.
+
+    Returns:
+        A plan for each layer, in the order of the model.
+
+    Raises:
+        ValueError: a size that the model does not take, a model without layers of relvit, or an unknown device.
+    """
+    if device is not None:
+        check_choice("device", device, DEVICES)
+    embed = getattr(model, "patch_embed", None)
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or relvit.retrofit a timm model"
+        )
+    if embed is None:
+        parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
+        hint = f": explain {part_of(parts[0])}, which has one" if parts else ""
+        raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image{hint}")
+    size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
+    if not embed.dynamic_img_pad:
+        check_divisible(torch.empty(1, 1, *size, device="meta"), embed.patch_size)
+    grid = Grid(*embed.dynamic_feat_size(size), model.num_prefix_tokens)
+    return [layer.plan(name, grid, training, device) for name, layer in found.items()]
+
+
+HEADER = (
+    "layers",
+    "position",
+    "terms",
+    "backend",
+    "why",
+    "head width (in fused)",
+    "kept for backward",
+    "parameters each",
+)
+
+
+def as_rows(plans: Sequence[LayerPlan]) -> list[list[str]]:
+    """Format plans as the cells of a table with the columns `HEADER`, layers with the same plan in one row."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for plan in plans:
+        groups.setdefault(plan[1:], []).append(plan.layer)
+    rows = []
+    for plan, layers in groups.items():
+        position, terms, backend, reason, width, keeps, parameters = plan
+        names = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
+        cells = (names, position, terms, backend, reason, f"{width[0]} ({width[1]})", keeps, f"{parameters:,}")
+        rows.append([str(cell) or "-" for cell in cells])
+    return rows
+
+
+def as_table(plans: Sequence[LayerPlan]) -> str:
+    """Format plans as a Markdown table, layers with the same plan in one row."""
+    rows = [f"| {' | '.join(row)} |" for row in (HEADER, *as_rows(plans))]
+    return "\n".join([rows[0], f"|{'---|' * len(HEADER)}", *rows[1:]])

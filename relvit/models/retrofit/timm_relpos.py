@@ -1,0 +1,105 @@
+"""Retrofitted attention of timm's BEiT, Swin and relpos ViTs, which have tables; plain ViTs: `timm_attention.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch.nn.functional as F
+from timm.models.beit import Attention as BeitAttention
+from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+from timm.models.vision_transformer_relpos import RelPosAttention
+from torch import Tensor, nn
+
+from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
+from relvit.ops import Grid
+from relvit.ops.checks import int_pair
+
+
+class TimmOwnRelative(TimmRelativeAttention):
+    """`TimmRelativeAttention` for classes of timm without a gate, an inner norm and a `head_dim`."""
+
+    gate = None
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Return the tokens unchanged."""
+        return x
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.proj.in_features // self.num_heads
+
+
+class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
+    """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
+
+    def forward(self, x: Tensor, shared_rel_pos: GridArgument) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
+        return super().forward(x, attn_mask=shared_rel_pos)
+
+
+class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
+    """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
+
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
+        return super().forward(x, attn_mask=shared_rel_pos_bias)
+
+
+class TimmRelativeWindows(TimmOwnRelative):
+    """Mixin before Swin's attention, whose blocks cut, shift and mask windows and call it with all of them at once."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B n, rows columns, dim) tokens of n windows to the same shape; `mask` (n, N, N) is added to logits."""
+        if mask is not None:
+            mask = mask.repeat(x.shape[0] // mask.shape[0], 1, 1)[:, None]
+        return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
+
+    def set_window_size(self, window_size: int | Sequence[int]) -> None:
+        """Change the size of the windows; tables stay the same, clipped beyond their edge."""
+        self.window_size: tuple[int, int] = int_pair("window_size", window_size, 1)
+        self.block_window: tuple[int, int] | None = self.window_size
+
+    def _init_buffers(self) -> None:
+        """Set the bias of keys, which timm does not train, to zero."""
+        if getattr(self, "k_bias", None) is not None:
+            self.k_bias.zero_()
+
+
+class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
+    """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
+
+    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+
+    def reset_parameters(self) -> None:
+        """Do nothing: timm's method initialises the table, which the position module has taken over."""
+
+
+class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
+    """timm's `WindowAttention` of Swin V2 after a retrofit: logits are cosines, with a learned scale per head."""
+
+    scale: float = 1.0
+
+    def q_norm(self, query: Tensor) -> Tensor:
+        """Normalise queries (B, heads, N, head_dim), times the scale, 100 at most."""
+        return F.normalize(query, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
+
+    def k_norm(self, key: Tensor) -> Tensor:
+        """Normalise keys (B, heads, N, head_dim)."""
+        return F.normalize(key, dim=-1)
+
+
+# The class of timm's attention -> the class that `relvit.retrofit` gives to its modules.
+OWN_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
+    RelPosAttention: TimmRelativeRelPos,
+    BeitAttention: TimmRelativeBeit,
+    WindowAttention: TimmRelativeSwin,
+    WindowAttentionV2: TimmRelativeSwinV2,
+}

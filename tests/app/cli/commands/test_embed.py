@@ -1,0 +1,120 @@
+"""`relvit embed`: every format against features computed image by image."""
+
+import csv
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from photos import CLASSES
+from PIL import Image
+from pyarrow import parquet
+
+from relvit.app.cli import main
+from relvit.app.data import ImageFolderData
+from relvit.app.training import load_classifier
+
+
+def embed(best, root, output, *arguments):
+    return main(["embed", str(best), f"--root={root}", f"--output={output}", "--num_workers=0", *arguments])
+
+
+def by_hand(best, paths, size=16):
+    """Pooled features, of which the head makes the logits."""
+    classifier = load_classifier(best)
+    transform = ImageFolderData(".", img_size=size, class_names=list(CLASSES)).eval_transform
+    found = []
+    with torch.no_grad():
+        for path in paths:
+            image = transform(Image.open(path).convert("RGB"))[None]
+            features = classifier.net.fc_norm(classifier.net.forward_features(image).mean(1))
+            torch.testing.assert_close(classifier.net.head(features), classifier(image))
+            found.append(features[0])
+    return torch.stack(found).numpy()
+
+
+def read(output):
+    """Paths, classes and features of a file."""
+    if output.suffix == ".npz":
+        content = np.load(output)
+        return content["path"].tolist(), content["class"].tolist(), content["features"]
+    if output.suffix == ".csv":
+        with open(output, newline="") as file:
+            header, *rows = csv.reader(file)
+        assert header == ["path", "class", *map(str, range(len(header) - 2))]
+        return [r[0] for r in rows], [r[1] for r in rows], np.array([r[2:] for r in rows], np.float32)
+    table = parquet.read_table(output)
+    return table["path"].to_pylist(), table["class"].to_pylist(), np.array(table["features"].to_pylist(), np.float32)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])
+def test_formats(best, photos, tmp_path, suffix, capsys):
+    output = tmp_path / f"e.{suffix}"
+    assert embed(best, photos / "test", output, "--batch_size=5") == 0
+    paths, classes, features = read(output)
+    assert paths == [f"{photos}/test/{name}/{i}.jpg" for name in CLASSES for i in range(6)]
+    assert classes == [name for name in CLASSES for _ in range(6)]
+    assert features.dtype == np.float32
+    np.testing.assert_allclose(features, by_hand(best, paths), rtol=1e-5, atol=1e-6)
+    out, err = capsys.readouterr()
+    assert f"18 images, 16 features each, in {output}" in out
+    assert "4/4" in err
+
+
+def test_splits_are_no_classes_and_other_sizes(best, photos, tmp_path):
+    root = tmp_path / "photos"
+    for split in ("train", "test"):
+        shutil.copytree(photos / split, root / split)
+    shutil.copytree(photos / "val" / "cat", root / "val" / "cat" / "deeper")
+    shutil.copy(photos / "val" / "owl" / "0.jpg", root / "loose.jpg")
+    assert embed(best, root, tmp_path / "e.npz", "--img_size=[24,32]") == 0
+    paths, classes, features = read(tmp_path / "e.npz")
+    assert len(paths) == 18 + 18 + 6 + 1
+    # the root, whose name is a folder too, is none
+    expected = ["" if "loose" in path else re.search(r"photos/\w+/(\w+)/", path)[1] for path in paths]
+    assert classes == expected
+    np.testing.assert_allclose(features, by_hand(best, paths, (24, 32)), rtol=1e-5, atol=1e-6)
+
+
+def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, capsys):
+    root = shutil.copytree(photos / "test" / "cat", tmp_path / "flat")
+    (root / "1.jpg").write_bytes(b"nothing")
+    (root / "4.jpg").write_bytes(b"")
+    assert embed(best, root, tmp_path / "e.npz", "--batch_size=2") == 0
+    content = np.load(tmp_path / "e.npz")
+    assert sorted(content) == ["features", "path"]
+    assert content["path"].tolist() == [f"{root}/{i}.jpg" for i in (0, 2, 3, 5)]
+    np.testing.assert_allclose(content["features"], by_hand(best, content["path"]), rtol=1e-5, atol=1e-6)
+    listed = (tmp_path / "e.unreadable.csv").read_text().splitlines()
+    assert listed == [
+        "path,reason",
+        f'{root}/1.jpg,"it is not an image, or of an unknown format"',
+        f"{root}/4.jpg,the file is empty (zero bytes)",
+    ]
+    assert (
+        f"2 images could not be read and were left out; {tmp_path / 'e.unreadable.csv'} says why"
+        in capsys.readouterr().out
+    )
+    for path in root.iterdir():
+        path.write_bytes(b"")
+    assert embed(best, root, tmp_path / "none.npz") == 2
+    assert "none of the images could be read" in capsys.readouterr().err
+    assert not (tmp_path / "none.npz").exists()
+
+
+def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
+    def message(*arguments, root=photos, output=tmp_path / "e.npz"):
+        return fails(["embed", best, f"--root={root}", f"--output={output}", *arguments])
+
+    wrong = "ends in '.parket'; allowed are .npz, .csv, .parquet (did you mean '.parquet'?)"
+    assert wrong in message(output=tmp_path / "e.parket")
+    assert "is in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
+    assert "root nowhere is no folder" in message(root="nowhere")
+    (tmp_path / "empty").mkdir()
+    assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")
+    assert "device is 'gpu9', which PyTorch does not know" in message("--device=gpu9")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    package = 'a Parquet file needs the package pyarrow: pip install "relvit[parquet]"'
+    assert package in message(output=tmp_path / "e.parquet")

@@ -1,0 +1,83 @@
+"""`relvit resolutions`: the table, the files, and mistakes; the numbers are checked in `tests/app/evaluation`."""
+
+import json
+import re
+
+import pytest
+from command_line import rows, write_checkpoint_like
+from PIL import Image
+
+from relvit.app.cli import main
+from relvit.app.evaluation import evaluate_sizes
+from relvit.app.plots.style import short_labels
+
+VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
+    vit = write_checkpoint_like(best, tmp_path / "vit.ckpt", "vit_tiny_patch16_224", VIT)
+    command = ["resolutions", best, vit, "--sizes", "16", "[24,16]", "--protocol", "field", "--fill", "grey"]
+    command += ["--split", "test", "--accelerator", "cpu", "--output", tmp_path / "new" / "folder"]
+    assert main(list(map(str, command))) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == f"1  {best}: test_relvit, trained at 16 x 16 px"
+    assert lines[1] == f"2  {vit}: vit_tiny_patch16_224, trained at 16 x 16 px"
+    assert lines[2].startswith("18 images of test; field: objects keep their scale")
+    assert "vit_tiny_patch16_224 at 24 x 16" in err
+    found = json.loads((tmp_path / "new" / "folder" / "resolutions.json").read_text())
+    expected = evaluate_sizes([best, vit], [16, (24, 16)], "test", accelerator="cpu", protocol="field", fill="grey")
+    for row, of_python in zip(found, expected, strict=True):
+        assert row.keys() == of_python.keys()
+        # A first pass keeps index tables in memory, which a second one finds there.
+        assert row["peak_memory"] == pytest.approx(of_python["peak_memory"], rel=0.01)
+        measured = dict.fromkeys(("images_per_second", "peak_memory"))
+        assert row | measured == of_python | measured
+    of_csv = rows(tmp_path / "new" / "folder" / "resolutions.csv")
+    columns = list(found[1] | found[2])
+    assert of_csv == [{name: str(row.get(name, "")) for name in columns} for row in found]
+    with Image.open(tmp_path / "new" / "folder" / "resolutions.png") as figure:
+        assert figure.size == (1500, 550)
+    # By size and number of the checkpoint, though rows are by checkpoint.
+    table = [numbers for line in lines if len(numbers := re.findall(r"\d\.\d{4}(?= )", line)) > 1]
+    names = ("acc1", "acc1_se", "loss", "calibration_error")
+    assert table == [[f"{found[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]
+    difference = f"{found[2]['acc1_difference']:+.4f} ± {found[2]['acc1_difference_se']:.4f}"
+    assert f"2 minus 1, on the same images at 16 x 16: {difference}" in lines
+
+
+def test_heights_by_widths(best, tmp_path, capsys):
+    command = ["resolutions", best, "--sizes", "16", "24", "--widths", "16", "24", "32", "--accelerator", "cpu"]
+    assert main(list(map(str, [*command, "--output", tmp_path]))) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "resolutions.json").read_text())
+    assert [(row["height"], row["width"]) for row in found] == [(h, w) for h in (16, 24) for w in (16, 24, 32)]
+    assert [row.get("square") for row in found] == [None, 16, 24, 16, None, 24]
+    written = f"{found[2]['square_difference']:+.4f} ± {found[2]['square_difference_se']:.4f}"
+    assert f"16 x 32 minus squashed to 24 x 24: {written}" in out.splitlines()
+    assert (tmp_path / "resolutions.png").exists()
+
+
+def test_paths_are_shortened_to_what_differs():
+    assert short_labels(["runs/a/best.ckpt", "runs/b/best.ckpt", "runs/a/best.ckpt"]) == ["a", "b", "a"]
+    assert short_labels(["a.ckpt", "b/a.ckpt", "b.ckpt"]) == ["a.ckpt", "b/a.ckpt", "b.ckpt"]
+    assert short_labels(["x/last.ckpt", "x/y/last.ckpt"]) == ["x/last.ckpt", "x/y/last.ckpt"]
+    assert short_labels(["x/best.ckpt", "x/best.ckpt"]) == ["x/best.ckpt", "x/best.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--protocol=fields"], "--protocol must be one of 'crop', 'resize', 'field', got fields"),
+        (["--fill=black"], "--fill must be one of 'reflect', 'grey', got black"),
+        (["--output=x.jpg"], "output x.jpg ends in '.jpg'; allowed are .csv, .json, .png"),
+        (["--output=no/x.png"], "output no/x.png is in a folder that does not exist"),
+        (["--output=https://a/b"], "output https://a/b is a remote address: give a folder of this machine"),
+        (["--sizes=[16,[16,24]]", "--widths=[16]"], "sizes are heights where widths are given"),
+        (["--sizes=[16,20]"], "image height 20 is not a multiple of the patch size 8"),
+    ],
+)
+def test_mistakes(options, message, best, fails, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in fails(["resolutions", best, "--sizes=[16]", "--accelerator=cpu", *options])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,28 @@
+"""A training that went on, shared by the tests that compare others with it; pictures that cost no time."""
+
+import contextlib
+import io
+import shutil
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from relvit.app.cli import main
+
+
+@pytest.fixture(scope="session")
+def resumed(run, tmp_path_factory):
+    """The folder of a copy of the run, whose four epochs went on to six, and what this printed."""
+    folder = shutil.copytree(run, tmp_path_factory.mktemp("resumed") / "run", ignore=shutil.ignore_patterns(".lock"))
+    arguments, printed = ["fit", f"--resume={folder}", "--trainer.max_epochs=6"], io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("sys.argv", ["relvit", *arguments])
+        assert main(arguments) == 0
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Write a blank picture in the place of each figure. Runs that tests share are made before, with their figures."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Image.new("RGB", (2, 2)).save(path, "PNG"))

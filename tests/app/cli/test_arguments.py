@@ -1,0 +1,74 @@
+"""Short names of options of fit, and mistakes; tests/app/cli/test_usage.py has arguments without a name."""
+
+import pytest
+from photos import TINY
+
+from relvit.app.cli import COMMANDS
+from relvit.app.cli.arguments import read_arguments
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.functions import function_of
+
+
+def read(command, words):
+    return read_arguments(command, function_of(COMMANDS[command][0], command), words)
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "expected"),
+    [
+        ("fit", "--lr=0.1 --epochs 3", "--model.lr=0.1 --trainer.max_epochs=3"),
+        ("fit", "--model relvit_tiny", "--model.model=relvit_tiny"),
+        ("fit", "--model model.yaml", "--model=model.yaml"),
+        ("fit", "--model={lr:1}", "--model={lr:1}"),
+        ("fit", "--devices -1", "--trainer.devices=-1"),
+        ("fit", "--root a", "--data=ImageFolderData --data.root=a"),
+        ("fit", "--root a --data ImageNetData", "--data=ImageNetData --data.root=a"),
+        ("fit", "--img_size 64 --config c.yaml", "--config=c.yaml --data.img_size=64"),
+        ("fit", "--root a --config=c.yaml", "--config=c.yaml --data.root=a"),
+        ("fit", "--data.root=a --data=ImageNetData", "--data=ImageNetData --data.root=a"),
+        ("fit", "--model.opt_kwargs.betas [0.9,0.99]", "--model.opt_kwargs.betas=[0.9,0.99]"),
+        ("fit", "--trainer.callbacks+=Timer", "--trainer.callbacks+=Timer"),
+        ("fit", "--quiet --lr=1", "--quiet=true --model.lr=1"),
+    ],
+)
+def test_names_of_options(command, given, expected):
+    assert " ".join(read(command, given.split()).words) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        ("fit", "--lr 0.1 --model.lr 0.2", "--lr 0.1 and --model.lr 0.2 are two values for one option: give one"),
+        ("embed", "--root a --data.root b", "--root a and --data.root b are two values"),
+        ("fit", "photos", "unexpected argument 'photos': each value follows the name of its option; relvit fit --help"),
+        ("validate", "a.ckpt b", "unexpected argument 'b'"),
+        ("validate", "a.ckpt --ckpt_path b.ckpt", "unexpected argument 'a.ckpt': --ckpt_path given already"),
+        ("embed", "a.ckpt x y", "unexpected argument 'y'"),
+        ("validate", "a.ckpt --split test", "--split: validate uses the images of val; .* relvit test --split SPLIT"),
+        ("validate", "a.ckpt --runs x", "--runs: validate prints its results and writes no file"),
+    ],
+)
+def test_mistakes(command, given, message):
+    with pytest.raises(UsageError, match=message):
+        read(command, given.split())
+
+
+def test_the_same_value_twice_is_no_mistake():
+    assert read("fit", ["--lr", "0.1", "--model.lr=0.1"]).words == ["--model.lr=0.1", "--model.lr=0.1"]
+
+
+def test_messages_name_what_was_typed(photos, tmp_path, fails):
+    fit = ["fit", f"--root={photos}", f"--runs={tmp_path}", *TINY]
+    for given, message in {
+        "--lr=fast": "--lr must be a number, got fast",
+        "--model.lr=fast": "--model.lr must be a number, got fast",
+        "--learning_rate=1e-3": "unknown option --learning_rate (did you mean '--lr'?)",
+        "--data.workers=1": "unknown option --data.workers (did you mean '--num_workers'?)",
+        "--optimizer=sgd": "unknown option --optimizer (did you mean '--model.opt'?)",
+        "--epoch=3": "unknown option --epoch (did you mean '--epochs'?)",
+        "--img_sise=3": "unknown option --img_sise (did you mean '--img_size'?)",
+    }.items():
+        assert message in fails([*fit, given])
+    usage = "missing: --sizes; usage: relvit resolutions CKPT ... --sizes SIZE ... [options]"
+    assert usage in fails(["resolutions", "a.ckpt"])
+    assert "unknown option --ouput (did you mean '--output'?)" in fails(["export", "a.ckpt", "--ouput=x.onnx"])

@@ -1,0 +1,102 @@
+"""What a terminal would obey, in names of files and classes, comes out escaped; honest names of all languages train."""
+
+import shutil
+
+import pytest
+from command_line import evaluate, fit, rows
+from grey_folders import GREY, make
+from photos import TINY
+from stored_images import KINDS, grey_files, write
+
+from relvit.app.cli import main
+
+pytestmark = pytest.mark.usefixtures("blank_figures")
+ESCAPE = "\x1b]0;title\x07\u202e"
+ESCAPED = r"\x1b]0;title\x07\u202e"
+
+
+def clean(text):
+    return not any(character in text for character in "\x1b\x07\u202e")
+
+
+@pytest.fixture
+def hostile(photos, tmp_path):
+    """A folder with an image that cannot be read and one of another format, whose names hold control characters."""
+    root = shutil.copytree(photos, tmp_path / "photos")
+    for name in (f"{ESCAPE}\nrelvit: all is well.jpg", "a.heic"):
+        (root / "train" / "cat" / name).touch()
+    return root
+
+
+def test_names_of_files(hostile, best, tmp_path, capsys, recwarn):
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={hostile}", f"--runs={tmp_path / 'runs'}", *TINY]
+    shown = rf"{hostile}/train/cat/{ESCAPED}\nrelvit: all is well.jpg: the file is empty"
+    assert main([*arguments, "--trainer.max_epochs=1"]) == 2
+    out, err = capsys.readouterr()
+    assert f"cannot read image {shown}" in err
+    assert clean(out + err)
+    assert main(["check-data", str(hostile)]) == 1
+    out, err = capsys.readouterr()
+    assert f"train: {shown}" in out
+    assert clean(out + err)
+    folder = evaluate("predict", best, tmp_path / "p", hostile / "train" / "cat")
+    out, err = capsys.readouterr()
+    assert clean(out + err)
+    # The table has the name as it is, in quotes.
+    (row,) = rows(folder / "unreadable.csv")
+    assert row["path"] == f"{hostile}/train/cat/{ESCAPE}\nrelvit: all is well.jpg"
+
+
+def test_names_of_folders(hostile, tmp_path, capsys):
+    root = hostile.rename(tmp_path / f"photos {ESCAPE}")
+    assert main(["fit", "--data=ImageFolderData", f"--data.root={root}/none", *TINY]) == 2
+    out, err = capsys.readouterr()
+    assert f"photos {ESCAPED}/none is no folder" in err
+    assert clean(out + err)
+
+
+def test_lists(photos, tmp_path, capsys):
+    for text, message in {
+        f'x.jpg,cat\n"y{ESCAPE}\n.jpg",dog\n': rf"no file {photos}/y{ESCAPED}\n.jpg",
+        f'x.jpg,cat\ny.jpg,"{ESCAPE}\n."\n': rf"list.csv: the class name '{ESCAPED}\n.' has control characters; rename",
+        f"x.jpg,{ESCAPE},cat\ny.jpg,dog\n": rf"line 2: 3 cells ('x.jpg', '{ESCAPED}', 'cat')",
+    }.items():
+        (tmp_path / "list.csv").write_text(f"path,label\n{text}")
+        arguments = ["fit", "--data=ImageListData", f"--data.train={tmp_path / 'list.csv'}", f"--data.root={photos}"]
+        assert main([*arguments, f"--runs={tmp_path / 'runs'}", *TINY]) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert len(err.splitlines()) == 1
+        assert clean(out + err)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_archives(kind, tmp_path, capsys):
+    files = [(f"{label}{ESCAPE}/{name[4:]}", content, f"{label}{ESCAPE}") for name, content, label in grey_files(2)]
+    places = write(kind, tmp_path / "data", {"train": files})
+    arguments = [f"--data.{name}={value}" for name, value in places.items()]
+    assert main(["fit", "--data=ReaderData", *arguments, f"--runs={tmp_path / 'runs'}", *TINY]) == 2
+    out, err = capsys.readouterr()
+    assert f"the class name 'ant{ESCAPED}' has control characters; rename it" in err
+    assert clean(out + err)
+
+
+def test_honest_names(tmp_path, capsys):
+    root = tmp_path / "фото 写真"
+    make(root, train=2, val=1, test=1)
+    names = dict(zip(GREY, ["gâteau au café", "猫 🐈\u200d⬛", "a b (50 %)"], strict=True))
+    for split in ("train", "val", "test"):
+        for old, new in names.items():
+            (root / split / old).rename(root / split / new)
+            (root / split / new / "000.png").rename(root / split / new / f"{new}, \u00e9\u0301.png")
+    folder = fit(root, tmp_path / "runs")
+    out = capsys.readouterr().out
+    assert f"6 training images: {', '.join(f'{name} 2' for name in sorted(names.values()))}" in out
+    best = folder / "checkpoints" / "best.ckpt"
+    found = rows(evaluate("predict", best, tmp_path / "p", root / "test") / "predictions.csv")
+    assert [row["path"] for row in found] == [
+        f"{root}/test/{name}/{name}, \u00e9\u0301.png" for name in sorted(names.values())
+    ]
+    assert {row["class"] for row in found} <= set(names.values())
+    assert main(["show", str(best), found[1]["path"], f"--output={tmp_path / 'pictures'}", "--kind=cam"]) == 0
+    assert f"{sorted(names.values())[1]}, \u00e9\u0301-cam.png" in capsys.readouterr().out

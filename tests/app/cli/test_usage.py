@@ -1,0 +1,86 @@
+"""Every line of the usage texts, with values in it, is parsed to the options that it stands for."""
+
+import pytest
+import yaml
+
+from relvit.app.cli import COMMANDS, main
+
+DIGITS = {"class_path": "relvit.app.data.DigitsData"}
+# A line of use -> options of the configuration that the command prints. CKPT and RUN are files of a training.
+LINES = {
+    "fit --root photos --epochs 3 --lr 0.1": {"data.root": "photos", "trainer.max_epochs": 3, "model.lr": 0.1},
+    "fit --config digits --quiet": {"data.class_path": "relvit.app.data.DigitsData", "quiet": True},
+    "fit --config digits -q --lr_find --patience 3": {"quiet": True, "lr_find": True, "patience": 3},
+    "fit --config digits --logger csv --devices 1 --lr_find false": {"trainer.logger": False, "lr_find": False},
+    "validate CKPT --img_size 48": {"data.img_size": 48},
+    "validate RUN --batch_size 4 --reach logn": {"data.batch_size": 4, "reach": "logn"},
+    "test --mirror CKPT --split val": {"mirror": True, "split": "val"},
+    "test --mirror false CKPT": {"mirror": False},
+    "test CKPT --robustness photos": {"data.root": "photos"},
+    "predict CKPT": {"data.class_path": "relvit.app.data.ImageFolderData", "data.on_error": "skip"},
+    "predict CKPT --data.on_error error": {"data.on_error": "error"},
+    "predict CKPT --data.root photos --data ImageNetData": {"data.root": "photos", "data.on_error": "skip"},
+    "predict CKPT a.jpg b": {"data.paths": ["a.jpg", "b"]},
+    "predict CKPT --paths a.jpg": {"data.paths": ["a.jpg"]},
+    "predict CKPT --paths [a.jpg,b]": {"data.paths": ["a.jpg", "b"]},
+    "predict a.jpg --ckpt_path CKPT -- -b.jpg": {"data.paths": ["a.jpg", "-b.jpg"]},
+    "predict CKPT a.jpg --step_maps --img_size [16,24]": {"step_maps": True, "data.img_size": [16, 24]},
+    "predict --model a.onnx b c --batch_size 2": {"model": "a.onnx", "paths": ["b", "c"], "batch_size": 2},
+    "predict --ckpt_path a.pt2 b": {"model": "a.pt2", "paths": ["b"]},
+    "predict a.onnx b": {"model": "a.onnx", "paths": ["b"]},
+    "resolutions a.ckpt --sizes 24 [32,48] --data.root r": {
+        "ckpt_path": "a.ckpt",
+        "sizes": [24, [32, 48]],
+        "root": "r",
+    },
+    "resolutions --sizes 16 24 a.ckpt b.ckpt": {"ckpt_path": ["a.ckpt", "b.ckpt"], "sizes": [16, 24]},
+    "resolutions a.ckpt --sizes 16 24 --widths 24 32 48": {"sizes": [16, 24], "widths": [24, 32, 48]},
+    "resolutions --sizes=24 a.ckpt": {"ckpt_path": "a.ckpt", "sizes": [24]},
+    "resolutions --sizes=[24,32] --ckpt_path=[a.ckpt,b.ckpt]": {"ckpt_path": ["a.ckpt", "b.ckpt"], "sizes": [24, 32]},
+    "embed a.ckpt photos --output x.npz": {"ckpt_path": "a.ckpt", "root": "photos", "output": "x.npz"},
+    "embed RUN --data.root photos --output=x.npz": {"ckpt_path": "CKPT", "root": "photos"},
+    "export a.ckpt --output x.onnx --int8": {"ckpt_path": "a.ckpt", "output": "x.onnx", "int8": True},
+    "export a.ckpt --output x.onnx --int8 --calibration photos": {"int8": True, "calibration": "photos"},
+    "publish a.ckpt --to hf-hub:a/b": {"ckpt_path": "a.ckpt", "to": "hf-hub:a/b"},
+    "demo a.ckpt --port 0": {"ckpt_path": "a.ckpt", "port": 0},
+    "show a.ckpt x --kind tables cam y": {"ckpt_path": "a.ckpt", "images": ["x", "y"], "kind": ["tables", "cam"]},
+    "show a.ckpt --patch 3 4 5.jpg --layer -1": {"images": ["5.jpg"], "patch": [3, 4], "layer": -1},
+    "show a.ckpt --patch=[3,4] --kind=cam": {"images": None, "patch": [3, 4], "kind": ["cam"]},
+    "explain relvit_tiny --img_size 32 --model_kwargs.rel_terms k": {"model": "relvit_tiny", "img_size": 32},
+    "explain a.ckpt": {"model": "a.ckpt"},
+    "explain --model.model relvit_tiny --retrofit {}": {"model": "relvit_tiny", "retrofit": {}},
+    "calibrate a.ckpt --output b.ckpt --data.batch_size=8": {"ckpt_path": "a.ckpt", "batch_size": 8},
+    "probe a.ckpt relvit_tiny --root r --random": {"models": ["a.ckpt", "relvit_tiny"], "root": "r", "random": True},
+    "probe --shares 0.1 1 a.ckpt --data DigitsData": {"models": ["a.ckpt"], "shares": [0.1, 1.0], "data": DIGITS},
+    "average a b --output c": {"ckpt_paths": ["a", "b"], "output": "c"},
+    "average --ckpt_paths [a,b] --output c": {"ckpt_paths": ["a", "b"]},
+    "check-data photos --output x.json": {"root": "photos", "output": "x.json"},
+    "check-data --data DigitsData --data.repeats 2": {
+        "data.class_path": "relvit.app.data.DigitsData",
+        "data.repeats": 2,
+    },
+}
+
+
+def found(config, name):
+    """An option of the printed configuration; those of the data stand below their class."""
+    for key in name.split("."):
+        config = config["init_args"] if key not in config and "init_args" in config else config
+        config = config[key]
+    return {"class_path": config["class_path"]} if isinstance(config, dict) and "class_path" in config else config
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_use(line, run, capsys):
+    best = str(run / "checkpoints" / "best.ckpt")
+    command, *words = [{"CKPT": best, "RUN": str(run)}.get(word, word) for word in line.split()]
+    # A configuration counts only where it comes before that option, and nothing is an option after "--".
+    end = words.index("--") if "--" in words else len(words)
+    assert main([command, *words[:end], "--print_config", *words[end:]]) == 0, capsys.readouterr().err
+    config = yaml.safe_load(capsys.readouterr().out)
+    for name, value in LINES[line].items():
+        assert found(config, name) == (best if value == "CKPT" else value), name
+
+
+def test_every_command_has_a_line():
+    assert {line.split()[0] for line in LINES} == set(COMMANDS)

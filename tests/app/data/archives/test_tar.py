@@ -1,0 +1,287 @@
+"""Tar archives: the files that are found, hostile archives, and every kind of damage."""
+
+import io
+import os
+import pickle
+import tarfile
+
+import pytest
+from grey_folders import GREY, fits
+from stored_images import data_of, grey_files, png, write_tar
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+
+from relvit.app.data import UnreadableImageError, load_rgb
+from relvit.app.data.archives.tar import members
+
+# This is the header of a sparse file, which is not stored in one piece.
+SPARSE = {"major": "0", "minor": "1", "map": "0,4", "size": "9"}
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def in_folder(folder, count):
+    return [(f"{folder}/{name}", content) for name, content, _ in grey_files(count)]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_contents_of_every_format(kind, tmp_path):
+    """Contents and order are as tarfile extracts them: long names, names beyond ASCII, and empty files."""
+    names = ["a.png", "d/" + "long/" * 30 + "b.png", "d/ü.png", "empty", "x" * 90 + ".png"]
+    contents = [bytes([i]) * length for i, length in enumerate((1, 511, 512, 0, 5000))]
+    file = write_tar(tmp_path / "a.tar", list(zip(names, contents, strict=True)), format=FORMATS[kind])
+    found = members(str(file))
+    assert [(member.name, member.read()) for member in found] == list(zip(names, contents, strict=True))
+    with tarfile.open(file) as archive:
+        assert [archive.extractfile(name).read() for name in names] == contents
+
+
+def test_names_that_are_no_text(tmp_path):
+    """Different bytes stay different names, that can be printed."""
+    raw = [tarfile.TarInfo(f"{letter}.png").tobuf(tarfile.USTAR_FORMAT) for letter in "ab"]
+    headers = []
+    for header, byte in zip(raw, b"\xe9\xe8", strict=True):
+        header = bytes([byte]) + header[1:]
+        check = sum(header[:148]) + 8 * 32 + sum(header[156:])
+        headers.append(header[:148] + b"%06o\0 " % check + header[156:])
+    (tmp_path / "a.tar").write_bytes(b"".join(headers) + bytes(1024))
+    assert [member.name for member in members(str(tmp_path / "a.tar"))] == [r"\xe9.png", r"\xe8.png"]
+
+
+def test_labels_are_those_of_timm(tmp_path):
+    files = [*in_folder("photos/./train", 2), ("./photos/train/cat/deep/owl/x.png", png(3)), ("photos/note.txt", b"")]
+    file = write_tar(tmp_path / "photos.tar", files)
+    data = data_of(name=str(file), class_names=["ant", "bee", "cat", "owl"], val_split="train")
+    timm = ReaderImageInTar(str(file), cache_tarinfo=False)
+    assert {str(image).rsplit("/", 1)[-1][0] for image, _ in data.dataset("train").samples} == {"0", "x"}
+    reference = sorted(zip((info.size for info in timm.samples[:, 0]), timm.targets, strict=True))
+    assert sorted((image.size, label) for image, label in data.dataset("train").samples) == reference
+    assert list(timm.class_name_to_idx) == data.class_names
+
+
+def test_archives_in_an_archive(tmp_path):
+    """The official training images of ImageNet come as archives in an archive."""
+    inner = []
+    for name, value in GREY.items():
+        write_tar(tmp_path / "inner" / f"{name}.tar", [(f"{name}_{i}.JPEG", png(value)) for i in range(3)])
+        inner.append((f"{name}.tar", (tmp_path / "inner" / f"{name}.tar").read_bytes()))
+    file = write_tar(tmp_path / "outer.tar", inner)
+    data = data_of(name=str(file), val_split="train")
+    assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
+    assert str(data.dataset("train").samples[0][0]) == f"{file}/ant.tar/ant_0.JPEG"
+    assert data_of(root=str(file), val_split="train").dataset("train").samples == data.dataset("train").samples
+    # The same archives side by side in a folder are classes, too.
+    data = data_of(name="inner", root=str(tmp_path), val_split="train")
+    assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
+    write_tar(tmp_path / "broken.tar", [("ant.tar", inner[0][1][:700])])
+    with pytest.raises(ValueError, match=r"broken.tar: .*in ant.tar: "):
+        data_of(name=str(tmp_path / "broken.tar"))
+
+
+def test_splits_are_folders_or_archives(tmp_path):
+    both = [*in_folder("all/train", 3), *in_folder("all/val", 2)]
+    one = data_of(name=str(write_tar(tmp_path / "one.tar", both)), val_split="val")
+    write_tar(tmp_path / "two" / "train.tar", in_folder("x", 3))
+    (tmp_path / "two" / "val.tar").mkdir()
+    for name, value in GREY.items():
+        write_tar(tmp_path / "two" / "val.tar" / f"{name}.tar", [(f"{i}.png", png(value)) for i in range(2)])
+    two = data_of(name=str(tmp_path / "two"), val_split="val.tar")
+    for data in (one, two):
+        assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
+        assert fits(data.dataset("val")) == [0, 0, 1, 1, 2, 2]
+    # An archive that is not needed is not opened.
+    (tmp_path / "two" / "train.tar").write_bytes(b"broken")
+    assert len(data_of(**two.init_args()).dataset("val")) == 6
+    with pytest.raises(
+        ValueError, match=r"no folder or archive 'vall' .* \(did you mean 'val'\?\); it holds 'all', 't"
+    ):
+        data_of(root=one.root, val_split="vall").dataset("val")
+    # Another root or another name replaces the place that a checkpoint remembers.
+    for change in ({"root": str(tmp_path / "two")}, {"name": str(tmp_path / "two")}):
+        assert data_of(**one.init_args() | change).dataset("val").samples == two.dataset("val").samples
+    # A folder of another split is not taken for train.
+    with pytest.raises(ValueError, match=r"no folder or archive 'train' .*; it holds 'all', 'training', 'val'"):
+        data_of(name=str(write_tar(tmp_path / "b.tar", [*in_folder("all/training", 3), *in_folder("all/val", 2)])))
+
+
+def test_a_class_may_be_called_as_a_split(tmp_path):
+    files = [(f"{name}/{i}.png", png(value)) for name, value in {"car": 1, "train": 2}.items() for i in range(2)]
+    plain = data_of(name=str(write_tar(tmp_path / "a.tar", files)), val_split="train")
+    assert (plain.class_names, plain.dataset("train").targets) == (["car", "train"], [0, 0, 1, 1])
+    files = [(f"{split}/{name}", content) for split in ("train", "val") for name, content in files]
+    split = data_of(name=str(write_tar(tmp_path / "b.tar", files)), val_split="val")
+    assert [len(split.dataset(name)) for name in ("train", "val")] == [4, 4]
+
+
+def test_without_classes(tmp_path):
+    file = write_tar(tmp_path / "flat.tar", [("b.png", png(2)), ("a.png", png(1))])
+    with pytest.raises(ValueError, match=r"flat.tar/a.png is in no folder, which would be its class"):
+        data_of(name=str(file))
+    write_tar(tmp_path / "data" / "train.tar", in_folder("x", 2))
+    write_tar(tmp_path / "data" / "test.tar", [("b.png", png(2)), ("a.png", png(1))])
+    data = data_of(name=str(tmp_path / "data"), test_split="test")
+    assert [name.rsplit("/", 1)[1] for _, name in data.dataset("predict")] == ["a.png", "b.png"]
+    for empty, message in {"none": "no tar archive in", "text": "no image in"}.items():
+        (tmp_path / empty).mkdir()
+        if empty == "text":
+            write_tar(tmp_path / empty / "a.tar", [("a.txt", b"")])
+        with pytest.raises(ValueError, match=message):
+            data_of(name=str(tmp_path / empty))
+
+
+def test_later_files_replace_those_of_the_same_name_and_hidden_ones_do_not_count(tmp_path):
+    files = [("a/1.png", png(1)), ("b/1.png", png(2)), ("./a/1.png", png(3)), ("a/._1.png", b""), (".b/2.png", png(4))]
+    data = data_of(name=str(write_tar(tmp_path / "a.tar", files)), val_split="train")
+    assert [round(float(image[0, 0, 0]) * 255) for image, _ in data.dataset("train")] == [3, 2]
+
+
+def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monkeypatch):
+    (tmp_path / "secret.png").write_bytes(png(66))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    file = tmp_path / "a.tar"
+    with tarfile.open(file, "w") as archive:
+        for name in ("../cat/1.png", f"{tmp_path}/empty/cat/2.png", "dog/../../../dog/3.png", "dog/4.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(png(9))
+            archive.addfile(info, io.BytesIO(png(9)))
+        sparse = tarfile.TarInfo("dog/GNUSparseFile.0/a.png")
+        sparse.pax_headers = {f"GNU.sparse.{key}": text for key, text in SPARSE.items()}
+        sparse.size = 4
+        archive.addfile(sparse, io.BytesIO(b"abcd"))
+        kinds = {"soft": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "null": tarfile.CHRTYPE, "pipe": tarfile.FIFOTYPE}
+        for name, kind in kinds.items():
+            info = tarfile.TarInfo(f"dog/{name}.png")
+            info.type, info.linkname = kind, str(tmp_path / "secret.png")
+            archive.addfile(info)
+        folder = tarfile.TarInfo("dog/folder.png")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+    with pytest.warns(UserWarning, match=r"5 members that are no regular files, left out: dog/GNUSparse.* \(sparse\)"):
+        data = data_of(name=str(file), val_split="train")
+    assert sorted(data.dataset("train").targets) == [0, 0, 1, 1]
+    for image, _ in data.dataset("train"):
+        assert round(float(image[0, 0, 0]) * 255) == 9
+    assert all(str(image).startswith(f"{file}/") for image, _ in data.dataset("train").samples)
+    assert os.listdir(tmp_path / "empty") == []
+    assert sorted(os.listdir(tmp_path)) == ["a.tar", "empty", "secret.png"]
+
+
+def test_pickles_beside_an_archive_are_not_read(tmp_path):
+    """timm keeps an index in one of this name."""
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    file = write_tar(tmp_path / "photos.tar", in_folder("x", 2))
+    for name in ("_photos_tarinfos.pickle", "photos.pickle"):
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
+    before = sorted(os.listdir(tmp_path))
+    assert len(data_of(name=str(file), val_split="train").dataset("train")) == 6
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_cut_anywhere(tmp_path):
+    """Only bytes behind the first block of the end may be missing."""
+    file = write_tar(tmp_path / "all.tar", in_folder("x", 1), format=tarfile.PAX_FORMAT)
+    content = file.read_bytes()
+    with tarfile.open(file) as archive:
+        archive.getmembers()
+        end = archive.offset
+    cut = tmp_path / "cut.tar"
+    for length in [*range(0, end + 512, 256), end - 1, end + 511]:
+        cut.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"cut\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
+            members(str(cut))
+    cut.write_bytes(content[: end + 512])
+    assert len(members(str(cut))) == 3
+
+
+def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
+    """Headers have check sums: where one is broken the archive is refused."""
+    file = write_tar(tmp_path / "a.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT)
+    content = file.read_bytes()
+    found = members(str(file))
+    starts = [0, *(member.offset - 512 for member in found[1:])]
+    for start in starts:
+        for place in (0, 100, 124, 130, 148, 156, 345):
+            changed = bytearray(content)
+            changed[start + place] ^= 0x15
+            file.write_bytes(changed)
+            with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
+                members(str(file))
+    # A size below zero would lead back to the same header for ever.
+    header = bytearray(content[:512])
+    header[124:136] = b"\xff" * 11 + b"\x00"
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
+    file.write_bytes(bytes(header) + content[512:])
+    with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
+        members(str(file))
+    # One file holds two archives.
+    file.write_bytes(content + content)
+    with pytest.raises(ValueError, match=r"what comes after byte .* is no header"):
+        members(str(file))
+
+
+def with_size(header, size, kind):
+    """Return a header that claims that many bytes and has a correct check sum."""
+    header = bytearray(header)
+    header[124:136] = b"%011o\0" % size if size < 8**11 else b"\x80" + size.to_bytes(11, "big")
+    header[156:157] = kind
+    header[148:156] = b"        "
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+SIZES = [10**6, 8**11 - 1, 2**40, 2**62, 2**63 - 512, 2**63 - 1, 2**64, 2**87]
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize("nested", [False, True])
+def test_sizes_that_no_file_has(kind, nested, tmp_path):
+    """The sizes are those of files, and of headers for longer names, which tarfile reads whole."""
+    content = write_tar(tmp_path / "inner.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT).read_bytes()
+    file = tmp_path / "a.tar"
+    for size in SIZES:
+        spoilt = with_size(content[:512], size, kind) + content[512:]
+        if nested:
+            write_tar(file, [("inner.tar", spoilt)])
+        else:
+            file.write_bytes(spoilt)
+        with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
+            members(str(file), nested=True)
+    # The archive itself is read.
+    file.write_bytes(content)
+    assert len(members(str(file), nested=True)) == 3
+
+
+def test_compressed(tmp_path):
+    for kind in ("gz", "bz2", "xz"):
+        with tarfile.open(tmp_path / "a.tar", f"w:{kind}"):
+            pass
+        with pytest.raises(ValueError, match=r"a\.tar: a compressed archive, .*; decompress it to a plain tar"):
+            members(str(tmp_path / "a.tar"))
+
+
+def test_an_archive_that_changes_later(tmp_path):
+    file = write_tar(tmp_path / "a.tar", in_folder("x", 1))
+    found = members(str(file))
+    with open(file, "r+b") as stream:
+        stream.truncate(found[-1].offset + 3)
+    load_rgb(found[0])
+    with pytest.raises(UnreadableImageError, match=r"a\.tar/x/cat/000\.png: .*the archive ends before it"):
+        load_rgb(found[-1])
+    file.unlink()
+    with pytest.raises(UnreadableImageError, match="there is no such file"):
+        load_rgb(found[0])
+    with pytest.raises(FileNotFoundError, match="no archive at"):
+        members(str(file))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_archives_are_closed(tmp_path):
+    file = write_tar(tmp_path / "a.tar", in_folder("x", 1))
+    before = len(os.listdir("/proc/self/fd"))
+    for member in members(str(file)):
+        load_rgb(member)
+    assert len(os.listdir("/proc/self/fd")) == before

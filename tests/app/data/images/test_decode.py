@@ -1,0 +1,196 @@
+"""Known pixel values for every kind of image file; broken files are in tests/support/data/broken_input.py."""
+
+import gc
+import os
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import PIL
+import pytest
+import torch
+from broken_input import IMAGES
+from PIL import Image
+from stored_images import write as write_stored
+
+from relvit.app.data import ImageNetData, ReaderData, load_rgb
+
+
+def pixels(path):
+    return np.asarray(load_rgb(path)).tolist()
+
+
+def saved(image, path, **options):
+    image.save(path, **options)
+    return path
+
+
+def png(path, width, depth, colour, row, transparent):
+    """Write a PNG of one row, of a kind that Pillow does not write."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    return path
+
+
+def test_rgb_is_unchanged(tmp_path):
+    values = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    assert pixels(saved(Image.fromarray(values), tmp_path / "a.png")) == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("a.png", {"transparency": 1}, [[10, 20, 30], [255, 255, 255], [0, 0, 200]]),
+        ("a.png", {"transparency": bytes([255, 0, 51])}, [[10, 20, 30], [255, 255, 255], [204, 204, 244]]),
+        ("a.gif", {"transparency": 2}, [[10, 20, 30], [200, 0, 0], [255, 255, 255]]),
+    ],
+)
+def test_palette(tmp_path, name, options, expected):
+    palette = Image.new("P", (3, 1))
+    palette.putdata([0, 1, 2])
+    palette.putpalette([10, 20, 30, 200, 0, 0, 0, 0, 200])
+    assert np.abs(np.subtract(pixels(saved(palette, tmp_path / name, **options)), [expected])).max() <= 1
+
+
+def test_alpha_hides_the_colour_below(tmp_path):
+    values = np.array([[[255, 0, 0, 0], [255, 0, 0, 51], [255, 0, 0, 255]]], np.uint8)
+    path = saved(Image.fromarray(values, "RGBA"), tmp_path / "a.png")
+    assert pixels(path) == [[[255, 255, 255], [255, 204, 204], [255, 0, 0]]]
+    for name in ("a.png", "a.tif"):
+        image = Image.merge("LA", [Image.new("L", (1, 1), 100), Image.new("L", (1, 1), 0)])
+        assert pixels(saved(image, tmp_path / name)) == [[[255] * 3]]
+
+
+@pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 is the first to read such a file")
+def test_premultiplied_grey(tmp_path):
+    path = saved(Image.merge("LA", [Image.new("L", (1, 1), 20), Image.new("L", (1, 1), 51)]), tmp_path / "a.tif")
+    # Pillow does not write it, so the TIFF tag ExtraSamples (338) turns from 2, straight alpha, to 1, premultiplied.
+    straight, premultiplied = (struct.pack("<HHIH", 338, 3, 1, kind) for kind in (2, 1))
+    stored = path.read_bytes()
+    assert stored.count(straight) == 1
+    path.write_bytes(stored.replace(straight, premultiplied))
+    assert pixels(path) == [[[20 + 204] * 3]]
+
+
+def test_transparent_colour_of_every_depth(tmp_path):
+    grey = Image.fromarray(np.array([[7, 100]], np.uint8))
+    assert pixels(saved(grey, tmp_path / "g.png", transparency=7)) == [[[255] * 3, [100] * 3]]
+    rgb = Image.new("RGB", (1, 1), (1, 2, 3))
+    assert pixels(saved(rgb, tmp_path / "c.png", transparency=(1, 2, 3))) == [[[255] * 3]]
+    two_bit = png(tmp_path / "2.png", 4, 2, 0, b"\x1b", struct.pack(">H", 2))
+    assert pixels(two_bit) == [[[0] * 3, [85] * 3, [255] * 3, [255] * 3]]
+    four_bit = png(tmp_path / "4.png", 2, 4, 0, b"\x5a", struct.pack(">H", 5))
+    assert pixels(four_bit) == [[[255] * 3, [170] * 3]]
+    one_bit = png(tmp_path / "1.png", 2, 1, 0, b"\x40", struct.pack(">H", 0))
+    assert pixels(one_bit) == [[[255] * 3, [255] * 3]]
+    colour = struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)
+    rgb = png(tmp_path / "rgb.png", 2, 16, 2, colour + struct.pack(">3H", 0, 256, 512), colour)
+    assert pixels(rgb) == [[[255] * 3, [0, 1, 2]]]
+    grey = png(tmp_path / "16.png", 2, 16, 0, struct.pack(">2H", 300, 257 * 9), struct.pack(">H", 300))
+    assert pixels(grey) == [[[255] * 3, [9] * 3]]
+
+
+def test_cmyk_as_jpeg(tmp_path):
+    image = Image.merge("CMYK", [Image.new("L", (8, 8), v) for v in (255, 0, 0, 0)])
+    red, green, blue = pixels(saved(image, tmp_path / "a.jpg", quality=100))[4][4]
+    assert red <= 3
+    assert min(green, blue) >= 252
+
+
+def test_16_bit_grey_is_scaled(tmp_path):
+    values = np.array([[0, 128, 129, 257 * 100, 65535]], np.uint16)
+    for name in ("a.png", "a.tif"):
+        assert pixels(saved(Image.fromarray(values), tmp_path / name)) == [[[v] * 3 for v in (0, 0, 1, 100, 255)]]
+    assert pixels(saved(Image.new("I;16B", (1, 1), 257 * 18), tmp_path / "b.tif")) == [[[18] * 3]]
+    with pytest.raises(ValueError, match="grey values from -1 to -1 do not fit 16 bits; delete or replace it"):
+        load_rgb(saved(Image.new("I", (1, 1), -1), tmp_path / "c.tif"))
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("a.jpg", 8), ("a.tif", 0), ("a.png", 0)])
+@pytest.mark.parametrize(("orientation", "corner"), [(3, (2, 1)), (6, (1, 0)), (8, (0, 2))])
+def test_exif_orientation(tmp_path, name, tolerance, orientation, corner):
+    """The upper left block of the stored 3 x 2 blocks is white; ``corner`` is where it is shown (x, y)."""
+    blocks = np.zeros((2, 3), np.uint8)
+    blocks[0, 0] = 255
+    image = Image.fromarray(np.kron(blocks, np.ones((16, 16), np.uint8))).convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    shown = load_rgb(saved(image, tmp_path / name, exif=exif, **({"quality": 95} if name == "a.jpg" else {})))
+    x, y = corner
+    expected = np.zeros((2, 3) if orientation == 3 else (3, 2))
+    expected[y, x] = 255
+    centres = np.asarray(shown)[8::16, 8::16, 0].astype(int)
+    assert np.abs(centres - expected).max() <= tolerance
+
+
+def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
+    path = saved(Image.new("RGB", (30, 20)), tmp_path / "a.png")
+    assert load_rgb(path, max_pixels=600).size == (30, 20)
+    monkeypatch.setattr(Image.Image, "load", None)
+    with pytest.raises(ValueError, match=r"a.png: it has 30 x 20 pixels, the most are 599; delete or replace it"):
+        load_rgb(path, max_pixels=599)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
+def test_files_are_closed(tmp_path):
+    good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
+    bad = []
+    # The file that may not be read, and the bomb, which is slow, are left out.
+    left_out = ("no right to read it", "decompression bomb: few bytes, 14,000 x 14,000 pixels")
+    for number, case in enumerate(case for case in IMAGES if case.reason and case.kind not in left_out):
+        (tmp_path / str(number)).mkdir()
+        bad.append(case.write(tmp_path / str(number)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        before = len(os.listdir("/proc/self/fd"))
+        image = load_rgb(good)
+        for path in bad:
+            with pytest.raises(ValueError, match="cannot read"):
+                load_rgb(path)
+        assert len(os.listdir("/proc/self/fd")) == before
+        gc.collect()
+    assert image.getpixel((0, 0)) == (0, 0, 0)
+
+
+# The upper left and the lower right pixel of each file, as a viewer shows them.
+ODD = {"turned.png": ([255] * 3, [0] * 3), "transparent.png": ([255] * 3, [1, 2, 3])}
+
+
+def write_odd(folder):
+    folder.mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # The first stored row is shown as the right column.
+    stored = np.zeros((4, 6), np.uint8)
+    stored[3, 0] = 255  # The lower left corner comes to the upper left.
+    Image.fromarray(stored).save(folder / "turned.png", exif=exif)
+    rgba = np.full((6, 4, 4), (1, 2, 3, 255), np.uint8)
+    rgba[0, 0] = (200, 0, 0, 0)
+    Image.fromarray(rgba).save(folder / "transparent.png")
+
+
+def test_every_data_module_of_files_decodes_so(tmp_path):
+    """The images of test and of predict are turned, or transparent."""
+    options = {"img_size": (6, 4), "num_workers": 0, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    names = ["n00000001", "n00000002"]
+    for name in names:
+        write_odd(tmp_path / "test" / name)
+    files = [(f"{name}/{file}", (tmp_path / "test" / name / file).read_bytes(), name) for name in names for file in ODD]
+    stored = write_stored("tar", tmp_path / "tar", {"test": files})
+    for data in (
+        ImageNetData(str(tmp_path), **options),
+        ReaderData(**stored, test_split="test", class_names=names, **options),
+    ):
+        for split in ("test", "predict"):
+            dataset = data.dataset(split)
+            paths = [path for path, _ in dataset.samples] if split == "test" else dataset.paths
+            assert len(paths) == 4
+            for (image, _), path in zip(dataset, map(str, paths), strict=True):
+                corners = (image[:, 0, 0] * 255).round().tolist(), (image[:, -1, -1] * 255).round().tolist()
+                assert corners == ODD[path.rsplit("/", 1)[1]], path
+                assert (image.shape, image.dtype) == ((3, 6, 4), torch.float32)

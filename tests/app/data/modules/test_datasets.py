@@ -1,0 +1,203 @@
+"""Datasets in Python: transforms by hand, labels, names, the images put aside, an exact resume, mistakes."""
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback, Trainer, seed_everything
+from PIL import Image
+from small_training import assert_close
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+import relvit
+from relvit.app.data import DatasetData, eval_transform
+from relvit.app.data.loading.deterministic import SeededIndex
+from relvit.app.evaluation import EvaluationReport
+from relvit.app.training import ImageClassifier, PredictionTable
+
+NAMES = ["ant", "bee", "cat"]
+GENERATOR = np.random.default_rng(0)
+PIXELS = [GENERATOR.integers(0, 256, (18 + index, 30, 3), dtype=np.uint8) for index in range(20)]
+
+
+class Pairs(Dataset):
+    """Images of different sizes, of one kind, with labels of NumPy; `targets` where they are asked for."""
+
+    def __init__(self, kind=Image.fromarray, targets=False, labels=None):
+        self.kind = kind
+        self.labels = np.arange(20) % 3 if labels is None else labels
+        if targets:
+            self.targets = self.labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.kind(PIXELS[index]), self.labels[index]
+
+
+def tensor(pixels):
+    return torch.from_numpy(pixels).permute(2, 0, 1) / 255
+
+
+def data_of(train, **options):
+    return DatasetData(
+        train, **{"class_names": NAMES, "img_size": (12, 16), "num_workers": 0, "batch_size": 4} | options
+    )
+
+
+@pytest.mark.parametrize("kind", [Image.fromarray, np.asarray, tensor])
+def test_images_of_any_kind_are_transformed_as_files_are(kind):
+    data = data_of(Pairs(kind), val=Pairs(kind), crop_pct=0.8)
+    expected = eval_transform((12, 16), data.mean, data.std, 0.8)
+    images, labels = next(iter(data.val_dataloader()))
+    assert labels.tolist() == [0, 1, 2, 0]
+    for image, pixels in zip(images, PIXELS, strict=False):
+        torch.testing.assert_close(image, expected(Image.fromarray(pixels)), atol=0, rtol=0)
+    augmented = data.dataset("train")[0][0]
+    assert augmented.shape == (3, 12, 16)
+    assert not torch.equal(augmented, images[0])
+    grey = data_of(Pairs(kind), in_chans=1, mean=(0.2,)).dataset("val")[1][0]
+    assert grey.shape == (1, 12, 16)
+
+
+def test_native_shapes_and_several_sizes():
+    data = data_of(Pairs(), val=Pairs(), native=True, max_tokens=6, patch_size=4)
+    assert next(iter(data.val_dataloader()))[0]["patches"].shape[2:] == (4, 4, 3)
+    loader = data_of(Pairs(), train_sizes=[8, (12, 16)]).train_dataloader()
+    assert {tuple(images.shape[2:]) for images, _ in loader} == {(8, 8), (12, 16)}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_part_of_train_is_put_aside(known):
+    data = data_of(Pairs(targets=known), val_fraction=0.25)
+    aside, rest = data.dataset("val"), data.dataset("train")
+    assert (len(aside), len(rest)) == ((6, 14) if known else (5, 15))
+    indices = {*aside.source.indices}
+    assert indices.isdisjoint(rest.source.indices)
+    if known:
+        assert sorted(aside.targets) == [0, 0, 1, 1, 2, 2]
+        assert {(int(name), label) for name, label in data.held_out()} == {(index, index % 3) for index in indices}
+    else:
+        assert data.held_out() == []
+    listed = [image.label for image in data.manifest("train")]
+    assert listed == ([NAMES[index % 3] for index in rest.source.indices] if known else [""] * 15)
+    assert data_of(Pairs(targets=known), val_fraction=0.25).dataset("val").source.indices == aside.source.indices
+
+
+def test_classes_that_a_dataset_knows_and_balance():
+    pairs = Pairs(targets=True)
+    pairs.classes = NAMES
+    data = DatasetData(Subset(pairs, range(16)), val=pairs, class_names=NAMES, balance="loss", img_size=8)
+    counts = np.array([6, 5, 5])
+    np.testing.assert_allclose(data.class_weights, 16 / (3 * counts), rtol=1e-6)
+    assert DatasetData(pairs).class_names == NAMES
+    with pytest.raises(ValueError, match=r"balance 'loss' needs .* `targets`"):
+        data_of(Pairs(), balance="loss")
+
+
+def test_several_labels():
+    labels = np.eye(3, dtype=np.int64)[np.arange(20) % 3]
+    data = data_of(Pairs(labels=labels, targets=True), multi_label=True)
+    assert data.dataset("train").targets[0].dtype == bool
+    _, label = data.dataset("val")[0]
+    assert label.dtype == bool
+    assert label.sum() == 1
+    assert {image.label for image in data.manifest("train")} == set(NAMES)
+
+
+def test_what_is_predicted():
+    class Named(Pairs):
+        def __getitem__(self, index):
+            return self.kind(PIXELS[index]), f"shot {index}"
+
+    class Alone(Pairs):
+        def __getitem__(self, index):
+            return PIXELS[index]
+
+    for options, expected in (
+        ({"test": Pairs()}, "test/00001"),
+        ({"val": Pairs()}, "val/00001"),
+        ({"predict": Named(), "test": Pairs()}, "shot 1"),
+        ({"predict": Alone()}, "predict/00001"),
+    ):
+        assert data_of(Pairs(), **options).dataset("predict")[1][1] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: data_of(Pairs(), class_names=None), r"no class_names; give the name of each class"),
+        (lambda: data_of(Pairs(), in_chans=4), r"in_chans is 4; .* 3 channels, or 1"),
+        (lambda: data_of(Pairs()).dataset("test"), r"no test dataset; give one \(test=...\)"),
+        (lambda: data_of(None).dataset("val"), r"no val dataset"),
+        (lambda: data_of(Pairs()).dataset("predict"), r"no dataset to predict"),
+        (lambda: data_of(TensorDataset(torch.rand(9, 3, 8, 8))).dataset("train")[0], r"item \d of .* give a pair"),
+        (lambda: data_of(Pairs(lambda p: tensor(p) * 5 - 2)).dataset("train")[1], r"item \d of Pairs: .* not normal"),
+        (lambda: data_of(Pairs(labels=np.full(20, 3))).dataset("train")[1], r"label .*3.*; allowed is .* 0 to 2"),
+        (lambda: data_of(Pairs(labels=["ant"] * 20)).dataset("train")[1], r"label 'ant'; allowed is a whole number"),
+        (lambda: data_of(Pairs(), multi_label=True).dataset("train")[1], r"0 or 1 for each of the 3 classes"),
+    ],
+)
+def test_mistakes(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def trainer_in(folder, *callbacks, epochs=2):
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, callbacks=[*callbacks], **off)
+
+
+class SaveWithin(Callback):
+    """Save in the middle of an epoch, which ends the training where a file of that name is there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 6 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_dataset_is_all_it_takes(tmp_path):
+    """Trained by Lightning's Trainer, resumed bit for bit within an epoch, tested, predicted and loaded."""
+    kwargs = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "drop_rate": 0.1}
+
+    def fit(*callbacks, ckpt_path=None):
+        seed_everything(3, verbose=False)
+        model = ImageClassifier(
+            "test_relvit", 3, img_size=(12, 16), class_names=NAMES, model_kwargs=kwargs, mixup=0.5, ema_decay=0.9
+        )
+        data = data_of(Pairs(targets=True), val=Pairs(), test=Pairs(), augment="crop-flip")
+        trainer = trainer_in(tmp_path, *callbacks)
+        trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+        return model, data, trainer
+
+    model, data, trainer = fit(SaveWithin(tmp_path / "within.ckpt"))
+    again, _, _ = fit(ckpt_path=tmp_path / "within.ckpt")
+    assert_close(again.state_dict(), model.state_dict())
+    assert_close(again.average.net.state_dict(), model.average.net.state_dict())
+
+    path = trainer.checkpoint_callback.best_model_path
+    report, table = EvaluationReport(tmp_path), PredictionTable(tmp_path / "predictions.csv", NAMES, False)
+    trainer_in(tmp_path, report).test(again, data, ckpt_path=path, verbose=False)
+    trainer_in(tmp_path, table).predict(again, data, ckpt_path=path, return_predictions=False)
+    found = relvit.load(path)
+    expected = [found.predict(Image.fromarray(pixels)) for pixels in PIXELS]
+    right = [prediction.name == NAMES[index % 3] for index, prediction in enumerate(expected)]
+    assert report.results["images"] == 20
+    assert report.results["test/acc1"] == pytest.approx(np.mean(right))
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[:2] for line in lines] == [
+        [f"test/{index:05d}", prediction.name] for index, prediction in enumerate(expected)
+    ]
+
+
+def test_random_transforms_of_the_dataset_itself_are_seeded():
+    class Noisy(Pairs):
+        def __getitem__(self, index):
+            return torch.rand(3, 8, 8), 0
+
+    loader = data_of(Noisy(), val=Pairs()).train_dataloader()
+    item = SeededIndex(3, 1, 7)
+    assert torch.equal(loader.dataset[item][0], loader.dataset[item][0])

@@ -1,0 +1,90 @@
+"""Class names: counts that are printed, and names that may be one class written in two ways."""
+
+import itertools
+import re
+
+import pytest
+
+from relvit.app.data.labels import (
+    check_printable,
+    checked_classes,
+    class_counts,
+    classes_of,
+    counts_text,
+    doubtful_classes,
+    positions,
+)
+from relvit.app.data.modules.paths import ImagePathsData
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["10", "2", "a"],
+        ["2", "10"],
+        ["01", "1", "2"],
+        ["-1", "0", "1"],
+        ["1.0", "2.0", "2.5", "10.0"],
+        ["cat", "nan"],
+    ],
+)
+def test_classes_are_in_one_order_however_labels_come(expected):
+    for labels in itertools.permutations(expected):
+        assert classes_of([*labels, labels[0]]) == expected
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "a\r", "a\u202eb", "a\u2066", "\x00", "a\x9b", "a\u2028"])
+def test_names_that_a_terminal_would_obey_are_no_classes(name):
+    escaped = re.escape(name.encode("unicode_escape").decode())
+    with pytest.raises(ValueError, match=rf"^list.csv: the class name '{escaped}' has control characters; rename it$"):
+        check_printable(["cat", name], "list.csv")
+    # Every data module refuses such names, wherever they come from.
+    with pytest.raises(ValueError, match=rf"^class_names: the class name '{escaped}' has control characters"):
+        ImagePathsData([], ["cat", name], 8, (0.5,), (0.5,), 1.0)
+
+
+def test_names_of_all_languages_are_classes():
+    names = ["cat", "chat é", "e\u0301", "猫", "قطة", "חתול", "🐈\u200d⬛", "a b_c-d (1)", "50 %", "Washington, D.C."]
+    check_printable(names, "list.csv")
+    assert checked_classes(names) == names
+
+
+def test_labels_are_names_or_positions():
+    assert positions(["1", "0", "1"], ["bee", "cat"]) == {"0": 0, "1": 1}
+    assert positions(["1", "bee"], ["bee", "cat"]) == {"bee": 0, "cat": 1}
+    # Numbers that name classes stay names.
+    assert positions(["1", "0"], ["1", "0"]) == {"1": 0, "0": 1}
+
+
+def test_counts():
+    counts = class_counts([0, 2, 2, (0, 2), ()], ["cat", "dog", "owl"])
+    assert counts == {"cat": 2, "dog": 0, "owl": 3}
+    assert counts_text(counts) == "cat 2, dog 0, owl 3"
+    many = {f"c{number}": 1000 + number for number in range(13)}
+    few, most = "c0 1,000, c1 1,001, c2 1,002, c3 1,003", "c12 1,012, c11 1,011, c10 1,010, c9 1,009"
+    assert counts_text(many) == f"13 classes, fewest: {few}; most: {most}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "doubt"),
+    [
+        ({"Cat": 5, "cat ": 5, "dog": 5}, "the classes 'Cat', 'cat ' differ in case, spaces"),
+        ({"great_owl": 5, "Great Owl": 5}, "the classes 'great_owl', 'Great Owl' differ"),
+        ({"caf\u00e9": 5, "cafe\u0301": 5}, "differ in case, spaces, hyphens, zeros of a number or accents' encoding"),
+        ({"1": 5, "01": 5, "10": 5}, "the classes '1', '01' differ"),
+        ({"dgo": 1, "dog": 500, "cat": 500}, "the class 'dgo' (images: 1) may be a typo of 'dog' (500)"),
+        ({"dogg": 1, "dog": 20}, "may be a typo of 'dog'"),
+        ({"elephnat": 2, "elephant": 60}, "may be a typo of 'elephant'"),
+        # A class of many images, another word, a number or a single letter is no typo.
+        ({"dgo": 26, "dog": 500}, None),
+        ({"owl": 1, "dog": 500, "ant": 1, "cat": 500}, None),
+        ({"Quercus alba": 1, "Quercus rubra": 500}, None),
+        ({"n01440764": 1, "n01440765": 500, "10": 1, "1": 500, "a": 1, "b": 500, "": 1}, None),
+        ({"owl": 0, "bowl": 500}, None),
+        ({"-1": 5, "1": 5}, None),
+    ],
+)
+def test_doubtful_classes(counts, doubt):
+    found = doubtful_classes(counts)
+    assert len(found) == (doubt is not None)
+    assert doubt is None or doubt in found[0]

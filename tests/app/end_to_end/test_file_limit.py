@@ -1,0 +1,91 @@
+"""Every command that writes files, under a limit of their size: older files stay whole, and no file is cut off."""
+
+import contextlib
+import resource
+import shutil
+
+import pytest
+from command_line import QUIET
+from photos import TINY
+
+from relvit.app.cli import main
+
+LIMIT = 200
+DATA = ["--data=ImageFolderData", "--data.root=photos", "--data.img_size=16", "--data.num_workers=0"]
+FIT = ["fit", *DATA, *TINY, "--trainer.max_epochs=1"]
+# Arguments -> the name of the user's file or folder in the message.
+COMMANDS = {
+    "fit": (FIT, "config.yaml"),
+    "test": (["test", "best.ckpt", "--root=photos", *QUIET], "confusion.png"),
+    "predict": (["predict", "best.ckpt", "photos/test", *QUIET], "--runs"),
+    "validate": (["validate", "best.ckpt", "--root=photos", *QUIET], None),
+    "resolutions": (["resolutions", "best.ckpt", "--sizes=16", "--root=photos", "--output=old"], "old/resolutions.csv"),
+    "probe": (["probe", "best.ckpt", *DATA, "--output=old"], "old/probe.json"),
+    "embed to .npz": (["embed", "best.ckpt", "photos/test", "--output=old/a.npz", "--num_workers=0"], "old/a.npz"),
+    "embed to .csv": (["embed", "best.ckpt", "photos/test", "--output=old/a.csv", "--num_workers=0"], "old/a.csv"),
+    "embed to .parquet": (["embed", "best.ckpt", "photos", "--output=old/a.parquet", "--num_workers=0"], "old/a.parq"),
+    "export to .pt2": (["export", "best.ckpt", "--output=old/a.pt2"], "old/a.pt2"),
+    "show": (["show", "best.ckpt", "--kind=tables", "--output=old"], "old/tables-2.png"),
+    "calibrate": (["calibrate", "best.ckpt", "--root=photos", "--split=train"], "best_calibrated.ckpt"),
+    "average": (["average", "best.ckpt", "last.ckpt", "--output=mean.ckpt"], "mean.ckpt"),
+    "check-data": (["check-data", "photos", "--output=old/a.json"], "old/a.json"),
+    "publish": (["publish", "best.ckpt", "--to=published"], "published"),
+}
+OLD = ["resolutions.csv", "resolutions.json", "probe.json", "tables.png"]
+OLD += ["a.npz", "a.csv", "a.parquet", "a.onnx", "a.pt2", "a.json"]
+
+
+@contextlib.contextmanager
+def file_limit(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def place(run, photos, tmp_path, monkeypatch):
+    """A working folder with checkpoints, images, older results and an older published folder."""
+    for name in ("best.ckpt", "last.ckpt"):
+        shutil.copy(run / "checkpoints" / name, tmp_path / name)
+    shutil.copytree(photos, tmp_path / "photos")
+    # No temperature is best for images that are all classified right.
+    shutil.copy(photos / "train" / "dog" / "1.jpg", tmp_path / "photos" / "train" / "cat" / "dog.jpg")
+    (tmp_path / "old").mkdir()
+    for name in OLD:
+        (tmp_path / "old" / name).write_text("older")
+    (tmp_path / "published").mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "published" / name).write_text('{"relvit": "older"}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+SLOW = {"export to .onnx": (["export", "best.ckpt", "--output=old/a.onnx"], "old/a.onnx")}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
+    arguments, named = (COMMANDS | SLOW)[name]
+    before = contents(place)
+    with file_limit(LIMIT):
+        status = main(arguments)
+    error = capsys.readouterr().err
+    if named is None:
+        assert status == 0
+    else:
+        assert status == 1, error
+        assert "File too large: " in error
+        assert named in error
+        assert ".part" not in error
+        assert "(with --debug" not in error
+    after = contents(place)
+    assert before.items() <= after.items()
+    # Complete files may have been written before: they are below the limit.
+    assert [path for path in after.keys() - before.keys() if len(after[path]) >= LIMIT or ".part" in path.name] == []

@@ -1,0 +1,220 @@
+"""Multi-label classification from a list to predictions, on the command line, with everything else at its default."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from command_line import QUIET, evaluate, only, rows, summary
+from photos import TINY
+from PIL import Image
+
+import relvit
+from relvit.app.cli import main
+from relvit.app.data import ImageListData
+from relvit.app.training import load_classifier
+from relvit.app.training.labels import multi_label_metrics
+
+COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
+
+
+def write_lists(root):
+    """Grey pictures with squares of some of three colours, or of none, and a list for each split."""
+    generator = np.random.default_rng(0)
+    for split, count in {"train": 48, "test": 24}.items():
+        (root / split).mkdir(parents=True)
+        rows = [("path", "label")]
+        for number in range(count):
+            pixels = generator.normal(120, 20, (16, 24, 3))
+            present = [name for name in COLOURS if generator.random() < 0.4]
+            for name, cell in zip(present, generator.permutation(6), strict=False):
+                row, column = 8 * (cell // 3), 8 * (cell % 3)
+                pixels[row : row + 8, column : column + 8] += np.array(COLOURS[name]) - 120
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(root / split / f"{number}.png")
+            rows.append((f"{split}/{number}.png", ";".join(present)))
+        with open(root / f"{split}.csv", "w", newline="") as file:
+            csv.writer(file).writerows(rows)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folders of the images, and of the run."""
+    root = write_lists(tmp_path_factory.mktemp("several"))
+    lists = [f"--data.{split}={root / split}.csv" for split in ("train", "test")]
+    arguments = ["fit", "--data=ImageListData", *lists, "--data.label_separator=;", f"--runs={root / 'runs'}", *TINY]
+    arguments += ["--data.img_size=[16,24]", "--data.augment=none", "--data.crop_pct=1"]
+    assert main([*arguments, "--epochs", "12", "--lr", "2e-2", "--patience", "12", "--data.val_fraction=0.3"]) == 0
+    return root, only(root / "runs")
+
+
+@pytest.fixture(scope="module")
+def expected(trained):
+    """Labels and probabilities of val and test, image by image."""
+    clf = relvit.load(trained[1] / "checkpoints" / "best.ckpt")
+    data = clf.checkpoint.data_module()
+    found = {}
+    for split in ("val", "test"):
+        labels = np.stack(data.dataset(split).targets)
+        found[split] = labels, clf.probabilities(torch.stack([image for image, _ in data.dataset(split)])).numpy()
+    return found
+
+
+def run(trained, tmp_path, command, *arguments):
+    """Run a command on the best checkpoint; return the new run's folder."""
+    return evaluate(command, trained[1] / "checkpoints" / "best.ckpt", tmp_path / "runs", *arguments)
+
+
+def average_precision(labels, probabilities):
+    return np.mean(
+        [sklearn.metrics.average_precision_score(*pair) for pair in zip(labels.T, probabilities.T, strict=True)]
+    )
+
+
+def test_fit(trained, expected):
+    root, folder = trained
+    results = summary(folder)
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    labels, probabilities = expected["val"]
+    thresholds = best["relvit"]["thresholds"]
+    np.testing.assert_allclose(thresholds, multi_label_metrics(probabilities, labels).threshold, rtol=1e-5)
+    assert results["val/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
+    assert results["val/map"] == max(float(row["val/map"]) for row in rows(folder / "metrics.csv"))
+    labels, probabilities = expected["test"]
+    assert results["test/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
+    f1 = sklearn.metrics.f1_score(labels, probabilities >= thresholds, average="macro")
+    assert results["test/f1"] == pytest.approx(f1, rel=1e-5)
+    assert results["test/map"] > 0.8
+    assert {"curves.png", "training_images.png", "val_split.csv"} <= {path.name for path in folder.iterdir()}
+    written = {row["path"]: row["label"] for row in rows(root / "train.csv")}
+    held_out = rows(folder / "val_split.csv")
+    assert all(set(row["label"].split(";")) == set(written[row["path"]].split(";")) for row in held_out)
+
+
+def test_validate_and_test(trained, expected, tmp_path, capsys):
+    labels, probabilities = expected["test"]
+    folder = run(trained, tmp_path, "test")
+    out = capsys.readouterr().out
+    assert f"24 images of test, mean F1 of the classes {summary(folder)['test/f1']:.4f}, mean average precision" in out
+    thresholds = load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
+    metrics = multi_label_metrics(probabilities, labels, thresholds)
+    table = rows(folder / "classes.csv")
+    assert [row["class"] for row in table] == list(COLOURS)
+    for name in ("precision", "recall", "f1", "average_precision", "threshold"):
+        assert [float(row[name]) for row in table] == pytest.approx(getattr(metrics, name), abs=1e-4)
+    wrong = (labels != (probabilities >= thresholds)).any(1)
+    mistakes = rows(folder / "mistakes.csv") if wrong.any() else []
+    assert len(mistakes) == wrong.sum()
+    losses = [float(row["loss"]) for row in mistakes]
+    assert losses == sorted(losses, reverse=True)
+    assert main(["validate", str(trained[1] / "checkpoints" / "best.ckpt"), "--img_size", "24", *QUIET]) == 0
+    assert "val/map" in capsys.readouterr().out
+
+
+def test_predict(trained, expected, tmp_path):
+    root, folder = trained
+    thresholds = load_classifier(folder / "checkpoints" / "best.ckpt").thresholds
+    _, probabilities = expected["test"]
+    written = run(trained, tmp_path, "predict", root / "test") / "predictions.csv"
+    table = {row["path"]: row for row in rows(written)}
+    assert list(next(iter(table.values()))) == ["path", "label", "probability"]
+    found = relvit.load(folder / "checkpoints" / "best.ckpt").predict(root / "test")
+    assert len(table) == len(found) == 24
+    for prediction in found:
+        row = table[prediction.path]
+        number = int(prediction.path.rpartition("/")[2].removesuffix(".png"))
+        above = [i for i in (-probabilities[number]).argsort() if probabilities[number][i] >= thresholds[i]]
+        assert row["label"] == ";".join(prediction.names) == ";".join(list(COLOURS)[i] for i in above)
+        assert prediction.probabilities == pytest.approx(probabilities[number][above], abs=1e-5)
+        assert [float(p) for p in row["probability"].split(";") if p] == pytest.approx(
+            prediction.probabilities, abs=1e-5
+        )
+    assert {len(prediction.names) for prediction in found} >= {0, 1, 2}
+    # What was predicted is a list to train on.
+    again = ImageListData(str(written), label_separator=";", class_names=list(COLOURS), num_workers=0)
+    assert len(again.samples("train")) + len(again.samples("val")) == 24
+    clf = relvit.load(folder / "checkpoints" / "best.ckpt")
+    assert len(clf.predict(root / "test" / "0.png", top=2).names) == 2
+    mirrored = clf.predict(root / "test" / "0.png", top=3, mirror=True)
+    image = clf.transform(Image.open(root / "test" / "0.png"))[None]
+    mean = (clf.probabilities(image) + clf.probabilities(image.flip(-1))) / 2
+    assert mirrored.probabilities == pytest.approx(sorted(mean[0].tolist(), reverse=True), abs=1e-5)
+
+
+def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    best = str(trained[1] / "checkpoints" / "best.ckpt")
+    assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
+    results = summary(trained[1])
+    curve = json.loads((tmp_path / "curves" / "resolutions.json").read_text())
+    for name in ("map", "f1", "loss"):
+        assert curve[0][name] == pytest.approx(results[f"test/{name}"], rel=1e-5)
+    assert main(["publish", best, "--to", "published", "--curve", "curves/resolutions.json"]) == 0
+    thresholds = load_classifier(best).thresholds
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["relvit"]["thresholds"] == thresholds
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert str(thresholds) in card
+    assert "| size | protocol | reach | images | mAP | mean F1 |" in card
+    shutil.copy(trained[0] / "test" / "1.png", "photo.jpg")
+    capsys.readouterr()
+    exec(card.partition("```python\n")[2].partition("```")[0], {})
+    found = relvit.load(best).predict("photo.jpg")
+    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == sorted(found.names)
+
+
+def test_average_and_thresholds_anew(trained, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    best = torch.load(trained[1] / "checkpoints" / "best.ckpt", weights_only=True)
+    thresholds = best["relvit"]["thresholds"]
+    for name, values in {"a": thresholds, "b": thresholds, "c": [0.25] * 3}.items():
+        best["relvit"]["thresholds"] = values
+        torch.save(best, f"{name}.ckpt")
+    assert main(["average", "a.ckpt", "b.ckpt", "--output", "same.ckpt"]) == 0
+    assert load_classifier("same.ckpt").thresholds == thresholds
+    assert "thresholds" not in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="in mean.ckpt that of every class is 0.5; .* relvit calibrate mean.ckpt"):
+        assert main(["average", "a.ckpt", "c.ckpt", "--output", "mean.ckpt"]) == 0
+    assert load_classifier("mean.ckpt").thresholds == [0.5] * 3
+    # The weights are those of the best checkpoint, so its thresholds come back.
+    capsys.readouterr()
+    assert main(["calibrate", "mean.ckpt"]) == 0
+    np.testing.assert_allclose(load_classifier("mean_calibrated.ckpt").thresholds, thresholds, rtol=1e-5)
+    labels, probabilities = expected["val"]
+    before, after = (multi_label_metrics(probabilities, labels, given).means()["f1"] for given in ([0.5] * 3, None))
+    out = capsys.readouterr().out
+    assert f"{len(labels)} images of val: 3 thresholds of the best F1 of each class" in out
+    assert f"{before:.4f}" in out
+    assert f"{after:.4f}" in out
+
+
+@pytest.mark.slow
+def test_onnx(trained, expected, tmp_path, monkeypatch, capsys):
+    """The file's predictions, and what int8 costs."""
+    monkeypatch.chdir(tmp_path)
+    best = str(trained[1] / "checkpoints" / "best.ckpt")
+    assert main(["export", best, "--output", "model.onnx", "--int8"]) == 0
+    assert "Mean average precision on" in capsys.readouterr().out
+    assert main(["predict", "--model", "model.onnx", str(trained[0] / "test")]) == 0
+    by_file = rows(next(tmp_path.glob("runs/*/predictions.csv")))
+    found = relvit.load(best).predict(trained[0] / "test")
+    same = [row["label"] == ";".join(prediction.names) for row, prediction in zip(by_file, found, strict=True)]
+    assert sum(same) >= 22
+
+
+def test_what_is_for_one_label_is_refused(trained, tmp_path, capsys):
+    best = str(trained[1] / "checkpoints" / "best.ckpt")
+    for name in COLOURS:
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        shutil.copy(trained[0] / "test" / "0.png", tmp_path / "photos" / name)
+    for arguments, message in (
+        (["probe", best], "probes are for images of one label each"),
+        (
+            ["test", best, "--robustness", str(tmp_path / "photos"), "--runs", str(tmp_path / "runs"), *QUIET],
+            "the model is for several labels per image (multi_label True), the data have one",
+        ),
+    ):
+        assert main(arguments) != 0
+        assert message in capsys.readouterr().err.replace("\n", " ")

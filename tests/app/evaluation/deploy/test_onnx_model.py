@@ -1,0 +1,169 @@
+"""int8 files against the formula of dynamic quantisation, and the comparison of a file with its model."""
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from command_line import summary
+from onnx import TensorProto, helper, numpy_helper
+
+from relvit.app.evaluation import Predictor
+from relvit.app.evaluation.deploy import OnnxClassifier, compare, quantise
+
+
+def session(path):
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def save(path, nodes, weights, given, computed, **properties):
+    """Write an ONNX file; weights by their names, input and output each as name and shape."""
+    given, computed = (helper.make_tensor_value_info(name, TensorProto.FLOAT, of) for name, of in (given, computed))
+    weights = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
+    made = helper.make_graph(nodes, "graph", [given], [computed], weights)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    helper.set_model_props(model, properties)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def graph(tmp_path):
+    """A linear layer, then a product with a table of three dimensions: the file, and the two weights."""
+    generator = np.random.default_rng(0)
+    linear, table = (generator.normal(size=shape).astype(np.float32) for shape in ((8, 6), (2, 3, 5)))
+    nodes = [
+        helper.make_node("MatMul", ["x", "linear"], ["hidden"], name="one"),
+        helper.make_node("Reshape", ["hidden", "shape"], ["heads"], name="two"),
+        helper.make_node("MatMul", ["heads", "table"], ["y"], name="three"),
+    ]
+    weights = {"linear": linear, "table": table, "shape": np.array([2, -1, 3])}
+    return save(tmp_path / "a.onnx", nodes, weights, ("x", ["n", 8]), ("y", None)), linear, table
+
+
+def test_int8_of_linear_layers_alone(graph, tmp_path):
+    path, linear, table = graph
+    quantise(path, tmp_path / "b.onnx")
+    x = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
+    (found,) = session(tmp_path / "b.onnx").run(None, {"x": x})
+    # Weights: symmetric, 7 bits, a scale per output channel; activations: one scale and one zero point for all.
+    scale = np.abs(linear).max(0) / 64
+    weights = np.round(linear / scale) * scale
+    step = (max(x.max(), 0) - min(x.min(), 0)) / 255
+    zero = np.round(-min(x.min(), 0) / step)
+    rounded = (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
+    expected = (rounded @ weights).reshape(2, -1, 3) @ table
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    exact = (x @ linear).reshape(2, -1, 3) @ table
+    assert 1e-3 < np.abs(found - exact).max() < 0.2
+    stored = {weight.name: weight.data_type for weight in onnx.load(tmp_path / "b.onnx").graph.initializer}
+    assert stored["linear_quantized"] == TensorProto.INT8
+    assert stored["table"] == TensorProto.FLOAT
+
+
+def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):
+    path, linear, table = graph
+    model = onnx.load(path)
+    model.graph.input[0].name = model.graph.node[0].input[0] = "images"
+    onnx.save(model, path)
+    given = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(2))
+    quantise(path, tmp_path / "b.onnx", given)
+    # Weights as above; activations: one scale for all images, and zero is zero. What is larger is cut off.
+    scale, step = np.abs(linear).max(0) / 64, float(given.abs().max()) / 127
+    x = np.array(given[0]) * np.float32([[1], [3]])
+    rounded = np.clip(np.round(x / step), -128, 127) * step
+    assert rounded.max() < x.max() or rounded.min() > x.min()
+    expected = (rounded @ (np.round(linear / scale) * scale)).reshape(2, -1, 3) @ table
+    (found,) = session(tmp_path / "b.onnx").run(None, {"images": x})
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    operators = {node.op_type for node in onnx.load(tmp_path / "b.onnx").graph.node}
+    assert operators == {"QuantizeLinear", "DequantizeLinear", "MatMul", "Reshape"}
+
+
+def test_comparison_on_val(run, best):
+    """The file predicts the first class for every image."""
+    predictor = Predictor(best)
+    data = predictor.checkpoint.data_module(num_workers=0)
+    found = compare(predictor, lambda images: torch.eye(3)[:1].expand(len(images), 3), data)
+    assert found.images == 18
+    assert found.model == pytest.approx(summary(run)["val/acc1"])
+    assert found.file == pytest.approx(1 / 3)
+    predicted = [predictor.predict(path).name for path, _ in data.dataset("val").samples]
+    assert found.same == pytest.approx(predicted.count("cat") / 18)
+
+
+DESCRIPTION = {
+    "class_names": ["cat", "dog", "owl"],
+    "input": ["batch", 3, "8*height_in_patches", "8*width_in_patches"],
+    "img_size": [16, 16],
+    "crop_pct": 0.9,
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.2, 0.2, 0.2],
+}
+
+
+def classifier_of(path, description):
+    """An .onnx that averages over the pixels, with this description (JSON text, or what becomes JSON) in it."""
+    nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["logits"], keepdims=0)]
+    text = description if isinstance(description, str) else json.dumps(description)
+    properties = {} if description is None else {"relvit": text}
+    sides = ("images", ["n", 3, "h", "w"]), ("logits", ["n", 3])
+    return save(path, nodes, {"axes": np.array([2, 3])}, *sides, **properties)
+
+
+def test_a_description_in_the_file(tmp_path):
+    found = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION)).data_arguments((24, 32))
+    assert found == {name: DESCRIPTION[name] for name in DESCRIPTION if name != "input"} | {"img_size": (24, 32)}
+    several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
+    assert OnnxClassifier(classifier_of(tmp_path / "b.onnx", several)).labels.thresholds == [0.5, 0.0, 1.0]
+    native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}
+    native |= {"patch_size": [8, 8], "max_tokens": 9}
+    assert OnnxClassifier(classifier_of(tmp_path / "c.onnx", native)).data_arguments()["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"class_names": ["cat", "dog"]}, "class_names"),
+        ({"class_names": ["cat", "dog", 3]}, "class_names"),
+        ({"class_names": "owl"}, "class_names"),
+        ({"input": ["batch", 1, 16, 16]}, "mean"),
+        ({"input": ["batch", 3, "height", 16]}, "input"),
+        ({"input": ["batch", 3, 16]}, "input"),
+        ({"input": None}, "input"),
+        ({"img_size": [16, 16.5]}, "img_size"),
+        ({"img_size": [0, 16]}, "img_size"),
+        ({"crop_pct": float("nan")}, "crop_pct"),
+        ({"crop_pct": "1"}, "crop_pct"),
+        ({"mean": [0.5, 0.5, float("inf")]}, "mean"),
+        ({"std": [0.5, 0.5]}, "std"),
+        ({"std": [0.5, 0.5, 0]}, "std"),
+        ({"thresholds": [0.5, 0.5]}, "thresholds"),
+        ({"thresholds": [0.5, 0.5, 1.5]}, "thresholds"),
+        ({"max_tokens": 0, "patch_size": [8, 8]}, "max_tokens"),
+        ({"max_tokens": 9}, "patch_size"),
+    ],
+)
+def test_a_description_with_a_wrong_part_is_refused(tmp_path, change, wrong):
+    path = classifier_of(tmp_path / "a.onnx", DESCRIPTION | change)
+    with pytest.raises(ValueError, match=rf"a\.onnx is no file of relvit export: {wrong} is not what it should be"):
+        OnnxClassifier(path)
+
+
+def test_files_that_are_none(tmp_path, graph):
+    path = tmp_path / "none" / "a.onnx"
+    path.parent.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no file .*a\.onnx: relvit export CKPT --output .*a\.onnx writes"):
+        OnnxClassifier(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+        OnnxClassifier(path)
+    for text in ("[" * 100_000, "{", "[]", "3"):
+        with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+            OnnxClassifier(classifier_of(path, text))
+    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: it computes \['x', 'y'\], not"):
+        OnnxClassifier(graph[0])
+    with pytest.raises(ValueError, match=r"b\.onnx has no class names in it: relvit export CKPT --output .*b\.onnx"):
+        OnnxClassifier(classifier_of(path.with_name("b.onnx"), None))

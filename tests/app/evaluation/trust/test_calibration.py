@@ -1,0 +1,200 @@
+"""Temperature scaling against SciPy's search, and the calibrated checkpoint in every command that takes one."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+import torch
+from command_line import QUIET, only, rows, summary
+from photos import TINY
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
+
+import relvit
+from relvit.app.cli import main
+from relvit.app.evaluation import calibrate, calibration_error, fit_temperature
+from relvit.app.evaluation.standard_error import accuracy_error
+from relvit.app.training import Checkpoint, classifier_of
+from relvit.app.training.checkpoints.file import AVERAGE_KEY
+
+
+@pytest.mark.parametrize("scale", [0.001, 0.3, 5.0, 2000.0])
+def test_the_optimum_is_that_of_a_bounded_search(scale):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 7, (300,), generator=generator)
+    logits = scale * (torch.randn(300, 7, generator=generator) + torch.eye(7)[labels])
+
+    def nll(log_t):
+        return -log_softmax(logits.double().numpy() / 10**log_t, axis=1)[range(300), labels].mean()
+
+    expected = 10 ** minimize_scalar(nll, bounds=(-6, 6), method="bounded", options={"xatol": 1e-12}).x
+    assert fit_temperature(logits, labels) == pytest.approx(expected, rel=1e-5)
+
+
+def test_where_there_is_no_optimum():
+    labels = torch.tensor([0, 1, 2, 0])
+    right = torch.eye(3)[labels]
+    for logits, message in (
+        (right, "all 4 images are classified right"),
+        (-right, "no better than chance"),
+        (right / 0, "not a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_temperature(logits, labels)
+
+
+@pytest.fixture(scope="module")
+def calibrated(digits_run, tmp_path_factory):
+    """A checkpoint whose moving average differs from its weights, and its calibrated copy."""
+    path = tmp_path_factory.mktemp("calibrated") / "best.ckpt"
+    content = torch.load(digits_run / "checkpoints" / "best.ckpt", weights_only=True)
+    content[AVERAGE_KEY] = {name: 3 * tensor for name, tensor in content["state_dict"].items()}
+    torch.save(content, path)
+    assert main(["calibrate", str(path)]) == 0
+    return path, path.with_name("best_calibrated.ckpt")
+
+
+def logits_and_labels(path, split, **changes):
+    checkpoint = Checkpoint.read(path)
+    data, net = checkpoint.data_module(**changes), classifier_of(checkpoint).net
+    items = [data.dataset(split)[index] for index in range(len(data.dataset(split)))]
+    with torch.no_grad():
+        logits = net(torch.stack([image for image, _ in items])).double()
+    return logits, torch.tensor([int(label) for _, label in items])
+
+
+def next_command(out):
+    """The arguments of the command that is printed last, but for the name of the program."""
+    program, *arguments = shlex.split(out.strip().splitlines()[-1])
+    assert program == "relvit"
+    return arguments
+
+
+def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path, capsys, fails):
+    path, output = calibrated
+    before, after = (torch.load(each, weights_only=True) for each in calibrated)
+    temperature = after["relvit"].pop("temperature")
+    assert temperature == pytest.approx(fit_temperature(*logits_and_labels(path, "val")), rel=1e-4)
+    plain = [json.dumps(content, default=lambda tensor: tensor.tolist()) for content in (before, after)]
+    assert plain[0] == plain[1]
+    # No tensor is in it twice.
+    assert output.stat().st_size < 1.1 * path.stat().st_size
+    # From the calibrated one, as if it were not.
+    again = tmp_path / "again.ckpt"
+    assert main(["calibrate", str(output), "--output", str(again), "--split", "val"]) == 0
+    out = capsys.readouterr().out
+    assert Checkpoint.read(again).temperature == temperature
+    # The images are where the checkpoint remembers them.
+    assert next_command(out) == ["test", str(again)]
+    logits, labels = logits_and_labels(path, "val")
+    nll = [torch.nn.functional.cross_entropy(logits / t, labels).item() for t in (1, temperature)]
+    assert [float(text) for text in re.search(r"likelihood\s+(\S+)\s+(\S+)", out).groups()] == pytest.approx(
+        nll, abs=6e-5
+    )
+    assert nll[1] < nll[0] - 1e-3
+    assert "exists: give another one (--output)" in fails(["calibrate", output, "--output", again])
+
+
+def test_commands_use_it(calibrated, tmp_path):
+    path, output = calibrated
+    logits, labels = logits_and_labels(path, "val")
+    temperature = Checkpoint.read(output).temperature
+    probabilities = (logits / temperature).softmax(-1)
+    nll = -probabilities[range(len(labels)), labels].log().mean().item()
+    assert main(["test", str(output), "--split=val", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
+    results = summary(only(tmp_path / "test"))
+    assert results["test/loss"] == pytest.approx(nll, rel=1e-4)
+    confidence, predicted = probabilities.max(-1)
+    right = (predicted == labels).numpy()
+    assert results["test/acc1"] == pytest.approx(right.mean())
+    assert results["test/acc1_se"] == pytest.approx(accuracy_error(right.mean(), len(right)))
+    assert results["test/calibration_error"] == pytest.approx(calibration_error(confidence.numpy(), right), abs=1e-5)
+    assert main(["resolutions", str(output), "--sizes=8", "--accelerator=cpu", f"--output={tmp_path / 'r.json'}"]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())[0]["loss"] == pytest.approx(nll, rel=1e-4)
+    assert main(["predict", str(output), "--data=DigitsData", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+    table = rows(only(tmp_path / "p") / "predictions.csv")
+    of_test = (logits_and_labels(path, "test")[0] / temperature).softmax(-1)
+    assert [float(row["probability"]) for row in table] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
+
+
+def test_load_uses_it(calibrated):
+    raw = relvit.load(calibrated[0])
+    image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0))
+    pixels, _ = next(raw.batches([image]))
+    expected = (raw.model(pixels)[0] / Checkpoint.read(calibrated[1]).temperature).softmax(-1)
+    found = relvit.load(calibrated[1]).predict(image, top=10).probabilities
+    assert found == pytest.approx(expected.sort(descending=True).values.tolist(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_export_uses_it(calibrated, tmp_path):
+    """All formats have the same wrapper of the model."""
+    assert main(["export", str(calibrated[1]), f"--output={tmp_path / 'model.pt2'}"]) == 0
+    pixels = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = relvit.load(calibrated[0]).model(pixels) / Checkpoint.read(calibrated[1]).temperature
+    found = torch.export.load(tmp_path / "model.pt2").module()(pixels)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_goes_on_without_it(calibrated, tmp_path):
+    common = [a for a in TINY if not a.startswith(("--model.", "--data."))]
+    assert main(["fit", f"--ckpt_path={calibrated[1]}", f"--runs={tmp_path}", "--epochs=2", *common]) == 0
+    last = only(tmp_path) / "checkpoints" / "last.ckpt"
+    assert "temperature" not in torch.load(last, weights_only=True)["relvit"]
+    losses = [float(row["val/loss"]) for row in rows(only(tmp_path) / "metrics.csv") if row["val/loss"]]
+    nll = torch.nn.functional.cross_entropy(*logits_and_labels(last, "val")).item()
+    assert losses[-1] == pytest.approx(nll, rel=1e-4)
+
+
+@pytest.fixture
+def moved(best, photos, tmp_path):
+    """A checkpoint and its images elsewhere, in a folder whose name a shell would divide; one has a wrong label."""
+    shutil.copytree(photos, tmp_path / "my photos")
+    for split in ("train", "val", "test"):
+        shutil.copy(photos / split / "dog" / "1.jpg", tmp_path / "my photos" / split / "cat" / "dog.jpg")
+    shutil.copy(best, tmp_path / "best.ckpt")
+    return tmp_path
+
+
+def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
+    monkeypatch.chdir(moved)
+    for split, following in (("train", "test"), ("test", "val")):
+        assert calibrate("best.ckpt", f"{split}.ckpt", split, "my photos").next_split == following
+    # Without a test folder another split takes its place, at last that of the calibration.
+    shutil.rmtree(moved / "my photos" / "test")
+    assert calibrate("best.ckpt", "again.ckpt", "train", "my photos").next_split == "val"
+    assert main(["calibrate", "best.ckpt", "--root", "my photos"]) == 0
+    command = next_command(capsys.readouterr().out)
+    assert command == ["test", "best_calibrated.ckpt", "--split", "val", "--root", "my photos"]
+    assert main([*command, *QUIET]) == 0
+
+
+def test_a_temperature_that_harms_val_is_not_written(moved, capsys):
+    """Where two of three classes of val have the other's name, a temperature from train makes a model too sure."""
+    checkpoint, root = moved / "best.ckpt", moved / "my photos"
+    assert main(["calibrate", str(checkpoint), f"--root={root}", "--split=train", f"--output={moved / 'a.ckpt'}"]) == 0
+    classes = sorted(path.name for path in (root / "val").iterdir())
+    for name in classes:
+        (root / "val" / name).rename(root / "val" / f"{name}_")
+    for name, other in zip(classes, [*classes[1:], classes[0]], strict=True):
+        (root / "val" / f"{name}_").rename(root / "val" / other)
+    content = {path.name for path in moved.iterdir()}
+    assert main(["calibrate", str(checkpoint), f"--root={root}", "--split=train"]) == 1
+    message = capsys.readouterr().err
+    before, after = map(float, re.search(r"the 19 images of val from ([\d.]+) to ([\d.]+): nothing", message).groups())
+    assert before < after
+    assert {path.name for path in moved.iterdir()} == content
+    nll = torch.nn.functional.cross_entropy(*logits_and_labels(checkpoint, "val", root=str(root)))
+    assert before == pytest.approx(nll.item(), abs=6e-5)
+
+
+def test_a_temperature_that_is_none(calibrated, tmp_path):
+    content = torch.load(calibrated[1], weights_only=True)
+    content["relvit"]["temperature"] = -1.0
+    torch.save(content, tmp_path / "wrong.ckpt")
+    shutil.copy(calibrated[0], tmp_path / "right.ckpt")
+    assert Checkpoint.read(tmp_path / "right.ckpt").temperature == 1
+    with pytest.raises(ValueError, match=r"relvit.temperature is not what it should be"):
+        Checkpoint.read(tmp_path / "wrong.ckpt")

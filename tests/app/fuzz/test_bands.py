@@ -1,0 +1,99 @@
+"""Random models with relative positions, in random bands: the numbers of one pass under the mask, or refused.
+
+FUZZ_EXAMPLES=300 FUZZ_SEED=31 pytest -m fuzz tests/app/fuzz/test_bands.py -s
+"""
+
+import pytest
+import torch
+from seeded import Tally, examples
+from vits import band_mask
+
+from relvit.families.transformer_xl import set_bands
+from relvit.layers.positions.factory import POSITIONS, accepts
+from relvit.models.relative_vit import RelVisionTransformer
+
+pytestmark = pytest.mark.fuzz
+
+# Of the positions only those that see the size of the image may be refused.
+REFUSED = {"fire", "low-rank"}
+PATCH = 4
+
+
+def draw_position(random):
+    """Arguments of a model that choose its position, of all that there are."""
+    position = random.choice(list(POSITIONS))
+    chosen = {"position": position, "rope": random.choice(["", "", "axial", "mixed"])}
+    if position == "tables":
+        chosen["rel_terms"] = "".join(letter for letter in "qkvb" if random.random() < 0.5)
+        chosen["layout"] = random.choice(["separate", "joint"])
+        chosen["bucketing"] = random.choice(["clip", "piecewise"])
+        chosen["shared_heads"] = random.random() < 0.5
+    if accepts(position, "max_distance") and random.random() < 0.7:
+        one, other = random.randint(0, 9), random.randint(0, 9)
+        chosen["max_distance"] = random.choice([one, (one, other)])
+    return chosen
+
+
+def draw(random):
+    """A position, sizes of the model, of the image and of the bands."""
+    rows, columns = random.randint(1, 11), random.randint(1, 9)
+    if rows == columns:
+        rows += 1
+    band = random.randint(1, rows + 1)
+    position = draw_position(random)
+    # LookHere has four heads at least.
+    heads = 4 if position["position"] == "lookhere" else random.choice([1, 2])
+    model = position | {
+        "depth": random.randint(1, 4),
+        "embed_dim": 16 if heads == 4 else random.choice([8, 16]),
+        "num_heads": heads,
+        "qk_norm": random.random() < 0.2,
+        "global_pool": random.choice(["avg", "avg", "max", "map", ""]),
+        "dynamic_img_pad": random.random() < 0.3,
+        # The size for which the model is made matters to none of these positions.
+        "img_size": (PATCH * random.randint(1, 8), PATCH * random.randint(1, 8)),
+    }
+    if model["position"] == "tables" and model["layout"] == "separate":
+        model["backend"] = random.choice(["auto", "auto", "reference", "fused", "tiled", "gathered"])
+    cut = [random.randrange(PATCH) if model["dynamic_img_pad"] else 0 for _ in range(2)]
+    size = PATCH * rows - cut[0], PATCH * columns - cut[1]
+    memory = random.choice([None, None, 0, random.randint(1, rows + 2), random.randint(1, 3)])
+    return model, size, (rows, columns), band, memory
+
+
+def build(options, number):
+    torch.manual_seed(number)
+    model = RelVisionTransformer(patch_size=PATCH, num_classes=5, mlp_ratio=2, **options)
+    for parameter in model.parameters():
+        # Wide, so that every one of them matters.
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def outcome(options, size, grid, band, memory, number):
+    """Compare features and logits with one pass under the mask, or check that bands are refused."""
+    model = build(options, number)
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    mask = band_mask(*grid, band, memory)
+    expected = [model.forward_features(images, attn_mask=mask), model(images, attn_mask=mask)]
+    if options["position"] in REFUSED:
+        with pytest.raises(ValueError, match="depends on the size of the image"):
+            set_bands(model, band, memory)
+        return "refused"
+    set_bands(model, band, memory)
+    found = [model.forward_features(images), model(images)]
+    assert all(one.isfinite().all() for one in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    return "equal"
+
+
+def test_bands_equal_one_pass_under_the_mask_or_are_refused():
+    tally = Tally("bands")
+    for number, random in examples(25):
+        drawn = draw(random)
+        try:
+            tally.count(outcome(*drawn, number))
+        except (Exception, pytest.fail.Exception) as wrong:
+            tally.fail(number, drawn, repr(wrong))
+    tally.finish()

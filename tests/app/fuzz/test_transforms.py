@@ -1,0 +1,121 @@
+"""Images of random shapes: relvit's evaluation transform gives the pixels of timm's.
+
+FUZZ_EXAMPLES=4000 FUZZ_SEED=32 pytest tests/app/fuzz/test_transforms.py -s
+"""
+
+import numpy as np
+import pytest
+from PIL import Image
+from sample_files import write_sample
+from seeded import Tally, examples
+from timm.data import create_transform, resolve_model_data_config
+
+import relvit
+from relvit.app.data import eval_transform
+
+# relvit resizes by the bicubic filter alone. These are timm's names of its protocols.
+PROTOCOLS = {"crop": "center", "resize": "squash", "field": "center"}
+# No example resizes an image to more pixels: it would take too long.
+MOST = 10**6
+
+
+def draw_side(random, most):
+    """Draw a side from 1 on, small ones as often as large ones."""
+    return min(most, int(most ** random.random()) + random.randint(0, 2))
+
+
+def draw_image(random, channels):
+    """Draw noise, or a smooth picture, of any shape, sometimes a line."""
+    height, width = draw_side(random, 600), draw_side(random, 600)
+    if random.random() < 0.15:
+        height, width = random.choice([(height, 1), (1, width), (height, 2), (3, width)])
+    pixels = np.random.default_rng(random.getrandbits(32)).integers(0, 256, (height, width, channels))
+    if random.random() < 0.3:
+        rows, columns = random.uniform(0, 9), random.uniform(0, 9)
+        pixels = np.add.outer(rows * np.arange(height), columns * np.arange(width))[..., None].repeat(channels, -1)
+    return Image.fromarray((pixels % 256).astype(np.uint8).squeeze(-1) if channels == 1 else pixels.astype(np.uint8))
+
+
+def draw(random):
+    """Draw an image and the arguments of `eval_transform`."""
+    channels = random.choice([1, 3, 3])
+    image = draw_image(random, channels)
+    while True:
+        # The images of a model are no lines.
+        side = draw_side(random, 400)
+        size = side, random.choice([side, max(1, min(400, int(side * 16 ** random.uniform(-1, 1))))])
+        crop_pct = random.choice([1.0, 0.875, 0.9, 0.95, 0.56, random.uniform(0.2, 1)])
+        cover = max(side / crop_pct / whole for side, whole in zip(size, image.size[::-1], strict=True))
+        if cover**2 * image.width * image.height < MOST:
+            break
+    mean, std = ([random.uniform(low, high) for _ in range(channels)] for low, high in ((0.2, 0.8), (0.2, 0.5)))
+    return image, size, mean, std, crop_pct, random.choice(["crop", "crop", "resize", "field"])
+
+
+def pixels_of(values, mean, std):
+    """Return the 8-bit pixels (H, W, C) before normalisation, and their distance from whole numbers."""
+    found = (values.double().permute(1, 2, 0).numpy() * np.array(std) + np.array(mean)) * 255
+    return found.round().astype(int), float(np.abs(found - found.round()).max())
+
+
+def compare(ours, timms, mean, std, most):
+    """Describe how the pixels differ by more than `most`, or return None."""
+    if ours.shape != timms.shape:
+        return f"shape {tuple(ours.shape)} and {tuple(timms.shape)}"
+    (found, rest), (expected, other) = (pixels_of(values, mean, std) for values in (ours, timms))
+    if max(rest, other) > 1e-3:
+        return f"no whole pixels: {rest:.1e}, {other:.1e}"
+    worst = int(np.abs(found - expected).max())
+    return f"pixels differ by {worst}" if worst > most else None
+
+
+def is_long(image, size, crop_pct):
+    """Return True if only the middle of the image is resized; Pillow knows its edges in single precision."""
+    cover = eval_transform(size, (0.5,), (0.5,), crop_pct).transforms[0]
+    whole, made = cover.sizes(image.size[::-1])
+    return whole != made
+
+
+def test_images_of_random_shapes_are_transformed_as_by_timm():
+    tally = Tally("transforms")
+    for number, random in examples(100):
+        image, size, mean, std, crop_pct, protocol = draw(random)
+        drawn = (image.mode, image.size[::-1], size, crop_pct, protocol)
+        extra = {"trained_size": size} if protocol == "field" else {}
+        kept = 1.0 if protocol == "resize" else crop_pct
+        try:
+            ours = eval_transform(size, mean, std, crop_pct, protocol, **extra)
+            timms = create_transform(
+                (len(mean), *size),
+                mean=mean,
+                std=std,
+                crop_pct=kept,
+                crop_mode=PROTOCOLS[protocol],
+                interpolation="bicubic",
+            )
+            long = protocol != "resize" and is_long(image, size, crop_pct)
+            wrong = compare(ours(image), timms(image), mean, std, 2 * long)
+        except Exception as error:
+            wrong = repr(error)
+        if wrong is None:
+            tally.count("equal up to two levels, of very long images" if long else f"equal by {protocol}")
+        else:
+            tally.fail(number, drawn, wrong)
+    tally.finish()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("family", ["tables", "aft_full", "retrofitted"])
+def test_what_a_model_tells_timm_transforms_images_as_its_predictor(family, tmp_path):
+    """timm reads `pretrained_cfg`, which a published folder has too, by `resolve_model_data_config`."""
+    predictor, tally = relvit.load(write_sample(tmp_path / "last.ckpt", family)), Tally(f"transforms of {family}")
+    timms = create_transform(**resolve_model_data_config(predictor.model))
+    for number, random in examples(20):
+        image = draw_image(random, len(predictor.mean))
+        long = is_long(image, predictor.img_size, predictor.crop_pct)
+        wrong = compare(predictor.transform(image), timms(image), predictor.mean, predictor.std, 2 * long)
+        if wrong is None:
+            tally.count("equal")
+        else:
+            tally.fail(number, image.size[::-1], wrong)
+    tally.finish()

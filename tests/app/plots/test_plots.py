@@ -1,0 +1,220 @@
+"""Figures: pixels of the confusion matrix and the sheet, lines of the training curves and of curves by image size."""
+
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.figure import Figure
+from PIL import Image
+
+from relvit.app.plots import (
+    plot_confusion,
+    plot_curves,
+    plot_sheet,
+    plot_size_grid,
+    plot_sizes,
+    plot_steps,
+    plot_tables,
+    read_metrics,
+)
+
+METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
+0,,9,,,0.25,2.0
+0,0.1,9,0.2,2.2,,
+1,,19,,,0.5,1.5
+1,0.05,19,0.4,1.75,,
+2,,29,,,0.5,1.6
+2,0.01,29,0.5,1.5,,
+"""
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures in the place of their files, since drawing takes long."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: (found.append(self), target.touch()))
+    return found
+
+
+def pixels(path):
+    with Image.open(path) as figure:
+        return np.asarray(figure.convert("RGB")).astype(int)
+
+
+def test_each_of_a_thousand_classes_has_its_pixels(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    plot_confusion(np.eye(1000, dtype=int), [f"$na_me$ {i}" for i in range(1000)], tmp_path / "a.png")
+    drawn = pixels(tmp_path / "a.png")
+    left, bottom, right, top = figures[0].axes[0].get_window_extent().extents.round().astype(int)
+    inside = drawn[len(drawn) - top : len(drawn) - bottom, left:right][2:-2, 2:-2]
+    # What is not the lightest of "Blues" is the diagonal: in every row of pixels, and further right in each.
+    rows, columns = np.nonzero(abs(inside - (247, 251, 255)).sum(-1) > 6)
+    assert len(np.unique(rows)) == len(inside) >= 1000
+    assert (np.diff([columns[rows == row].mean() for row in range(0, len(inside), 20)]) > 0).all()
+    assert drawn.shape[1] <= 1800
+
+
+def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
+    plot_confusion(np.array([[0, 30], [0, 0]]), ["a", "b"], tmp_path / "a.png")
+    figure = pixels(tmp_path / "a.png")
+    # Matplotlib's darkest of "Blues"; the colour bar is right of the axes.
+    rows, columns = np.nonzero((abs(figure - (8, 48, 107)).sum(-1) < 6)[:, :400])
+    assert len(rows) > 5000
+    assert rows.max() < 0.5 * figure.shape[0]
+    assert columns.min() > 0.3 * figure.shape[1]
+
+
+def test_sixty_classes_have_names(tmp_path, figures):
+    for classes in (60, 61):
+        plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")
+    shown = [[label.get_text() for label in figure.axes[0].get_yticklabels()] for figure in figures]
+    assert shown[0] == [f"name {i}" for i in range(60)]
+    assert "name 0" not in shown[1]
+
+
+def test_sheet(tmp_path):
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200), (200, 0, 200)]
+    images = [np.full((4 + i, 9 - i, 3), colour, np.uint8) for i, colour in enumerate(colours)]
+    plot_sheet(images, [f"a$b\nline {i}" for i in range(6)], tmp_path / "sheet.png", "title")
+    figure, centres = pixels(tmp_path / "sheet.png"), []
+    for image, colour in zip(images, colours, strict=True):
+        rows, columns = np.nonzero(abs(figure - colour).sum(-1) < 10)
+        height, width = np.ptp(rows) + 1, np.ptp(columns) + 1
+        assert height / width == pytest.approx(image.shape[0] / image.shape[1], rel=0.05)
+        centres.append((rows.mean(), columns.mean()))
+    assert [column for _, column in centres[:5]] == sorted(column for _, column in centres[:5])
+    assert centres[5][0] > max(row for row, _ in centres[:5])
+    assert centres[5][1] == pytest.approx(centres[0][1], abs=15)
+
+
+def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, figures):
+    (tmp_path / "metrics.csv").write_text(METRICS)
+    columns = read_metrics(tmp_path / "metrics.csv")
+    assert columns["val/acc1"] == [(0, 0.25), (1, 0.5), (2, 0.5)]
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png", "train (labels smoothed by 0.1)")
+    loss, accuracy, rate = figures[0].axes
+
+    def curves(axes):
+        return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+
+    assert curves(loss)["train (labels smoothed by 0.1)"] == ([1, 2, 3], [2.2, 1.75, 1.5])
+    assert curves(loss)["val"] == ([1, 2, 3], [2.0, 1.5, 1.6])
+    # Two accuracies are equal: the best checkpoint has the lower loss.
+    assert curves(accuracy)["best: 0.5, epoch 2"][0] == [2, 2]
+    assert curves(accuracy)["val"] == ([1, 2, 3], [0.25, 0.5, 0.5])
+    assert list(curves(rate).values()) == [([1, 2, 3], [0.1, 0.05, 0.01])]
+    assert [axes.get_ylabel() for axes in (loss, accuracy, rate)] == ["loss", "top-1 accuracy", "learning rate"]
+    # Letters are legible at half the size.
+    texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
+    assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
+    assert figures[0].get_size_inches().tolist() == [15, 5.5]
+    # The legends cover no curve.
+    figures[0].draw_without_rendering()
+    assert all(axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 for axes in (loss, accuracy))
+    # With two validations in each epoch, an accuracy belongs to the loss of the same validation.
+    (tmp_path / "metrics.csv").write_text("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n")
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
+    assert "best: 0.5, epoch 1" in curves(figures[1].axes[1])
+    (tmp_path / "metrics.csv").write_text("epoch,lr,step\n")
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
+    assert [len(axes.lines) for axes in figures[2].axes] == [0, 0, 0]
+
+
+def test_curves_by_image_size(tmp_path, figures):
+    rows = []
+    for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
+        for height, width in sizes:
+            row = {"train_sizes": [[trained, trained]], "height": height, "width": width}
+            score = height * width / 2048 + trained / 64
+            rows.append(row | {"acc1": score, "acc1_se": score / 50, "loss": 1 - score, "calibration_error": score / 2})
+    plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")
+    accuracy, loss, calibration = figures[0].axes
+    for axes, value in ((accuracy, lambda x: x), (loss, lambda x: 1 - x), (calibration, lambda x: x / 2)):
+        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+        assert lines["a"] == ([16, 16, 32], [value(0.375), value(0.375), value(0.75)])
+        assert lines[r"\$b\$"] == ([8, 32], [value(0.53125), value(1)])
+        assert axes.get_xscale() == "log"
+        assert [line.get_xdata() for line in axes.lines if list(line.get_ydata()) == [0, 1]] == [[16, 16], [32, 32]]
+        of_a, trained_a, of_b, trained_b = (line.get_color() for line in axes.lines[:4])
+        assert trained_a == of_a != of_b == trained_b
+        # The image of 8 x 32 pixels has as many as the one of the trained size.
+        rings = [part for part in axes.collections if isinstance(part, PathCollection)]
+        assert [[bool(size) for size in part.get_sizes()] for part in rings] == [[True, False, False], [False, True]]
+        bars = [part.get_segments() for part in axes.collections if isinstance(part, LineCollection)]
+        lengths = [[np.ptp(segment[:, 1]) for segment in segments] for segments in bars]
+        assert lengths == (
+            [pytest.approx([0.015, 0.015, 0.03]), pytest.approx([0.02125, 0.04])] if axes is accuracy else []
+        )
+    assert [text.get_text() for text in accuracy.get_xticklabels()] == ["8", "8 x 32, 16", "32"]
+    assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
+    assert figures[0].get_size_inches().tolist() == [15, 5.5]
+
+
+def test_tables_are_drawn_whole_layer_below_layer():
+    """The tables have several lengths, and the second layer lacks one; each number has its place and colour."""
+    generator = np.random.default_rng(0)
+    tables = {
+        "first": {"k rows": generator.normal(size=(2, 9, 4)), "b columns": generator.normal(size=(2, 9))},
+        "second": {"k rows": generator.normal(size=(2, 5, 4))},
+    }
+    figure = plot_tables(tables, "title")
+    rows, columns = figure.axes
+    first, second = rows.images
+    for image, table in zip(rows.images, (tables["first"]["k rows"], tables["second"]["k rows"]), strict=True):
+        np.testing.assert_array_equal(image.get_array(), table.reshape(-1, 4))
+        assert image.norm.vmax == -image.norm.vmin == max(abs(of["k rows"]).max() for of in tables.values())
+        # The offset zero of each head.
+        left, right, bottom, top = image.get_extent()
+        heads = [top + (bottom - top) * share for share in (0.25, 0.75)]
+        assert [tick for tick in rows.get_yticks() if top < tick < bottom] == pytest.approx(heads)
+        assert (left, right) == (-0.5, 3.5)
+    assert 0 < first.get_extent()[2] < second.get_extent()[3] < second.get_extent()[2] < rows.get_ylim()[0] == 2
+    (image,) = columns.images
+    np.testing.assert_array_equal(image.get_array(), tables["first"]["b columns"])
+    assert tuple(image.get_extent()[:2]) == columns.get_xlim() == (-4.5, 4.5)
+    assert rows.get_ylim() == columns.get_ylim()
+    assert [text.get_text() for text in rows.texts] == ["first", "second"]
+
+
+def test_joint_tables_are_drawn_head_beside_head():
+    table = np.random.default_rng(0).normal(size=(3, 5, 7))
+    (axes,) = plot_tables({"layer": {"b, joint": table}}, "title").axes
+    np.testing.assert_array_equal(axes.images[0].get_array()[:, 7:14], table[1])
+    assert axes.get_xlim() == (-0.5, 2.5)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["-2", "0", "2"]
+
+
+def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
+    """Colours of 1 to `most` steps, whatever an image has of them."""
+    image, steps = np.full((20, 40, 3), 255, np.uint8), np.array([[1, 5, 5, 5], [5, 5, 5, 3]])
+    plot_steps(image, steps, 5, tmp_path / "a.png")
+    figure = pixels(tmp_path / "a.png")
+    # Matplotlib's viridis at its ends and in its middle; the colour bar is right of the map.
+    areas = {}
+    for name, colour in {"one": (68, 1, 84), "five": (253, 231, 37), "three": (33, 145, 140)}.items():
+        at, across = np.nonzero((abs(figure - colour).sum(-1) < 6)[:, : 9 * figure.shape[1] // 10])
+        areas[name] = (len(at), at.mean(), across.mean())
+    assert areas["five"][0] == pytest.approx(6 * areas["one"][0], rel=0.05)
+    assert areas["three"][0] == pytest.approx(areas["one"][0], rel=0.05)
+    assert areas["one"][1] < areas["three"][1]
+    assert areas["one"][2] < areas["three"][2]
+
+
+def test_grid_of_heights_and_widths(tmp_path, figures):
+    """Numbers stand in the cells; differences below two standard errors are grey, squares have none."""
+    rows = []
+    for height in (16, 32):
+        for width in (16, 24):
+            row = {"height": height, "width": width, "acc1": (height + width) / 100, "train_sizes": [[16, 24]]}
+            if height != width:
+                error = {"square_difference": (height - width) / 100, "square_difference_se": 0.041}
+                row |= error
+            rows.append(row)
+    plot_size_grid(rows, ["a"] * 4, tmp_path / "a.png", "a title")
+    above, below = [axes for axes in figures[0].axes if axes.get_xlabel() == "width in pixels"]
+    assert [text.get_text() for text in above.texts] == ["32.0", "40.0", "48.0", "56.0"]
+    cells = {text.get_position(): (text.get_text(), text.get_color()) for text in below.texts}
+    # (column, row) of each cell.
+    assert cells == {(1, 0): ("-8.0", "0.55"), (0, 1): ("+16.0", "white"), (1, 1): ("+8.0", "0.55")}
+    assert below.images[0].get_array().tolist() == [[None, 0], [16, 0]]
+    assert [patch.get_xy() for patch in above.patches] == [(0.5, -0.5)]

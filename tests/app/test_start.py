@@ -1,0 +1,75 @@
+"""The console script's start: it answers --help without PyTorch, and commands load no library that they do not use."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import relvit
+import relvit_start
+from relvit.app.cli import COMMANDS, main
+from relvit.app.cli.functions import function_of
+
+ROOT = Path(relvit_start.__file__).parent
+# Libraries that relvit uses in some commands, each of which takes a tenth of a second or more to load.
+HEAVY = {"sklearn", "pandas", "tensorboard", "onnx", "onnxruntime", "gradio"}
+
+
+def loaded_after(program):
+    """The libraries that a fresh process has loaded after a program."""
+    code = f"import sys\n{program}\nprint(*{{name.partition('.')[0] for name in sys.modules}}, file=sys.stderr)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], []])
+def test_help_and_version_load_neither_pytorch_nor_the_package(arguments, capsys):
+    program = f"import relvit_start; sys.argv = ['relvit', *{arguments}]; status = relvit_start.main()"
+    done = loaded_after(f"{program}; assert status == {0 if arguments else 2}")
+    assert {"torch", "timm", "relvit"}.isdisjoint(done.stderr.split())
+    # `python -m relvit` says the same.
+    assert main(arguments) == (0 if arguments else 2)
+    assert done.stdout == capsys.readouterr().out
+    assert arguments != ["--version"] or done.stdout == f"relvit {relvit.__version__}\n"
+
+
+def test_other_commands_go_to_the_package(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["relvit", "fti"])
+    assert relvit_start.main() == 2
+    assert "did you mean 'fit'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_table_says_what_the_functions_say(command):
+    module, summary = COMMANDS[command]
+    if command == "fit":
+        return
+    first = function_of(module, command).__doc__.splitlines()[0].split(". ")[0].removesuffix(".")
+    assert first == f"{summary[0].upper()}{summary[1:]}"
+
+
+def test_the_overview_fits_a_terminal():
+    assert max(map(len, relvit_start.overview().splitlines())) <= 110
+
+
+@pytest.mark.slow
+def test_commands_load_no_library_that_they_do_not_use():
+    commands = [["fit", "--help"], ["fit", "--lrr=3"], ["embed", "--help"], ["probe", "--help"]]
+    # In one process, as each start takes seconds.
+    calls = [f"sys.argv = ['relvit', *{arguments}]; relvit_start.main()" for arguments in commands]
+    done = loaded_after("\n".join(["import relvit_start", *calls]))
+    assert HEAVY.isdisjoint(done.stderr.splitlines()[-1].split())
+    assert "--lr" in done.stderr
+    assert done.stdout.count("usage: relvit ") == 3
+
+
+def test_a_release_has_the_start_beside_the_package_and_the_configurations_inside():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"relvit": "relvit_start:main"}
+    targets = project["tool"]["hatch"]["build"]["targets"]
+    assert {"relvit", "relvit_start.py", "configs"} <= set(targets["wheel"]["only-include"])
+    assert {"/relvit", "/relvit_start.py", "/configs"} <= set(targets["sdist"]["include"])
+    assert targets["wheel"]["sources"] == {"configs": "relvit/configs"}

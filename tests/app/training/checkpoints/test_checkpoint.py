@@ -1,0 +1,80 @@
+"""The `Checkpoint` type."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from sample_files import write_sample
+
+import relvit
+from relvit.app.data import DigitsData, ImageData
+from relvit.app.training import Checkpoint, classifier_of, read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_sample(tmp_path_factory.mktemp("samples") / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(path):
+    return Checkpoint.read(path)
+
+
+def test_what_a_checkpoint_holds(path, checkpoint):
+    content = read_checkpoint(path)
+    assert checkpoint.weights.keys() == content["state_dict"].keys()
+    classifier = classifier_of(checkpoint)
+    assert not classifier.training
+    assert all(torch.equal(tensor, checkpoint.weights[name]) for name, tensor in classifier.state_dict().items())
+    assert checkpoint.architecture().model == content["relvit"]["model"]["model"] == classifier.hparams.model
+    assert checkpoint.versions["relvit"] == relvit.__version__
+    assert (checkpoint.resumable, checkpoint.finished_epochs()) == (True, 2)
+    assert replace(checkpoint, resume_point=None, epoch=4).finished_epochs() == 5
+    args = content["relvit"]["data"]["init_args"]
+    mean, std = tuple(args["mean"]), tuple(args["std"])
+    assert checkpoint.normalisation() == (mean, std)
+    assert checkpoint.transforms() == ((16, 16), mean, std, args["crop_pct"])
+
+
+def test_data_module_with_changes(checkpoint):
+    data = checkpoint.data_module(img_size=24, root=None, batch_size=None)
+    assert isinstance(data, DigitsData)
+    assert (data.img_size, data.batch_size) == ((24, 24), checkpoint.data_args["batch_size"])
+    with pytest.raises(ValueError, match=r"last.ckpt was trained with DigitsData, which has no rot: leave it out"):
+        checkpoint.data_module(rot=1)
+    foreign = replace(checkpoint, data={"class_path": "os.system", "init_args": {}})
+    with pytest.raises(ValueError, match=r"the data module os.system: import it, or give --data os.system"):
+        foreign.data_module()
+
+
+def test_options_that_contradict_the_weights_are_refused(checkpoint):
+    checkpoint.check_network(checkpoint.model)
+    for name, value in {"model": "test_vit", "img_size": [12, 8], "pretrained": "x.ckpt", "in_chans": 3}.items():
+        with pytest.raises(ValueError, match=rf"was trained with {name} .*, not {re.escape(repr(value))}: drop that"):
+            checkpoint.check_network(checkpoint.model | {name: value})
+    data: ImageData = checkpoint.data_module()
+    checkpoint.check_data(data)
+    data.class_names = data.class_names[::-1]
+    with pytest.raises(ValueError, match=r"was trained with class_names \['0', .*, the data has \['9', "):
+        checkpoint.check_data(data)
+
+
+@pytest.mark.parametrize(
+    ("read", "changes"),
+    [
+        (classifier_of, {"weights": {}}),
+        (classifier_of, {"model": {"model": "none"}}),
+        (Checkpoint.architecture, {"model": {}}),
+        (Checkpoint.class_names, {"data": {"class_path": "", "init_args": {}}}),
+        (Checkpoint.class_names, {"data": {"class_path": "", "init_args": {"class_names": None}}}),
+        (Checkpoint.transforms, {"data": {"class_path": "", "init_args": {"mean": [0.5]}}}),
+        (Checkpoint.normalisation, {"data": {"class_path": "", "init_args": {"mean": ["red"]}}}),
+        (Checkpoint.finished_epochs, {"resume_point": {"epoch": 1}}),
+        (Checkpoint.finished_epochs, {"resume_point": None, "epoch": None}),
+    ],
+)
+def test_content_that_is_missing_is_a_value_error(read, changes, checkpoint):
+    with pytest.raises(ValueError, match=r"checkpoint|ckpt"):
+        read(replace(checkpoint, **changes))

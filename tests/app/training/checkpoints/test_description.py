@@ -1,0 +1,70 @@
+"""Checkpoints of `ImageClassifier` open with `relvit.load`, whatever Trainer and data they come from."""
+
+import warnings
+
+import lightning
+import pytest
+import torch
+from PIL import Image
+from small_training import NAMES, Noise, NoiseImages, SeveralLabels, build
+
+import relvit
+from relvit.app.training import Checkpoint
+
+
+class Described(Noise):
+    """A data module of Lightning that says how its images are transformed."""
+
+    class_names = NAMES[::-1]
+    mean, std, crop_pct = torch.tensor([0.1, 0.2, 0.3]), (0.4, 0.5, 0.6), 0.8
+
+
+def fitted(tmp_path, data, module, **loaders):
+    """Train by Lightning's own Trainer as it is, and return what its own callback has saved."""
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False
+    )
+    trainer.fit(module, datamodule=data, **loaders)
+    return trainer.checkpoint_callback.best_model_path
+
+
+def test_loaders_of_ones_own(tmp_path):
+    module = build(ema_decay=0.5, class_names=NAMES)
+    loader = Noise().train_dataloader()
+    path = fitted(tmp_path, None, module, train_dataloaders=loader, val_dataloaders=loader)
+    with pytest.warns(UserWarning, match=r"not relvit's.* mean \[0.485, .*crop_pct .* set `transform`"):
+        found = relvit.load(path)
+    assert (found.class_names, found.img_size, found.mean) == (NAMES, (8, 12), (0.485, 0.456, 0.406))
+    images = next(iter(loader))[0]
+    torch.testing.assert_close(found.model(images), module.average.net(images), atol=0, rtol=0)
+    assert found.predict(Image.new("RGB", (30, 20))).name in NAMES
+    with pytest.raises(ValueError, match=r"was trained on datasets in Python, .* --data ImageFolderData --root DIR"):
+        Checkpoint.read(path).data_module()
+
+
+def test_classes_without_names_have_their_numbers(tmp_path):
+    loader = Noise().train_dataloader()
+    path = fitted(tmp_path, None, build(), train_dataloaders=loader)
+    with pytest.warns(UserWarning, match="loaders"):
+        assert relvit.load(path).class_names == list("0123456")
+
+
+def test_a_data_module_of_lightning(tmp_path):
+    path = fitted(tmp_path, Described(), build())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = relvit.load(path)
+    assert (found.class_names, found.crop_pct, found.std) == (NAMES[::-1], 0.8, (0.4, 0.5, 0.6))
+    assert found.mean == pytest.approx((0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("data", [NoiseImages(8), SeveralLabels(8, crop_pct=0.7)], ids=["one", "several"])
+def test_a_data_module_of_relvit(data, tmp_path):
+    """What its class fixes, and no argument has, is in the checkpoint as well."""
+    path = fitted(tmp_path, data, build(class_names=NAMES, multi_label=data.multi_label, warmup_epochs=0))
+    checkpoint = Checkpoint.read(path)
+    assert checkpoint.class_names() == NAMES
+    assert checkpoint.transforms() == ((8, 12), (0.5,) * 3, (0.5,) * 3, data.crop_pct)
+    again = checkpoint.data_module(batch_size=3)
+    assert (type(again), again.count, again.batch_size, again.crop_pct) == (type(data), 8, 3, data.crop_pct)
+    assert relvit.load(path).thresholds == (list(checkpoint.thresholds) if data.multi_label else None)

@@ -1,0 +1,220 @@
+"""Checkpoints are written atomically; damaged files, spoilt weights and unbounded descriptions are refused."""
+
+import errno
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sample_files import write_sample
+
+import relvit
+from relvit.app.cli.trainer.folder import explain_full_disk
+from relvit.app.evaluation import calibrate
+from relvit.app.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
+from relvit.app.training.checkpoints.file import DiskSpaceError, check_disk_space
+from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.descriptions import check_bounds
+from relvit.app.utils.files import has_links, remove_parts
+
+OLD, NEW = {"weights": torch.arange(3.0)}, {"weights": torch.arange(5.0), "epoch": 2}
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    return write_sample(tmp_path_factory.mktemp("samples") / "last.ckpt")
+
+
+def same(path, expected):
+    found = torch.load(path, weights_only=True)
+    assert set(found) == set(expected)
+    assert torch.equal(found["weights"], expected["weights"])
+
+
+def test_a_new_one_takes_the_place_of_the_old_one(tmp_path):
+    path = tmp_path / "x.ckpt"
+    for content in (OLD, NEW):
+        write_checkpoint(content, path)
+        same(path, content)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    # Others may read the file, as any file that is simply opened.
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("reached", ["half of the content", "the disk", "the new name"])
+def test_whatever_fails_the_old_one_stays_and_nothing_else(reached, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    path, content, error = tmp_path / "x.ckpt", dict(NEW), KeyboardInterrupt
+    write_checkpoint(OLD, path)
+    if reached == "half of the content":
+        content["hook"], error = lambda: None, (AttributeError, pickle.PicklingError)
+    else:
+        monkeypatch.setattr(os, "fsync" if reached == "the disk" else "replace", fail)
+    with pytest.raises(error):
+        write_checkpoint(content, path)
+    same(path, OLD)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_a_full_disk_is_called_one(tmp_path):
+    path = tmp_path / "x.ckpt"
+    write_checkpoint(OLD, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # In place of a full disk the system lets no file grow beyond a megabyte.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_checkpoint({"weights": torch.zeros(2**20)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    same(path, OLD)
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    error = explain_full_disk(OSError(errno.EFBIG, "File too large"), "fit", tmp_path / "run")
+    assert "File too large; there is no earlier checkpoint" in str(error)
+    with pytest.raises(FileNotFoundError, match="none"):
+        write_checkpoint(NEW, tmp_path / "none" / "x.ckpt")
+
+
+@pytest.mark.parametrize(("ema", "links", "copies"), [(None, True, 3), (0.9, True, 3), (None, False, 4)])
+def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, links, copies, tmp_path, monkeypatch):
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    layer.hparams = {"ema_decay": ema}
+    trainer = SimpleNamespace(
+        lightning_module=layer, optimizers=[torch.optim.AdamW(layer.parameters())], is_global_zero=True
+    )
+    monkeypatch.setattr("relvit.app.training.checkpoints.file.has_links", lambda folder: links)
+    # AdamW keeps two numbers for each weight; the size is in MB.
+    size = 12 if ema is None else 16
+
+    def fits(megabytes):
+        free = SimpleNamespace(free=megabytes * 10**6)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: free)
+        try:
+            check_disk_space(tmp_path / "checkpoints", trainer)
+        except DiskSpaceError:
+            return False
+        return True
+
+    assert not fits(copies * size - 1)
+    with pytest.raises(DiskSpaceError, match=rf"takes about {size}\.0 MB and {copies} of them have to fit"):
+        check_disk_space(tmp_path / "checkpoints", trainer)
+    assert fits(copies * size)
+    # An existing checkpoint, which has two names here, reduces the space that is needed by one.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    os.link(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "epoch.ckpt")
+    assert fits((copies - 1) * size)
+    assert not fits((copies - 1) * size - 1)
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    kept = [f".last.ckpt.{os.getpid()}.part", ".last.ckpt.1.part", "last.ckpt", ".a.part"]
+    for name in (f".last.ckpt.{ended.pid}.part", *kept):
+        (tmp_path / name).touch()
+    remove_parts(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_hard_links_where_there_are_some(tmp_path, monkeypatch):
+    assert has_links(tmp_path)
+    monkeypatch.setattr("os.link", lambda *names: os.stat("no such file"))
+    assert not has_links(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+USES = (
+    relvit.load,
+    load_classifier,
+    Checkpoint.read,
+    lambda path: Pretrained(str(path)).weights(),
+    lambda path: average_checkpoints(
+        [path, shutil.copy(path, path.with_name("twin"))], path.with_name("averaged.ckpt")
+    ),
+    lambda path: calibrate(path, path.with_name("calibrated.ckpt")),
+)
+
+
+def test_weights_that_are_not_finite_are_refused_wherever_a_checkpoint_is_used(sample, tmp_path, fails):
+    path = tmp_path / "bad.ckpt"
+    for part, bad in (("state_dict", -torch.inf), ("ema_state_dict", torch.nan)):
+        content = torch.load(sample, weights_only=True)
+        content[part]["net.head.weight"][1, 2] = bad
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=r"bad.ckpt .* net.head.weight .*: take another checkpoint"):
+            Checkpoint.read(path)
+    for use in USES:
+        with pytest.raises(ValueError, match=r"net.head.weight"):
+            use(path)
+    for command, *rest in (["predict", tmp_path], ["test"], ["validate"], ["probe"], ["show"]):
+        assert "net.head.weight" in fails([command, path, *rest])
+
+
+def test_plain_weights_that_are_not_finite_are_refused(tmp_path):
+    for name, save in (("w.pth", torch.save), ("w.safetensors", save_file)):
+        save({"head.weight": torch.tensor([1.0, torch.nan])}, tmp_path / name)
+        with pytest.raises(ValueError, match=r"holds values in head\.weight that are infinite or not a number"):
+            Pretrained(str(tmp_path / name)).weights()
+        save({"head.weight": torch.ones(2)}, tmp_path / name)
+        assert Pretrained(str(tmp_path / name)).weights().state["head.weight"].sum() == 2
+
+
+def test_damaged_files_are_refused(sample, tmp_path):
+    original = sample.read_bytes()
+    with zipfile.ZipFile(sample) as archive:
+        tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+        largest = max(tensors, key=lambda entry: entry.file_size)
+        start = original.index(archive.read(largest))
+    damages = {
+        # PyTorch reads these without an error: other signs of the numbers of a tensor, and bytes of 0xff.
+        "signs": bytes(byte ^ 0x80 if n % 4 == 3 else byte for n, byte in enumerate(original[start : start + 64])),
+        "ones": b"\xff" * 64,
+    }
+    path = tmp_path / "damaged.ckpt"
+    for damage in damages.values():
+        path.write_bytes(original[:start] + damage + original[start + 64 :])
+        torch.load(path, weights_only=True)
+        for use in USES:
+            with pytest.raises(ValueError, match="is damaged, the checksum of"):
+                use(path)
+    # A file that was written without checksums has nothing to compare.
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.load(sample, weights_only=True), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    relvit.load(path)
+
+
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_nested_shared_lists_are_refused_at_once(part, sample, tmp_path):
+    content = torch.load(sample, weights_only=True)
+    nested = [0.5]
+    for _ in range(30):
+        nested = [nested] * 10
+    content["relvit"][part]["x"] = nested
+    torch.save(content, tmp_path / "nested.ckpt")
+    with pytest.raises(ValueError, match="describes more than"):
+        Checkpoint.read(tmp_path / "nested.ckpt")
+
+
+def test_bounds():
+    deep = value = []
+    for _ in range(40):
+        value.append([])
+        value = value[0]
+    with pytest.raises(ValueError, match="x describes more than 32 levels"):
+        check_bounds(deep, "x")
+    with pytest.raises(ValueError, match="1,000,000 values"):
+        check_bounds({"a": [0] * 10**6}, "x")
+    check_bounds({"class_names": [str(number) for number in range(30_000)], "a": {"b": [1, (2, [3])]}}, "x")

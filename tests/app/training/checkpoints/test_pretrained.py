@@ -1,0 +1,226 @@
+"""Pretrained weights: files, folders, addresses and names of timm, and the time at which they are loaded."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+import timm
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from photos import TINY
+from safetensors.torch import save_file
+from small_training import KWARGS, NAMES, VIT, NoiseImages, assert_close, build, train, train_and_save
+from timm.models import save_for_hf
+
+from relvit.app.cli import main
+from relvit.app.training import ImageClassifier, load_classifier
+from relvit.app.training.checkpoints.file import AVERAGE_KEY
+from relvit.app.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note
+
+DATA = NoiseImages(4, std=(0.25,) * 3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The checkpoint of two steps, with averaged weights."""
+    module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
+    path = tmp_path_factory.mktemp("trained") / "best.ckpt"
+    train_and_save(path, module, DATA, max_epochs=2)
+    return path
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    """A copy of the checkpoint."""
+    return Path(shutil.copy(trained, tmp_path))
+
+
+def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
+    content = torch.load(checkpoint, weights_only=True)
+    weights = Pretrained(str(checkpoint)).weights()
+    assert_close(weights.state, {name.removeprefix("net."): value for name, value in content[AVERAGE_KEY].items()})
+    assert not torch.equal(weights.state["head.weight"], content["state_dict"]["net.head.weight"])
+    assert (weights.class_names, weights.input_size) == (NAMES, (3, 8, 12))
+    assert (weights.mean, weights.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert Pretrained(str(checkpoint)).architecture() == Architecture("test_relvit", KWARGS, None)
+
+
+def test_files_and_folders_of_weights(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
+    save_file(vit.state_dict(), tmp_path / "a.safetensors")
+    torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
+    # The training script of timm writes such files with averaged weights.
+    torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
+    for name in ("a.safetensors", "a.pth", "a.pth.tar"):
+        assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
+    with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
+        Pretrained(str(tmp_path / "a.pth")).architecture()
+
+    arguments = VIT | {"img_size": [8, 12]}
+    save_for_hf(vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=arguments)
+    for name in (str(tmp_path / "folder"), f"local-dir:{tmp_path / 'folder'}"):
+        weights = Pretrained(name).weights()
+        assert_close(weights.state, vit.state_dict())
+        assert (weights.class_names, weights.mean) == (NAMES, vit.pretrained_cfg["mean"])
+        expected = Architecture("vit_tiny_patch16_224", {**VIT, "global_pool": "token"})
+        assert Pretrained(name).architecture() == expected
+
+
+def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
+    asked, state = [], timm.create_model("test_vit").state_dict()
+    download = "timm.models._builder.load_state_dict_from_hf"
+    monkeypatch.setattr(download, lambda *args, **kwargs: asked.append(args) or state)
+    weights = Pretrained("test_vit.r160_in1k").weights()
+    assert asked == [("timm/test_vit.r160_in1k",)]
+    assert_close(weights.state, state)
+    assert weights.input_size == (3, 160, 160)
+    assert Pretrained("test_vit.r160_in1k").architecture() == Architecture("test_vit.r160_in1k")
+
+    def fail(*args, **kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(download, fail)
+    with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
+        Pretrained("test_vit").weights()
+
+
+def test_mistakes(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.ckpt").touch()
+    for name in ("x.npz", "x.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights at all")
+    torch.save({"model": re.compile("code")}, tmp_path / "x.pth")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    for given, message in (
+        ("vit_smal_patch16_224", "did you mean 'vit_small_patch16_224'?"),
+        ("false", "or null to train from scratch"),
+        ("test_vit.r160_in2k", "did you mean 'test_vit.r160_in1k'?"),
+        ("relvit_small", "relvit_small: give a checkpoint"),
+        ("true", "pretrained 'true'"),
+        (f"{tmp_path}", f"give its checkpoint, {tmp_path}/checkpoints/best.ckpt"),
+        (f"{tmp_path}/x.npz", "x.npz is a JAX archive: give its name in timm"),
+        (f"{tmp_path}/x.pth", "x.pth"),
+        (f"{tmp_path}/x.safetensors", "x.safetensors"),
+        (f"{tmp_path}/x.ckpt", "x.ckpt"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Pretrained(given).weights()
+
+
+def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/2026-01-02_small/checkpoints/best.ckpt", "weights.pth", "wights.txt", ".wights.pth"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    best = "runs/2026-01-02_small/checkpoints/best.ckpt"
+    rest = "; give a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as 'vit_small_"
+    for given, hint in (
+        ("wights.pth", " (did you mean 'weights.pth'?)"),
+        (f"{tmp_path}/weights.pt", f" (did you mean '{tmp_path}/weights.pth'?)"),
+        (best.replace("best", "bset"), f" (did you mean '{best}'?)"),
+        (best.replace("checkpoints/", ""), f" (did you mean '{best}'?)"),
+        (best.replace("01-02", "01-03"), " (did you mean 'runs/2026-01-02_small'?)"),
+        ("timm/vit_tiny_patch16_224.augreg_in21k", " (did you mean 'vit_tiny_patch16_224.augreg_in21k'?)"),
+        ("timm/vit_tiny_patch16_22", " (did you mean 'vit_tiny_patch16_224'?)"),
+        ("deit_small_patch16_224.pth", " (did you mean 'deit_small_patch16_224'?)"),
+        ("no/such/folder", ""),
+        ("zzz.ckpt", ""),
+    ):
+        with pytest.raises(FileNotFoundError, match=rf"^{re.escape(f'no weights at {given}{hint}{rest}')}"):
+            Pretrained(given).weights()
+
+
+def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys):
+    module = ImageClassifier(None, 7, 3, (8, 12), NAMES, pretrained=str(checkpoint), lr=0.0, min_lr=0.0)
+    assert module.hparams.model == "test_relvit"
+    assert module.hparams.model_kwargs == KWARGS
+    averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
+    assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
+    trainer = train_and_save(tmp_path / "second.ckpt", module, DATA, max_epochs=1)
+    assert_close(module.state_dict(), averaged)
+    count = len(averaged)
+    assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
+    checkpoint.unlink()
+
+    # Without the file the module trains anew and is evaluated, and its checkpoint loads and trains on.
+    train(module, DATA, max_epochs=1)
+    trainer.validate(module, DATA, verbose=False)
+    loaded = load_classifier(tmp_path / "second.ckpt")
+    assert_close(loaded.state_dict(), averaged)
+    train(loaded, DATA, max_epochs=1)
+    again = ImageClassifier(**torch.load(tmp_path / "second.ckpt", weights_only=True)["relvit"]["model"])
+    train(again, DATA, max_epochs=2, ckpt_path=tmp_path / "second.ckpt")
+    assert_close(again.state_dict(), averaged)
+    assert "pretrained:" not in capsys.readouterr().out
+    restored = ImageClassifier.load_from_checkpoint(tmp_path / "second.ckpt")
+    assert_close(restored.state_dict(), averaged)
+    train(restored, DATA, max_epochs=1)
+
+
+def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
+    module = ImageClassifier(
+        None, 5, pretrained=str(checkpoint), model_kwargs={"max_distance": 3, "pos_drop_rate": 0.1}
+    )
+    assert module.hparams.model_kwargs == {**KWARGS, "max_distance": 3, "pos_drop_rate": 0.1}
+    assert module.net.blocks[0].attn.position.max_distance == (3, 3)
+    assert build().hparams.pretrained is None
+    with pytest.raises(ValueError, match=r"model_kwargs must not hold 'pretrained'.* --model.pretrained"):
+        ImageClassifier("test_vit", 7, model_kwargs={"pretrained": True})
+
+
+def test_a_note_about_another_normalisation(checkpoint):
+    weights, data = Pretrained(str(checkpoint)).weights(), SimpleNamespace(mean=DATA.mean, std=DATA.std)
+    assert normalisation_note(weights, data) is None
+    data.std = (0.25, 0.25, 0.28)
+    assert normalisation_note(weights, data) is None
+    data.mean = (0.5, 0.4, 0.5)
+    expected = (
+        "Note: the images are normalised by mean [0.5,0.4,0.5], those of the pretrained weights were by "
+        "--data.mean '[0.5,0.5,0.5]'"
+    )
+    assert normalisation_note(weights, data) == expected
+    data.std = (1.0, 1.0, 1.0)
+    assert normalisation_note(weights, data).endswith("--data.mean '[0.5,0.5,0.5]' --data.std '[0.25,0.25,0.25]'")
+    assert normalisation_note(weights, None) is None
+
+
+def test_normalisation_of_weights(checkpoint, tmp_path):
+    assert Pretrained(str(checkpoint)).normalisation() == ((0.5,) * 3, (0.25,) * 3)
+    # timm has a table of these, so nothing is downloaded.
+    assert Pretrained("vit_small_patch16_224.augreg_in21k").normalisation() == ((0.5,) * 3, (0.5,) * 3)
+    assert Pretrained("deit_small_patch16_224").normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.save({}, tmp_path / "plain.pth")
+    assert Pretrained(str(tmp_path / "plain.pth")).normalisation() == (None, None)
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Pretrained(str(tmp_path)).normalisation() == ((0.1, 0.2, 0.3), None)
+    config["pretrained_cfg"]["mean"] = ["red"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no mean and std of numbers"):
+        Pretrained(str(tmp_path)).normalisation()
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        (("--model.pretrained", "--model.teacher"), "--trainer.fast_dev_run=true"),
+        (("--ckpt_path",), "--trainer.max_epochs=5"),
+    ],
+)
+def test_a_training_fetches_each_address_once(options, length, run, photos, tmp_path, monkeypatch):
+    fetched, get_file = [], MemoryFileSystem.get_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
+    )
+    # Without --model.model the pretrained weights choose the model.
+    tiny = TINY if "--ckpt_path" in options else [option for option in TINY if not option.startswith("--model.model")]
+    arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *tiny]
+    for option in options:
+        fsspec.filesystem("memory").pipe(f"/source/{option}.ckpt", (run / "checkpoints" / "best.ckpt").read_bytes())
+        arguments.append(f"{option}=memory://source/{option}.ckpt")
+    assert main([*arguments, length]) == 0
+    assert sorted(fetched) == sorted(f"/source/{option}.ckpt" for option in options)

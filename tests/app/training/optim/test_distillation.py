@@ -1,0 +1,97 @@
+"""Distillation against DeiT's formulas, worked out image by image."""
+
+import math
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from small_training import KWARGS, NAMES, VIT, NoiseImages, train_and_save
+from timm.models import save_for_hf
+
+from relvit.app.training import ImageClassifier, load_classifier
+from relvit.app.training.optim.distillation import Teacher, distillation_loss
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+THEIR_MEAN, THEIR_STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder of timm: a ViT with other means and deviations than the data's, large logits, classes from 6 to 0."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(3)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT).eval()
+    torch.nn.init.normal_(net.head.weight, std=3.0)
+    net.pretrained_cfg |= {"mean": THEIR_MEAN, "std": THEIR_STD, "input_size": (3, 8, 12)}
+    save_for_hf(net, folder, model_config={"label_names": NAMES[::-1]}, model_args=VIT | {"img_size": [8, 12]})
+    return str(folder), net
+
+
+def softmax(row):
+    exps = [math.exp(value - max(row)) for value in row]
+    return [value / sum(exps) for value in exps]
+
+
+@pytest.mark.parametrize(("kind", "weight", "temperature"), [("hard", 0.5, 3.0), ("soft", 0.1, 1.5)])
+def test_the_loss_is_that_of_the_paper(kind, weight, temperature):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(5, 4, generator=generator) for _ in range(2))
+    distances = []
+    for ours, theirs in zip(student.tolist(), teacher.tolist(), strict=True):
+        if kind == "hard":
+            distances.append(-math.log(softmax(ours)[theirs.index(max(theirs))]))
+        else:
+            p, q = (softmax([value / temperature for value in row]) for row in (theirs, ours))
+            distances.append(temperature**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    expected = (1 - weight) * 0.7 + weight * sum(distances) / 5
+    given = distillation_loss(torch.tensor(0.7), student, teacher, kind, weight, temperature)
+    assert float(given) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_teacher_sees_its_own_normalisation_and_answers_in_our_order(teacher):
+    folder, net = teacher
+    pixels = torch.rand(2, 3, 8, 12)
+    ours, theirs = (
+        (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+        for mean, std in ((MEAN, STD), (THEIR_MEAN, THEIR_STD))
+    )
+    logits = Teacher(folder, 7, (8, 12), NAMES, MEAN, STD)(ours)
+    torch.testing.assert_close(logits, net(theirs).flip(1).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("student", ["test_relvit", "deit_tiny_distilled_patch16_224"])
+def test_training_steps_hold_the_distillation_loss_of_the_student(student, teacher, tmp_path):
+    kwargs = KWARGS if student == "test_relvit" else VIT
+    options = {"teacher": teacher[0], "distill": "soft", "distill_weight": 0.3, "distill_temperature": 2.0}
+    module = ImageClassifier(student, 7, 3, (8, 12), NAMES, kwargs, warmup_epochs=0, **options)
+    seen, step = [], module.training_step
+
+    def record(batch, batch_idx):
+        with torch.no_grad():
+            outputs = module.net(batch[0])
+        seen.append((batch, outputs, step(batch, batch_idx)))
+        return seen[-1][2]
+
+    module.training_step = record
+    data = NoiseImages(16, mean=MEAN, std=STD)
+    train_and_save(tmp_path / "x.ckpt", module, data, max_steps=2)
+    asked = Teacher(teacher[0], 7, (8, 12), NAMES, MEAN, STD)
+    for (images, labels), outputs, loss in seen:
+        main, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
+        assert isinstance(outputs, tuple) == (student != "test_relvit")
+        base = torch.nn.functional.cross_entropy(main, labels, label_smoothing=0.1)
+        expected = distillation_loss(base, distilled, asked(images), "soft", 0.3, 2.0)
+        torch.testing.assert_close(loss.detach(), expected)
+    assert not any("teacher" in name for name in module.state_dict())
+    # The checkpoint does not need the teacher.
+    images = data.images[:3]
+    torch.testing.assert_close(load_classifier(tmp_path / "x.ckpt")(images), module.eval()(images))
+
+
+def test_teachers_of_other_classes_or_of_no_model_are_refused(teacher, tmp_path):
+    with pytest.raises(ValueError, match=r"'class 6'.* than the 5 here"):
+        Teacher(teacher[0], 5, (8, 12), NAMES[:5])
+    save_file(teacher[1].state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"a.safetensors .* give --model.model"):
+        Teacher(str(tmp_path / "a.safetensors"), 7)

@@ -1,0 +1,130 @@
+"""Accumulated batches against steps worked out by hand; losses and gradients that are not finite make no step."""
+
+import math
+
+import pytest
+import torch
+from small_training import Noise, Record, assert_close, build, train
+from torch.utils.data import DataLoader, IterableDataset
+
+from relvit.app.training import NonFiniteLossError
+
+PLAIN_SGD = {"opt": "momentum", "opt_kwargs": {"momentum": 0.0}, "label_smoothing": 0.0, "lr": 0.1, "weight_decay": 0.0}
+OPTIONS = {"warmup_epochs": 0, "ema_decay": 0.5}
+
+
+class Streamed(IterableDataset):
+    """The images of `Noise`, one after the other, without a length."""
+
+    def __iter__(self):
+        data = Noise()
+        return zip(data.images, data.labels, strict=True)
+
+
+class NoLength(Noise):
+    def train_dataloader(self):
+        return DataLoader(Streamed(), batch_size=4)
+
+
+# An epoch has six batches, of which the last has three images.
+@pytest.mark.parametrize(
+    ("data", "options", "windows"),
+    [
+        (Noise, {"accumulate_grad_batches": 4}, [[0, 1, 2, 3], [4, 5]]),
+        (Noise, {"accumulate_grad_batches": 3}, [[0, 1, 2], [3, 4, 5]]),
+        (NoLength, {"accumulate_grad_batches": 8, "max_steps": 2}, [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+def test_each_step_takes_the_mean_of_the_batches_that_it_has(data, options, windows):
+    module = build(warmup_epochs=0, **PLAIN_SGD)
+    record, noise = Record(module), Noise()
+    train(module, data(), max_epochs=2, **options)
+    net = build().net.train()
+    assert len(record.weights) == 2 * len(windows)
+    for indices, lr, norm, weights in zip(2 * windows, record.rates, record.norms, record.weights, strict=True):
+        batches = [(noise.images[4 * i : 4 * i + 4], noise.labels[4 * i : 4 * i + 4]) for i in indices]
+        losses = [torch.nn.functional.cross_entropy(net(images), labels) for images, labels in batches]
+        gradients = torch.autograd.grad(torch.stack(losses).mean(), list(net.parameters()))
+        assert norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-4)
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(net.named_parameters(), gradients, strict=True):
+                parameter -= lr * gradient
+                torch.testing.assert_close(weights[name], parameter, atol=1e-6, rtol=1e-4)
+                # The next step starts from the same weights.
+                parameter.copy_(weights[name])
+
+
+def spoil_gradient(module, step):
+    """Let the gradient of one parameter be infinite at a step, whatever the loss."""
+
+    def spoil():
+        if module.global_step == step:
+            module.net.head.bias.grad[0] = math.inf
+
+    module.on_after_backward = spoil
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "message"),
+    [
+        ("loss", 1, "the loss is nan at step 3, in epoch 1: stopped before the optimiser"),
+        ("gradient", 1, "the gradient's norm is inf at step 3, in epoch 1: stopped before the optimiser"),
+        # The third batch is the first of a pair; the losses of the second are finite.
+        ("loss", 2, "the loss is nan at step 2, in epoch 1"),
+    ],
+)
+def test_what_is_not_finite_stops_before_the_step(kind, accumulate, message):
+    """The batch with image 9, which `Noise` spoils, is the third."""
+    module = build(**OPTIONS)
+    record = Record(module)
+    if kind == "gradient":
+        spoil_gradient(module, 2)
+    with pytest.raises(NonFiniteLossError, match=message):
+        train(module, Noise(spoilt=kind == "loss"), max_epochs=1, accumulate_grad_batches=accumulate)
+    assert len(record.weights) == 2 // accumulate
+    assert_close(dict(module.net.named_parameters()), record.weights[-1])
+    assert record.weights[-1]["head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_skipped_steps_leave_weights_and_are_counted(kind):
+    module = build(**OPTIONS, nonfinite="skip")
+    record = Record(module)
+    if kind == "gradient":
+        spoil_gradient(module, 2)
+    counted = []
+    module.on_train_epoch_end = lambda: counted.append(module.step_metrics.compute())
+    trainer = train(module, Noise(spoilt=kind == "loss"), max_epochs=1, limit_val_batches=0)
+    assert trainer.global_step == len(record.weights) == 6
+    before, skipped, after = record.weights[1:4]
+    assert_close(skipped, before)
+    assert not torch.equal(after["head.weight"], skipped["head.weight"])
+    assert all(value.isfinite().all() for value in record.weights[-1].values())
+    assert float(counted[0]["train/skipped_steps"]) == 1
+    assert math.isfinite(counted[0]["train/grad_norm"])
+    # The schedule counts a skipped step as well.
+    assert record.rates[3] < record.rates[2] < record.rates[1]
+
+
+def test_the_epochs_norm_is_the_mean_of_its_steps_before_clipping():
+    module = build(**OPTIONS)
+    norms, computed = [], []
+
+    def measure(*args, **kwargs):
+        gradients = [p.grad.double().flatten() for p in module.net.parameters() if p.grad is not None]
+        norms.append(float(torch.cat(gradients).norm()))
+        clip(*args, **kwargs)
+
+    clip, module.configure_gradient_clipping = module.configure_gradient_clipping, measure
+    module.on_train_epoch_end = lambda: computed.append(float(module.step_metrics.compute()["train/grad_norm"]))
+    train(module, max_epochs=1, gradient_clip_val=0.01)
+    assert computed == [pytest.approx(sum(norms) / len(norms), rel=1e-5)]
+
+
+def test_gradients_are_clipped_over_all_accumulated_batches():
+    module = build(warmup_epochs=0, **PLAIN_SGD)
+    before = {name: parameter.detach().clone() for name, parameter in module.net.named_parameters()}
+    record = Record(module)
+    train(module, max_steps=1, accumulate_grad_batches=3, gradient_clip_val=0.05)
+    squares = sum(float((record.weights[0][name] - value).square().sum()) for name, value in before.items())
+    assert math.sqrt(squares) == pytest.approx(0.1 * 0.05, rel=1e-4)

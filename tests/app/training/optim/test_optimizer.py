@@ -1,0 +1,103 @@
+"""Parameter groups against lists of names, and optimisers that timm builds by name."""
+
+import io
+
+import pytest
+import timm
+import torch
+
+import relvit
+from relvit.app.training import make_optimizer
+
+SIZES = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2, "num_classes": 7}
+TABLES = {f"attn.position.{side}_{axis}" for side in ("key", "value") for axis in ("rows", "cols")}
+MATRICES = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
+NORMS = {f"norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+SPARED = NORMS | TABLES | {name.replace("weight", "bias") for name in MATRICES}
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return timm.create_model("test_relvit", **SIZES, reg_tokens=1, pos_embed="learn")
+
+
+def groups(net, optimizer):
+    """(learning rate, decay, fallback) -> names of the parameters."""
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    found = {}
+    for group in optimizer.param_groups:
+        key = round(group["lr"], 9), group["weight_decay"], group.get("use_fallback", False)
+        found.setdefault(key, set()).update(names[id(parameter)] for parameter in group["params"])
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
+    return found
+
+
+def block(number, names):
+    return {f"blocks.{number}.{name}" for name in names}
+
+
+def test_without_layer_decay_there_are_two_groups(net):
+    spared = {"reg_token", "pos_embed", "patch_embed.proj.bias", "fc_norm.weight", "fc_norm.bias", "head.bias"}
+    decayed = {"patch_embed.proj.weight", "head.weight"} | block(0, MATRICES) | block(1, MATRICES)
+    spared |= block(0, SPARED) | block(1, SPARED)
+    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3)
+    assert groups(net, optimizer) == {(0.01, 0.0, False): spared, (0.01, 0.3, False): decayed}
+
+
+def test_layer_decay_by_depth_with_tables_in_their_blocks(net):
+    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3, layer_decay=0.5)
+    assert groups(net, optimizer) == {
+        (0.00125, 0.0, False): {"reg_token", "pos_embed", "patch_embed.proj.bias"},
+        (0.00125, 0.3, False): {"patch_embed.proj.weight"},
+        (0.0025, 0.0, False): block(0, SPARED),
+        (0.0025, 0.3, False): block(0, MATRICES),
+        (0.005, 0.0, False): block(1, SPARED),
+        (0.005, 0.3, False): block(1, MATRICES),
+        (0.01, 0.0, False): {"fc_norm.weight", "fc_norm.bias", "head.bias"},
+        (0.01, 0.3, False): {"head.weight"},
+    }
+
+
+def test_muon_leaves_tables_embeddings_and_classifier_to_its_fallback(net):
+    found = groups(net, make_optimizer(net, "muon", lr=0.01, weight_decay=0.3))
+    assert found[0.01, 0.3, False] == {"patch_embed.proj.weight"} | block(0, MATRICES) | block(1, MATRICES)
+    assert found[0.01, 0.3, True] == {"head.weight"}
+    tables = block(0, TABLES) | block(1, TABLES)
+    assert found[0.01, 0.0, True] == {"reg_token", "pos_embed", "head.bias"} | tables
+
+
+def test_retrofitted_tables_belong_to_their_blocks():
+    vit = relvit.retrofit(timm.create_model("test_vit", num_classes=7), rel_terms="kv")
+    found = groups(vit, make_optimizer(vit, lr=1.0, weight_decay=0.3, layer_decay=0.5))
+    for number in range(len(vit.blocks)):
+        assert block(number, TABLES) <= found[0.5 ** (len(vit.blocks) - number), 0.0, False]
+
+
+@pytest.mark.parametrize(
+    ("opt", "kwargs", "expected"),
+    [
+        ("adamw", {"betas": [0.8, 0.9]}, "AdamW"),
+        ("sgd", {"momentum": 0.5, "nesterov": False}, "SGD"),
+        ("lamb", {"eps": 1e-5}, "Lamb"),
+        ("lion", {}, "Lion"),
+        ("muon", {"momentum": 0.9}, "Muon"),
+    ],
+)
+def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, expected):
+    optimizer = make_optimizer(net, opt, lr=0.003, opt_kwargs=kwargs)
+    assert type(optimizer).__name__ == expected
+    for key, value in kwargs.items():
+        assert optimizer.param_groups[0][key] == (tuple(value) if isinstance(value, list) else value)
+    images, labels = torch.randn(7, 3, 8, 12), torch.arange(7)
+    losses = []
+    for _ in range(8):
+        losses.append(torch.nn.functional.cross_entropy(net(images), labels))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["state"]

@@ -1,0 +1,67 @@
+"""The learning rate against the closed formula, in the function and in real trainings."""
+
+import math
+
+import pytest
+from small_training import Record, build, train
+
+from relvit.app.training import warmup_cosine
+
+
+def test_closed_form():
+    factors = [warmup_cosine(step, total=10, warmup=4, floor=0.1) for step in range(11)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    for step in range(4, 11):
+        assert factors[step] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 6)) / 2)
+    assert warmup_cosine(0, total=5, warmup=0, floor=0.0) == warmup_cosine(0, total=1, warmup=0, floor=0.0) == 1.0
+
+
+def curve(lr, min_lr, steps, warmup):
+    """Compute the learning rate of every step by its formula."""
+    rise = [lr * (step + 1) / (warmup + 1) for step in range(warmup)]
+    fall = steps - warmup
+    return rise + [min_lr + (lr - min_lr) * (1 + math.cos(math.pi * step / fall)) / 2 for step in range(fall)]
+
+
+@pytest.mark.parametrize(
+    ("warmup_epochs", "options", "steps", "warmup", "note"),
+    [
+        # An epoch has six batches: with 4 accumulated, the last two make a step as well.
+        (1.5, {"max_epochs": 4, "accumulate_grad_batches": 4, "limit_val_batches": 0}, 8, 3, ""),
+        (0.5, {"max_epochs": -1, "max_steps": 8}, 8, 3, ""),
+        (5, {"max_steps": 1}, 1, 0, "Note: the training is too short for a warm-up, so there is none\n"),
+    ],
+)
+def test_every_optimiser_step_has_its_rate(warmup_epochs, options, steps, warmup, note, capsys):
+    module = build(lr=0.01, min_lr=0.001, warmup_epochs=warmup_epochs)
+    record = Record(module)
+    train(module, **options)
+    assert record.rates == pytest.approx(curve(0.01, 0.001, steps, warmup))
+    assert f"steps {steps}, warm-up {warmup}\n{note}" in capsys.readouterr().out
+
+
+def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_for_longer(tmp_path, capsys):
+    """Five epochs of two steps are asked for: one epoch has room for one step, and five epochs have room for five."""
+    module, longer = (build(lr=0.01, min_lr=0.001, warmup_epochs=5) for _ in range(2))
+    record, few = Record(module), {"limit_train_batches": 2, "limit_val_batches": 0}
+    train(module, max_epochs=1, **few).save_checkpoint(tmp_path / "one.ckpt")
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 2, 1))
+    assert (
+        "steps 2, warm-up 1\nNote: the warm-up would take 10 steps: it takes 1, half of the training, so that the full"
+    ) in capsys.readouterr().out
+    record = Record(longer)
+    train(longer, max_epochs=5, ckpt_path=tmp_path / "one.ckpt", **few)
+    assert record.rates == pytest.approx(curve(0.01, 0.001, 10, 5)[2:])
+    assert "it takes 5, half" in capsys.readouterr().out
+
+
+def test_rate_for_a_batch_grows_with_the_batch(capsys):
+    module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
+    record = Record(module)
+    train(module, max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0)
+    # min_lr stays, as in DeiT; the first group is the stem, two layers below the classifier.
+    assert record.rates == pytest.approx([0.25 * rate for rate in curve(0.005, 0.001, 6, 0)])
+    assert (
+        "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
+        "warm-up 0"
+    ) in capsys.readouterr().out

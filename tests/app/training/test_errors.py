@@ -1,0 +1,93 @@
+"""Wrong arguments of classifier, loss, optimiser and strategy: each error names the argument and the remedy."""
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from small_training import HALTING, Noise, NoiseImages, SeveralLabels, build, train
+
+from relvit.app.training import ClassificationLoss, make_optimizer
+from relvit.app.training.optim.freeze import Backbone
+from relvit.app.training.optim.strategy import check_strategy
+
+
+def loss(**arguments):
+    ClassificationLoss(7, **arguments)
+
+
+def optimizer(**arguments):
+    make_optimizer(torch.nn.Linear(2, 3), **arguments)
+
+
+def fit(data=None, max_epochs=1, **arguments):
+    train(build(**arguments), data, max_epochs=max_epochs)
+
+
+class Balanced(Noise):
+    class_weights = torch.ones(7)
+
+
+@pytest.mark.parametrize(
+    ("door", "arguments", "named"),
+    [
+        (build, {"class_names": ["a"]}, ["class_names", "num_classes is 7"]),
+        (build, {"min_lr": 0.1, "lr": 0.01}, ["min_lr <= lr"]),
+        (build, {"label_smoothing": 1.0}, ["label_smoothing", "x < 1"]),
+        (build, {"lr_base_batch": 0}, ["lr_base_batch", "1 or more"]),
+        (build, {"ema_decay": 1.0}, ["ema_decay", "x < 1"]),
+        (build, {"freeze_epochs": -1}, ["freeze_epochs", "0 or more"]),
+        (build, {"mixup": -1.0}, ["mixup", "0 or more"]),
+        (build, {"mix_prob": 1.5, "mixup": 1.0}, ["mix_prob", "x <= 1"]),
+        (build, {"distill_weight": 0.0, "teacher": "x"}, ["distill_weight", "0 < x"]),
+        (build, HALTING | {"ponder_weight": -1.0}, ["ponder_weight", "0 or more"]),
+        (build, {"compile": "inducter"}, ["compile", "'inductor'"]),
+        (build, {"loss": "bec"}, ["loss", "'bce'"]),
+        (build, {"opt": "adamv"}, ["'adamv'", "'adam"]),
+        (build, {"nonfinite": "skp"}, ["nonfinite", "'skip'"]),
+        (build, {"distill": "softly", "teacher": "x"}, ["distill", "'soft'"]),
+        # These arguments have no effect without another one.
+        (build, {"mix_prob": 0.5}, ["mix_prob", "mixup or cutmix"]),
+        (build, {"mix_switch_prob": 0.1, "cutmix": 1.0}, ["mix_switch_prob", "mixup and cutmix"]),
+        (build, {"distill": "soft"}, ["distill", "teacher"]),
+        (build, {"distill_temperature": 2.0, "teacher": "x"}, ["distill_temperature", "'soft'"]),
+        (build, {"ponder_weight": 0.5}, ["ponder_weight", "a model that halts"]),
+        (build, {"model": "test_relvit_universal", "ponder_warmup_epochs": 0}, ["ponder_warmup_epochs", "halting"]),
+        # These arguments contradict each other.
+        (build, {"multi_label": True, "teacher": "x"}, ["teacher", "multi_label"]),
+        (build, {"loss": "asl"}, ["'asl'", "multi_label"]),
+        (loss, {"threshold": 0.1}, ["bce_threshold", "'bce'"]),
+        (loss, {"kind": "bce", "smoothing": 0.14, "threshold": 0.01}, ["bce_threshold", "0.02 <= x < 1"]),
+        (loss, {"class_weights": [1.0]}, ["class_weights", "7 classes"]),
+        (loss, {"class_weights": [0.0] * 7}, ["class_weights", "positive"]),
+        (optimizer, {"opt": "lars2"}, ["'lars2'", "'lars'"]),
+        (optimizer, {"opt": "adahessian"}, ["'adahessian'", "second derivatives"]),
+        (optimizer, {"opt": "sgd", "opt_kwargs": {"momemtum": 0.9}}, ["'momemtum'", "'momentum'"]),
+        (optimizer, {"opt_kwargs": {"lr": 1.0}}, ["opt_kwargs", "'lr'"]),
+        (optimizer, {"layer_decay": 1.5}, ["layer_decay", "0 < x <= 1"]),
+        (lambda: Backbone(torch.nn.Linear(2, 3)), {}, ["freeze_epochs", "classifier"]),
+        # These strategies divide the weights among devices.
+        (check_strategy, {"strategy": FSDPStrategy()}, ["FSDPStrategy cannot train here", "--trainer.strategy ddp"]),
+        (check_strategy, {"strategy": ModelParallelStrategy()}, ["ModelParallelStrategy cannot train here"]),
+        (check_strategy, {"strategy": "fsdp_cpu_offload"}, ["fsdp_cpu_offload cannot train here"]),
+        # These arguments do not fit the data, or the trainer.
+        (fit, {"data": NoiseImages(8), "multi_label": True}, ["multi_label True", "the data have one"]),
+        (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
+        (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),
+        (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025"]),
+        (fit, {"max_epochs": -1}, ["--trainer.max_epochs"]),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(door, arguments, named):
+    with pytest.raises(ValueError, match=r".") as error:
+        door(**arguments)
+    assert not [part for part in named if part not in str(error.value)], error.value
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_find_unused_parameters_true", DDPStrategy()])
+def test_other_strategies_train(strategy):
+    check_strategy(strategy)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package may be there")
+def test_optimisers_of_gpu_packages_report_what_they_need():
+    with pytest.raises(ValueError, match="'fusedadam' cannot be used here"):
+        optimizer(opt="fusedadam")

@@ -1,0 +1,41 @@
+"""Names of devices, and a note where other processes want the cores; `test_ranges` has the note of a training."""
+
+import os
+
+import pytest
+import torch
+
+from relvit.app.utils.devices import busy_note, cores, find_device
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    assert 1 <= cores() <= os.cpu_count()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 4})
+    assert cores() == 3
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(("load", "noted"), [(0.0, False), (3.0, False), (3.1, True)])
+def test_more_processes_than_cores_are_noted(load, noted, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert (busy_note() is not None) == noted
+    assert not noted or busy_note().startswith("Note: 3.1 processes already want the 3 cores")
+
+
+def test_names_that_pytorch_does_not_know_are_told_its_own():
+    with pytest.raises(ValueError, match=r"device is 'gpu', .* \(did you mean 'cuda'\?\); allowed are auto, cpu, cuda"):
+        find_device("gpu")
+    with pytest.raises(ValueError, match=r"device is 'gpu1', .* \(did you mean 'cuda'\?\)"):
+        find_device("gpu1")
+    with pytest.raises(ValueError, match=r"device is 'cud:1', .* \(did you mean 'cuda'\?\)"):
+        find_device("cud:1")
+    assert find_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is such a device")
+def test_devices_that_are_not_there_have_a_short_reason():
+    with pytest.raises(ValueError, match="cannot compute on device 'mps': ") as raised:
+        find_device("mps")
+    assert len(str(raised.value)) < 260

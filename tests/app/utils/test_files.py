@@ -1,0 +1,123 @@
+"""Paths as tables name them and as checkpoints keep them; folders that are replaced in one step."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, from_here
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a/b.png", "a/b.png"),
+        ("./a//b.png", "a/b.png"),
+        ("{here}/a/b.png", "a/b.png"),
+        ("../c.png", "{above}/c.png"),
+        ("{here}2/c.png", "{here}2/c.png"),
+        ("caf\udce9.png", "caf\udce9.png"),
+    ],
+)
+def test_one_name_for_one_file(path, expected, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    places = {"here": tmp_path / "here", "above": tmp_path}
+    assert from_here(path.format(**places)) == expected.format(**places)
+
+
+# `link` leads to `far/inner`; there is a.txt in far and here, so that a wrong path opens another file.
+SAME = ["a.txt", "./a.txt", "link/../a.txt", "{here}/link/../a.txt", "far/inner/../a.txt", "far/../a.txt", "link/b.txt"]
+SAME += ["alias.txt", "link/.././inner//b.txt", "../here/a.txt", "~/a.txt"]
+
+
+@pytest.mark.parametrize("path", SAME)
+def test_an_absolute_path_is_of_the_same_file(path, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    for name in ("a.txt", "far/a.txt", "far/inner/b.txt"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    (here / "link").symlink_to("far/inner")
+    (here / "alias.txt").symlink_to("link/b.txt")
+    monkeypatch.chdir(here)
+    (here / "~").mkdir()
+    (here / "~" / "a.txt").write_text("no user's home")
+    path = path.format(here=here)
+    found = absolute(path)
+    assert os.path.isabs(found)
+    assert ".." not in Path(found).parts
+    assert Path(found).read_text() == Path(path).read_text()
+    assert Path(from_here(path)).read_text() == Path(found).read_text()
+    # A link is not replaced by what it leads to, which another day may be something else.
+    assert ("alias" in found, found.endswith("link/b.txt")) == ("alias" in path, path == "link/b.txt")
+
+
+def test_an_absolute_path_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("none/../a.txt", "a.txt/../a.txt", "loop/../a.txt"):
+        with pytest.raises(OSError, match=path):
+            Path(absolute(path)).read_text()
+    assert absolute("none/a.txt") == f"{tmp_path}/none/a.txt"
+
+
+def test_spellings_of_one_name(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "a" / "y.png").symlink_to("x.png")
+    places = list(canonical_paths(f"{tmp_path}/{path}" for path in ("a/x.png", "a/../a//x.png", "link/x.png")))
+    assert set(places) == {f"{tmp_path}/a/x.png"}
+    assert list(canonical_paths([f"{tmp_path}/link/y.png"])) == [f"{tmp_path}/a/y.png"]
+
+
+def _replace_folder(folder, kill_at):
+    """Write a published folder anew, and kill this process at one of the system's operations."""
+    count = 0
+
+    def kill(event, arguments):
+        nonlocal count
+        if event.startswith(("os.", "open", "shutil.", "ctypes.call")):
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    with atomic_folder(folder) as part:
+        for name in ("weights", "card"):
+            (part / name).write_text("new")
+
+
+def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_ones(tmp_path):
+    folder, found, count = tmp_path / "folder", [], 0
+    context = multiprocessing.get_context("fork")
+    while found[-1:] != [("new", 0)]:
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / ".git").mkdir(parents=True)
+        for name in ("weights", "card"):
+            (folder / name).write_text("old")
+        count += 1
+        process = context.Process(target=_replace_folder, args=(folder, count))
+        process.start()
+        process.join()
+        (content,) = {(folder / name).read_text() for name in ("weights", "card")}
+        found.append((content, process.exitcode))
+    assert {("old", -signal.SIGKILL), ("new", -signal.SIGKILL)} <= {*found}
+    # Files of other names stay, and nothing is left beside the folder by a process that ends.
+    assert (folder / ".git").is_dir()
+    assert len(list(tmp_path.glob(".*"))) < count
+
+
+def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    for text in ("old", "new"):
+        with atomic_folder(tmp_path / "folder") as part:
+            (part / text).write_text(text)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "new", "old"]
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(ValueError, match="is the current folder or a mount point"), atomic_folder("."):
+        pass

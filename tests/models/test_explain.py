@@ -1,0 +1,167 @@
+"""Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
+
+from importlib.util import find_spec
+
+import pytest
+import timm
+import torch
+from draws import draw_case
+from processes import in_terminal
+from timm.models import save_for_hf
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from vits import SMALL, images, small
+
+import relvit
+from relvit.app.cli import main
+from relvit.models.explain import as_table
+from relvit.ops import attention, choose
+
+
+def test_plans_of_a_model():
+    model = small(rel_terms="kvb", max_distance=2, class_token=True)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    plans = relvit.explain(model, (40, 24))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [plan.layer for plan in plans] == [f"blocks.{number}.attn" for number in range(3)]
+    plan = plans[0]
+    assert (plan.position, plan.terms, plan.backend) == ("RelativePosition2d", "kvb", "lean")
+    # 5 rows and 3 columns of patches beside vectors of 6.
+    assert plan.width == (6, 6 + 5 + 3)
+    assert plan.parameters == 2 * 2 * 5 * 6 + 2 * 2 * 5
+    assert "augmented output" in plan.keeps
+    assert "recomputes each tile" in relvit.explain(model, (240, 240))[0].keeps
+
+
+def test_channels_count_and_no_position_has_no_name():
+    (plan, *_) = relvit.explain(small(rel_terms="k", prefix_bias=True, class_token=True))
+    # A bias between class token and patches is two channels, the grid 3 x 2.
+    assert (plan.terms, plan.width) == ("kc", (6, 6 + 3 + 2 + 2))
+    (plan, *_) = relvit.explain(small(position="pape"))
+    assert (plan.position, plan.terms, plan.width) == ("ParabolicPosition2d", "c", (6, 6 + 6))
+    model = small()
+    model.blocks[0].attn.position = None
+    assert relvit.explain(model)[0][1:3] == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "backends"),
+    [
+        ({}, ("lean", "lean")),
+        ({"layout": "joint"}, ("gathered", "gathered")),
+        ({"rel_terms": ""}, ("fused", "fused")),
+        ({"backend": "triton"}, ("triton", "triton")),
+        # Vectors of 6, and 260 rows of patches: too wide for the fused kernels, and without a card.
+        ({"img_size": (2080, 8)}, ("tiled", "triton" if find_spec("triton") else "tiled")),
+        ({"img_size": (2080, 8), "rel_terms": "qkv"}, ("tiled", "tiled")),
+    ],
+)
+def test_the_choice_of_a_device_that_is_not_there(options, backends):
+    model = small(**options)
+    for device, backend in zip(("cpu", "cuda"), backends, strict=True):
+        plans = relvit.explain(model, device=device)
+        assert {plan.backend for plan in plans} == {backend}
+        assert all(plan.reason != "" for plan in plans)
+
+
+def test_the_choice_is_that_of_tensors_on_the_device():
+    """Fake tensors have a device that need not be there."""
+    *tensors, grid = draw_case(4, 5)
+    q, k, v, terms = tree_map_only(torch.Tensor, torch.Tensor.float, tensors)
+    expected = choose(q, k, v, terms, grid, device="cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        there = tree_map_only(torch.Tensor, lambda one: mode.from_tensor(one).to("cuda"), (q, k, v, terms))
+        assert there[0].device.type == "cuda"
+        assert choose(*there, grid) == expected
+    assert expected.backend == "lean"
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "joint"}, {"rel_terms": ""}, {"backend": "gathered"}], ids=str)
+def test_the_backend_is_the_one_that_runs(options, monkeypatch):
+    model, ran = small(**options), []
+    for name, module in attention.BACKENDS.items():
+        run = module.relative_attention
+
+        def recorded(*args, name=name, run=run, **kwargs):
+            ran.append(name)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(module, "relative_attention", recorded)
+    # Layers hand their projection to this backend as it is.
+    attend = attention.lean.attend
+    monkeypatch.setattr(attention.lean, "attend", lambda *args: ran.append("lean") or attend(*args))
+    model(images())
+    assert {plan.backend for plan in relvit.explain(model)} == set(ran)
+
+
+def test_equal_layers_share_a_row():
+    model = small()
+    model.blocks[1].attn.backend = "fused"
+    _, _, *rows = as_table(relvit.explain(model)).splitlines()
+    assert [row.split("|")[1].strip() for row in rows] == ["blocks.0.attn ... blocks.2.attn (2)", "blocks.1.attn"]
+    assert "chosen by name" in rows[1]
+
+
+@pytest.mark.parametrize("name", ["test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
+def test_other_families(name):
+    assert relvit.explain(timm.create_model(name, **SMALL))[0].parameters > 0
+
+
+def test_retrofitted_models_and_what_has_no_plan():
+    vit = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
+    with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
+        relvit.explain(vit)
+    assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
+    naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
+    with pytest.raises(ValueError, match="has no patch_embed, which would tell the grid of an image"):
+        relvit.explain(relvit.retrofit(naflex))
+    with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\[1\], which has one"):
+        relvit.explain(torch.nn.Sequential(torch.nn.Identity(), small()))
+    with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):
+        relvit.explain(small(), 20)
+
+
+def test_the_command(capsys, fails):
+    assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
+    title, _, *table, _, on_cuda, _, there = capsys.readouterr().out.splitlines()
+    assert title == "test_relvit at 160 x 96 pixels, as it would train on the CPU in float32:"
+    assert len(table) == 3
+    assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | lean |" in table[2]
+    assert on_cuda == "On CUDA these would be:"
+    assert there.startswith("- blocks.0.attn ... blocks.1.attn (2): backend lean, one stock attention over augmented q")
+    assert main(["explain", "test_relvit", "--device", "cuda", "--model_kwargs.depth", "1"]) == 0
+    title, *_, row = capsys.readouterr().out.splitlines()
+    assert "as it would train on CUDA in float32" in title
+    assert "| lean |" in row
+    assert "device is 'gpu'; allowed are 'cpu', 'cuda' (did you mean 'cuda'?)" in fails(
+        ["explain", "test_relvit", "--device", "gpu"]
+    )
+    assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
+
+
+def test_the_command_takes_a_published_folder_and_a_checkpoint(best, tmp_path, capsys, fails):
+    model = relvit.retrofit(timm.create_model("test_vit", depth=1, img_size=(48, 32), in_chans=1), rel_terms="q")
+    # As `relvit publish` writes it.
+    model.pretrained_cfg["input_size"] = (1, 48, 32)
+    save_for_hf(model, tmp_path / "owls", safe_serialization=True)
+    for name in (f"{tmp_path}/owls", f"local-dir:{tmp_path}/owls"):
+        assert main(["explain", name]) == 0
+        out = capsys.readouterr().out
+        assert " at 48 x 32 pixels, " in out
+        assert "| blocks.0.attn | RelativePosition2d | q |" in out
+    assert "a published one has its own" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
+    assert main(["explain", str(best)]) == 0
+    assert "| blocks.0.attn" in capsys.readouterr().out
+    assert "a checkpoint has its own" in fails(["explain", best, "--model_kwargs.depth=2"])
+
+
+@pytest.mark.slow
+def test_the_command_in_a_terminal(tmp_path):
+    status, text = in_terminal(["explain", "test_relvit"], tmp_path, columns=60)
+    assert status == 0, text
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert "layers                 blocks.0.attn ... blocks.5.attn (6)" in lines
+    assert max(map(len, lines[1:])) <= 60
+    assert "|" not in text

@@ -1,0 +1,53 @@
+"""Fixtures of the application's tests: small images, one small trained run, and commands that fail."""
+
+from pathlib import Path
+
+import pytest
+from command_line import fit, only
+from photos import TINY, write_photos
+
+from relvit.app.cli import main
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """Three classes, six images each in train, val and test. Do not change it: copy it."""
+    return write_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="session")
+def run(photos, tmp_path_factory) -> Path:
+    """The folder of a short training on `photos` through the command line, with the default log."""
+    options = ["--trainer.max_epochs=4", "--model.lr=5e-3", "--model.warmup_epochs=1", "--trainer.logger=tensorboard"]
+    return fit(photos, tmp_path_factory.mktemp("runs"), *options)
+
+
+@pytest.fixture(scope="session")
+def best(run) -> Path:
+    """The best checkpoint of that training."""
+    return run / "checkpoints" / "best.ckpt"
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory) -> Path:
+    """The folder of one epoch on scikit-learn's digits, which are grey and in memory: many mistakes are left."""
+    runs = tmp_path_factory.mktemp("digits_runs")
+    tiny = [a for a in TINY if not a.startswith(("--data.", "--model.model_kwargs.patch_size"))]
+    arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
+    assert main([*arguments, "--trainer.max_epochs=1", "--data.batch_size=256"]) == 0
+    return only(runs)
+
+
+@pytest.fixture
+def fails(capsys):
+    """Return a function that runs a command which fails, checks its exit status and returns its one or two lines."""
+
+    def run(arguments, status=2):
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status, arguments
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+        assert len(message.strip().splitlines()) <= 2, message
+        return message
+
+    return run
