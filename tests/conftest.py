@@ -1,4 +1,4 @@
-"""What all tests share; `tests/support/trained_runs.py` has the data and runs of the application's tests."""
+"""What all tests share; `tests/support/data/trained_runs.py` has the data and runs of the application's tests."""
 
 import gc
 import os
