@@ -64,9 +64,19 @@ def main() -> int:
     # As with `python -m relvit`, a module of one's own in this folder can be named (--data my_module.Mine); it comes
     # last, so that no file here takes the place of an installed module.
     sys.path.append(os.getcwd())
-    from relvit.app.cli import main as run
-
     return run(arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command of the application and return its exit status, or say which packages are missing."""
+    try:
+        import relvit.app  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(f"relvit: error: {error}", file=sys.stderr)
+        return 1
+    from relvit.app.cli import main as run_command
+
+    return run_command(arguments)
 
 
 def prepare_environment() -> None:

@@ -45,6 +45,7 @@ def load(
     Raises:
         FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
         TypeError: no path.
+        ModuleNotFoundError: the packages of `pip install "relvit[train]"` are missing.
     """
     if not isinstance(ckpt_path, str | os.PathLike):
         raise TypeError(f"ckpt_path must be the path of a checkpoint, got {type(ckpt_path).__name__}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from relvit.app.cli import main
+from relvit_start import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(sys.argv[1:]))

@@ -7,6 +7,7 @@ from typing import Any
 
 # Optional package -> the extra of relvit that installs the package.
 EXTRAS = {
+    **dict.fromkeys(("lightning", "torchmetrics", "jsonargparse", "matplotlib", "sklearn"), "train"),
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",

@@ -42,6 +42,19 @@ def test_other_commands_go_to_the_package(capsys, monkeypatch):
     assert "did you mean 'fit'" in capsys.readouterr().err
 
 
+def test_the_core_alone_names_the_extra_that_is_missing():
+    """`import relvit` works without the application's packages, and the command line answers in one line."""
+    missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"
+    purpose = "relvit.app (training, evaluation and the command line)"
+    uses = "import relvit, relvit_start; relvit.models; status = relvit_start.run(['fit'])"
+    done = loaded_after(f"{missing}; {uses}; assert status == 1")
+    assert (
+        done.stderr.splitlines()[0]
+        == f'relvit: error: {purpose} needs the package lightning: pip install "relvit[train]"'
+    )
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_table_says_what_the_functions_say(command):
     module, summary = COMMANDS[command]
