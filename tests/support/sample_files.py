@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-from relvit.data import DigitsData
-from relvit.evaluation import save_model
-from relvit.training import ImageClassifier
 from small_training import train_and_save
 
 import relvit
+from relvit.app.data import DigitsData
+from relvit.app.evaluation import save_model
+from relvit.app.training import ImageClassifier
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
 # Arguments of `ImageClassifier` for each family.
