@@ -11,10 +11,10 @@ from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import terms_of
 from relvit.layers.positions.factory import check_position
 from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, to_windows
-from relvit.ops.attention import BACKENDS, attend, attend_packed
+from relvit.ops.attention import BACKENDS, attend, attend_projected
 from relvit.ops.backends.fused import augmented_width
 from relvit.ops.checks import check_backend, check_heads
-from relvit.ops.inputs import AttentionInputs, checked
+from relvit.ops.inputs import AttentionInputs, Projected, checked, separate
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
@@ -23,24 +23,14 @@ from relvit.ops.windows import exceeds_window
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
-# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm comes between, all of them as the projection
-# returns them, (B, N, 3 heads, head_dim), which saves operations.
-Projected = Tensor | tuple[Tensor, Tensor, Tensor]
-
-
-def separate(projected: Projected) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, (B, heads, N, head_dim) each."""
-    if not isinstance(projected, Tensor):
-        return projected
-    query, key, value = (part.transpose(1, 2) for part in projected.chunk(3, dim=2))
-    return query, key, value
-
-
 def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a layer's `position` and `prefix_bias` for tokens `x`, (B, N, dim) of `grid`."""
-    terms = RelativeTerms() if layer.position is None else terms_of(layer.position, x, grid, key_grid)
-    prefix_bias = getattr(layer, "prefix_bias", None)
+    terms, prefix_bias = _position_terms(layer, x, grid, key_grid), getattr(layer, "prefix_bias", None)
     return terms if prefix_bias is None else add_channels(terms, prefix_bias(grid, key_grid))
+
+
+def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+    return RelativeTerms() if layer.position is None else terms_of(layer.position, x, grid, key_grid)
 
 
 def attend_with(
@@ -77,13 +67,15 @@ def attend_with(
         (B, heads, Nq, head_dim).
     """
     keys, dropout_p = grid if key_grid is None else key_grid, layer.attn_drop.p if layer.training else 0.0
-    terms = relative_terms(layer, x, grid, keys)
-    if isinstance(projected, Tensor):
-        usual = attn_mask is None and not is_causal and dropout_p == 0 and layer.trained_keys is None
-        if usual and rotate is None and not wants_weights(layer.attn_drop):
-            mixed = attend_packed(projected, terms, grid, layer.scale, layer.backend)
-            if mixed is not None:
-                return mixed.transpose(1, 2)
+    terms, prefix_bias = _position_terms(layer, x, grid, keys), getattr(layer, "prefix_bias", None)
+    usual = not is_causal and dropout_p == 0 and layer.trained_keys is None and rotate is None and keys is grid
+    if usual and not wants_weights(layer.attn_drop):
+        biases = None if prefix_bias is None else prefix_bias.weight
+        mixed = attend_projected(projected, terms, grid, layer.scale, layer.backend, attn_mask, biases)
+        if mixed is not None:
+            return mixed
+    if prefix_bias is not None:
+        terms = add_channels(terms, prefix_bias(grid, keys))
     query, key, value = separate(projected)
     query, terms = with_query_bias(query, terms)
     position_query = position_key = None

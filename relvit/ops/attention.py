@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from relvit.ops import reference
-from relvit.ops.backends import fused, gathered, lean, tiled, triton
+from relvit.ops.backends import fused, gathered, lean, pair_bias, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.index_range import check_index_range
 from relvit.ops.inputs import (
     AttentionInputs,
+    Projected,
     check_terms,
     checked,
     completed,
+    separate,
     signature,
     with_channels,
     with_equal_heads,
@@ -34,6 +36,8 @@ BACKENDS: dict[str, ModuleType] = {
 
 # The attention weights of up to this many tokens take no more memory than their vectors.
 SMALL_WINDOW = 64
+# Beyond this many tokens the attention weights that training keeps take too much of a GPU's memory.
+LARGEST_MASK = 1024
 
 
 class Choice(NamedTuple):
@@ -125,52 +129,67 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
 
 
-def attend_packed(packed: Tensor, terms: RelativeTerms, grid: Grid, scale: float, backend: str) -> Tensor | None:
-    """Compute attention of queries, keys and values that one projection returns, in the fewest operations.
+def attend_projected(
+    projected: Projected,
+    terms: RelativeTerms,
+    grid: Grid,
+    scale: float,
+    backend: str,
+    attn_mask: Tensor | None = None,
+    prefix_bias: Tensor | None = None,
+) -> Tensor | None:
+    """Compute attention of what a layer's projection returns in the fewest operations, where there is such a way.
 
     Args:
-        packed: (B, N, 3 heads, head_dim), the heads of queries, then of keys, then of values.
-        terms, grid, scale, backend: see `relative_attention`.
+        projected: queries, keys and values of one grid.
+        terms, grid, scale, attn_mask, backend: see `relative_attention`.
+        prefix_bias: (3, heads), see `relvit.layers.PrefixBias`.
 
     Returns:
-        (B, N, heads, head_dim); None where another backend than 'lean' computes this, by `attend`.
+        (B, heads, N, head_dim); None where `attend` has to compute this: what there is are 'lean' for one tensor with
+        tables per axis, and for a joint bias on small grids the mask of stock attention.
     """
-    tables = (terms.key, terms.value, terms.bias)
-    others = (terms.query, terms.channels, terms.query_bias, terms.axis_logits, grid.coords, grid.valid)
+    contents = (projected,) if isinstance(projected, Tensor) else projected
+    key_term, value_term, bias = terms.key, terms.value, terms.bias
+    others = [terms.query, terms.channels, terms.query_bias, terms.axis_logits, grid.coords, grid.valid]
+    if joint := type(bias) is JointTable:
+        others += (key_term, value_term)
+    else:
+        others += (attn_mask, prefix_bias, *contents[1:])
     if (
-        backend not in ("auto", "lean")
+        backend not in ("auto", "fused" if joint else "lean")
         or any(part is not None for part in others)
-        or type(packed) is not Tensor
+        or any(type(part) is not Tensor for part in contents)
+        or any(type(term) not in (AxisTables, type(None)) for term in (key_term, value_term, None if joint else bias))
+        or (attn_mask is not None and not attn_mask.is_floating_point())
         or not is_eager()
     ):
         return None
-    key = [backend, scale, grid, packed.shape, packed.dtype, packed.device, terms.bucketing, _switches(packed)]
-    for term in tables:
-        if term is not None:
-            if type(term) is not AxisTables:
-                return None
-            rows, cols = term
-            key += (rows.shape, cols.shape, rows.dtype, cols.dtype)
-        else:
-            key.append(None)
-    key = tuple(key)
+    tensors = (*contents, *(key_term or (None,)), *(value_term or (None,)), *(bias or (None,)), attn_mask, prefix_bias)
+    signs = (None if part is None else (part.shape, part.dtype, part.device) for part in tensors)
+    key = (backend, scale, grid, joint, terms.bucketing, _switches(contents[0]), *signs)
     if (decision := _DECISIONS.get(key)) is None:
-        parts = (part.transpose(1, 2) for part in packed.chunk(3, dim=2))
-        inputs = AttentionInputs(*parts, terms, grid, scale=scale)
+        inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
         decision = _decision(inputs, backend)
         filled = completed(inputs)
         if filled.scale != scale or any(one is not other for one, other in zip(filled.terms, terms, strict=True)):
-            # `completed` has changed the queries or the tables, which `packed` and `terms` do not show.
+            # `completed` has changed the queries or the tables, which `projected` and `terms` do not show.
             decision = decision._replace(plan=None)
+        elif joint and decision.backend == "fused":
+            decision = decision._replace(plan=pair_bias.plan_of(filled))
         _remember(key, decision)
-    return None if decision.plan is None else lean.attend((packed,), terms, decision.plan)
+    if decision.plan is None:
+        return None
+    if joint:
+        return pair_bias.attend(contents, bias.table, decision.plan, prefix_bias, attn_mask)
+    return lean.attend(contents, terms, decision.plan).transpose(1, 2)
 
 
 class _Decision(NamedTuple):
-    """The backend that computes inputs, and for 'lean' its plan."""
+    """The backend that computes inputs, and the plan of the fewest operations, if there is one."""
 
     backend: str
-    plan: lean.Plan | None
+    plan: lean.Plan | pair_bias.PairPlan | None
 
 
 # Decisions by all that they depend on, so that a layer's inputs are checked once for each size.
@@ -262,13 +281,21 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     """
     query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
-        keeps = "nothing: backward recomputes each tile"
-        if device == "cpu" and is_eager() and not _math_alone() and _adds_pair_bias(inputs):
-            if max(query.shape[2], inputs.key.shape[2]) <= SMALL_WINDOW:
-                return Choice("fused", "stock attention with the bias of a small window as its mask", "N x N weights")
-            return Choice("tiled", "slices add the joint bias of a row of queries, no pair looks up its own", keeps)
-        if is_eager() and not _math_alone() and triton.refusal(inputs, device) is None:
-            return Choice("triton", "its tiles look the joint bias up, and add up its gradient, without N x N", "O(N)")
+        keeps, tokens = "nothing: backward recomputes each tile", max(query.shape[2], inputs.key.shape[2])
+        if is_eager() and not _math_alone() and _adds_pair_bias(inputs):
+            if device == "cpu":
+                small = tokens <= SMALL_WINDOW or lean.pays_on_cpu(inputs)
+            elif triton.refusal(inputs, device) is None:
+                reason = "its tiles look the joint bias up, and add up its gradient, without N x N"
+                return Choice("triton", reason, "O(N)")
+            else:
+                small = device == "cuda" and tokens <= LARGEST_MASK
+            if small:
+                reason = "stock attention with the bias of all pairs of a small grid as its mask, few operations"
+                return Choice("fused", reason, "N x N weights")
+            if device == "cpu":
+                reason = "slices add the joint bias of a row of queries, no pair looks up its own"
+                return Choice("tiled", reason, keeps)
         return Choice("gathered", "joint tables do not split into rows and columns", keeps)
     if is_stock(terms) and (is_compiling() or not is_functorch()):
         return Choice("fused", "without relative terms in tables it is stock attention", "what stock attention keeps")

@@ -52,6 +52,19 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
+# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm comes between, all of them as the projection
+# returns them, (B, N, 3 heads, head_dim), which saves operations.
+Projected = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def separate(projected: Projected) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, (B, heads, N, head_dim) each."""
+    if not isinstance(projected, Tensor):
+        return projected
+    query, key, value = (part.transpose(1, 2) for part in projected.chunk(3, dim=2))
+    return query, key, value
+
+
 def checked(inputs: AttentionInputs) -> AttentionInputs:
     """Raise unless the inputs fit together, as `relvit.ops.relative_attention` describes, and fill in all defaults."""
     if inputs.attn_mask is not None:

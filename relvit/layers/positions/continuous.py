@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import Mlp
-from torch import nn
+from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise
+from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise, is_stretched
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
+from relvit.ops.grid import once_per_raster
 from relvit.utils.messages import check_choice
 
 MODES = ("cr", "swin")
@@ -70,20 +71,33 @@ class ContinuousPosition2d(LearnedPosition, Position):
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
         weight = self.mlp.fc1.weight
-        dy, dx = axis_offsets(grid, self.trained_grid, None, weight)
-        # The paper's offsets are query minus key.
-        dy, dx = -dy, -dx
-        if self.mode == "swin":
-            dy, dx = dy * 8 / (self.window[0] - 1), dx * 8 / (self.window[1] - 1)
-        dy, dx = dy.sign() * torch.log1p(dy.abs()), dx.sign() * torch.log1p(dx.abs())
-        if self.mode == "swin":
-            dy, dx = dy / math.log(8), dx / math.log(8)
-        height, width = dy.shape[0], dx.shape[0]
-        offsets = torch.stack((dy[:, None].expand(height, width), dx.expand(height, width)), dim=-1)
-        table = self.mlp(offsets.to(weight.dtype)).permute(2, 0, 1)
+        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
+        window = self.window if self.mode == "swin" else None
+        table = self.mlp(_scaled_offsets(grid, trained, window, weight.dtype, weight.device)).permute(2, 0, 1)
         if self.mode == "swin":
             table = 16 * table.sigmoid()
         return RelativeTerms(bias=JointTable(table))
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, window={self.window}, init_std={self.init_std}"
+
+
+@once_per_raster
+def _scaled_offsets(
+    grid: Grid,
+    trained_grid: tuple[int, int] | None,
+    window: tuple[int, int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Compute s(d) for all pairs of offsets, (2 H - 1, 2 W - 1, 2); `window`: of 'swin', None for 'cr'."""
+    dy, dx = axis_offsets(grid, trained_grid, None, torch.empty(0, dtype=dtype, device=device))
+    # The paper's offsets are query minus key.
+    dy, dx = -dy, -dx
+    if window is not None:
+        dy, dx = dy * 8 / (window[0] - 1), dx * 8 / (window[1] - 1)
+    dy, dx = dy.sign() * torch.log1p(dy.abs()), dx.sign() * torch.log1p(dx.abs())
+    if window is not None:
+        dy, dx = dy / math.log(8), dx / math.log(8)
+    height, width = dy.shape[0], dx.shape[0]
+    return torch.stack((dy[:, None].expand(height, width), dx.expand(height, width)), dim=-1).to(dtype)

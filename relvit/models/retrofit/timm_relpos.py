@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from timm.models.beit import Attention as BeitAttention
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
+from relvit.ops.inputs import Projected
 
 
 class TimmOwnRelative(TimmRelativeAttention):
@@ -33,6 +33,11 @@ class TimmOwnRelative(TimmRelativeAttention):
         return self.proj.in_features // self.num_heads
 
 
+def _without_norms(projected: Projected) -> Projected:
+    """Return what the projection returns, in the place of `GridAttention.heads`: the source has no norms."""
+    return projected
+
+
 class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
     """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
 
@@ -44,8 +49,7 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
-    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    heads = staticmethod(_without_norms)
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
@@ -75,8 +79,7 @@ class TimmRelativeWindows(TimmOwnRelative):
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
-    q_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
-    k_norm: ClassVar[Callable[..., Tensor]] = TimmOwnRelative.norm
+    heads = staticmethod(_without_norms)
 
     def reset_parameters(self) -> None:
         """Do nothing: timm's method initialises the table, which the position module has taken over."""

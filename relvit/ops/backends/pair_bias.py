@@ -1,15 +1,19 @@
-"""Add a scalar bias per pair of offsets (BEiT's, Swin's) to tiles of logits by slices, for the backend `tiled`.
+"""Add a scalar bias per pair of offsets (BEiT's, Swin's): on small grids in the mask, in tiles of logits by slices.
 
-On rasters the bias of a query at (y, x) is table[y_j - y, x_j - x] for the keys of all rows y_j and columns x_j. First
-the horizontal offsets are written out for each column x: slice[x][dy, x_j] = table[dy, x_j - x], which is Toeplitz
-in x and x_j and takes 2 / H of the N x N numbers. Vertical offsets then need no copy: the bias of the query is a
-contiguous piece of slice[x], that of H rows, which begins where y says. So no pair looks up an entry, and all samples
-of a batch share the slices.
+On a small grid all pairs of tokens look their entry up by one remembered index, and stock attention takes the result as
+its mask, as in the source models: few operations, whose launches would take longer than their arithmetic.
+
+On other rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the keys
+of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j] =
+table[dy, x_j - x], which is Toeplitz in x and x_j and takes 2 / H of the N x N numbers. Vertical offsets then need no
+copy: the bias of the query is a contiguous piece of slice[x], that of H rows, which begins where y says. So no pair
+looks up an entry, and all samples of a batch share the slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,31 +43,104 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     return table
 
 
+# Entries behind those of a flat joint table: from prefix tokens to patches, from patches to them, between them.
+PREFIX_ENTRIES = 3
+
+
 @once_per_raster
 def pair_index(
-    grid: Grid, key_size: tuple[int, int], distances: tuple[int, int], bucketing: str, device: torch.device
+    grid: Grid, key_size: tuple[int, int, int], distances: tuple[int, int], bucketing: str, device: torch.device
 ) -> Tensor:
-    """Find the entry of a flat joint table for each pair of patches: (H W H' W',) int64."""
+    """Find the entry of a flat joint table, or of those behind it, for each pair of tokens: (Nq Nk,) int64."""
     rows, cols = (
         bucket(torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None], distance, bucketing)
-        for queries, keys, distance in zip(grid[:2], key_size, distances, strict=True)
+        for queries, keys, distance in zip(grid[:2], key_size[:2], distances, strict=True)
     )
-    return (rows[:, None, :, None] * (2 * distances[1] + 1) + cols[:, None]).flatten()
+    height, width = (2 * distance + 1 for distance in distances)
+    patches = (rows[:, None, :, None] * width + cols[:, None]).flatten(2).flatten(0, 1)
+    index, first = F.pad(patches, (key_size[2], 0, grid.prefix, 0)), height * width
+    if grid.prefix or key_size[2]:
+        index[: grid.prefix], index[:, : key_size[2]] = first, first + 1
+        index[: grid.prefix, : key_size[2]] = first + 2
+    return index.flatten()
+
+
+class PairPlan(NamedTuple):
+    """What follows from the shapes of an attention whose only term is a joint bias.
+
+    Attributes:
+        heads: number of heads.
+        scale: factor on the logits.
+        index: see `pair_index`.
+        prefix: whether the grid has prefix tokens.
+    """
+
+    heads: int
+    scale: float
+    index: Tensor
+    prefix: bool
+
+
+# A tensor that is made in inference mode could not be kept for backward by a later training.
+@torch.inference_mode(False)
+def plan_of(inputs: AttentionInputs) -> PairPlan:
+    """Work out the plan for inputs of `relvit.ops.inputs.checked` with a joint bias on one raster."""
+    return PairPlan(inputs.query.shape[1], inputs.scale, _index_of(inputs), inputs.grid.prefix > 0)
+
+
+def attend(
+    contents: Sequence[Tensor],
+    table: Tensor,
+    plan: PairPlan,
+    prefix_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """Compute attention with a joint bias as the mask of stock attention.
+
+    Args:
+        contents: queries, keys and values, (B, heads, N, head_dim) each, or all of them in one tensor (B, N, 3 heads,
+            head_dim).
+        table: the bias by offset, see `JointTable`.
+        plan: for these shapes.
+        prefix_bias: (3, heads), see `relvit.layers.PrefixBias`; None: pairs with prefix tokens have no bias.
+        attn_mask: numbers that are added to the logits, broadcastable to (B, heads, N, N).
+
+    Returns:
+        (B, heads, N, head_dim).
+    """
+    query, key, value = contents if len(contents) == 3 else contents[0].transpose(1, 2).split(plan.heads, 1)
+    bias = _of_pairs(table.expand(plan.heads, -1, -1).flatten(1), prefix_bias, plan.index, plan.prefix)
+    bias = bias.view(1, plan.heads, query.shape[2], -1)
+    if attn_mask is not None:
+        bias = bias + attn_mask
+    if bias.dtype != query.dtype:
+        bias = bias.to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=plan.scale)
+
+
+def _index_of(inputs: AttentionInputs) -> Tensor:
+    (table,), key_grid = inputs.terms.bias, inputs.key_grid
+    distances = (table.shape[-2] // 2, table.shape[-1] // 2)
+    return pair_index(inputs.grid, key_grid[:3], distances, inputs.terms.bucketing, table.device)
+
+
+def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix: bool) -> Tensor:
+    """Look the bias of all pairs up in flat tables (heads, entries): (heads, Nq Nk)."""
+    if prefix_bias is not None:
+        by_head = torch.cat((by_head, prefix_bias.t()), dim=1)
+    elif prefix:
+        by_head = F.pad(by_head, (0, PREFIX_ENTRIES))
+    return by_head.index_select(1, index)
 
 
 def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
-    """Write the bias out for all pairs, and move it from the terms to `attn_mask`, for stock attention.
-
-    In small windows a gather by head is faster than slices.
-    """
+    """Write the bias out for all pairs, and move it from the terms to `attn_mask`, for stock attention."""
     if not isinstance(inputs.terms.bias, JointTable):
         return inputs
-    (table,), grid, key_grid, mask = inputs.terms.bias, inputs.grid, inputs.key_grid, inputs.attn_mask
-    distances = (table.shape[-2] // 2, table.shape[-1] // 2)
-    index = pair_index(grid, key_grid[:2], distances, inputs.terms.bucketing, table.device)
-    by_head = table.expand(inputs.query.shape[1], -1, -1).flatten(1).to(inputs.query.dtype)
-    patches = by_head.index_select(1, index).unflatten(1, (grid.height * grid.width, -1))
-    bias = F.pad(patches, (key_grid.prefix, 0, grid.prefix, 0))[None]
+    (table,), query, mask = inputs.terms.bias, inputs.query, inputs.attn_mask
+    by_head = table.expand(query.shape[1], -1, -1).flatten(1)
+    pairs = _of_pairs(by_head, None, _index_of(inputs), max(inputs.grid.prefix, inputs.key_grid.prefix) > 0)
+    bias = pairs.view(1, *query.shape[1:3], -1).to(query.dtype)
     if inputs.is_causal:
         bias = bias.masked_fill(bias.new_ones(bias.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:
