@@ -17,8 +17,9 @@ from relvit.app.data.mixup import BatchMix
 from relvit.app.training.arguments import check_arguments, check_images
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
-from relvit.app.training.checkpoints.file import AVERAGE_KEY, KEY, TIMM_KEY, timm_weights
+from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.app.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
+from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.compilation import compile_in_place
 from relvit.app.training.labels import Labels, labels_of
 from relvit.app.training.lightning_options import check_epsilon, check_trainer
@@ -373,6 +374,8 @@ class ImageClassifier(EpochMetrics):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore raw and averaged weights to resume a training; evaluation loads the averaged ones alone."""
         self.pretrained = None
+        if KEY in checkpoint:
+            upgrade(checkpoint, "the checkpoint")
         averaged, description = checkpoint.get(AVERAGE_KEY), checkpoint.get(KEY, {})
         self.labels: Labels = self.labels.restored(description.get("thresholds"))
         if not self._is_fitting:

@@ -15,7 +15,8 @@ from relvit.app.data.modules.base import Split
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation.outcomes import calibration_error
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
-from relvit.app.training.checkpoints.file import KEY, read_checkpoint, write_checkpoint
+from relvit.app.training.checkpoints.file import read_checkpoint, write_checkpoint
+from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.training.labels import multi_label_metrics
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import check_output

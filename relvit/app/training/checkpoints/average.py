@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint, Transforms, first_difference, versions
-from relvit.app.training.checkpoints.file import KEY, TIMM_KEY, timm_weights, write_checkpoint
+from relvit.app.training.checkpoints.file import TIMM_KEY, timm_weights, write_checkpoint
 from relvit.app.training.checkpoints.load import classifier_of
+from relvit.app.training.checkpoints.upgrades import FORMAT, KEY
 from relvit.app.utils.files import check_output, is_address
 from relvit.utils.messages import listing
 
@@ -62,6 +63,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             "model": {name: first.model[name] for name in NETWORK if name in first.model},
             "data": first.data,
             "images": first.images,
+            "format": FORMAT,
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },

@@ -21,7 +21,8 @@ from relvit.app.data import ImageData, parse_size
 from relvit.app.data.registry import class_path_of, imported_data_module
 from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
-from relvit.app.training.checkpoints.file import KEY, read_checkpoint
+from relvit.app.training.checkpoints.file import read_checkpoint
+from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 

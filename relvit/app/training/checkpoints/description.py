@@ -11,6 +11,7 @@ from relvit.app.data import ImageData, parse_size
 from relvit.app.data.arguments import plain_values
 from relvit.app.data.registry import class_path_of
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
+from relvit.app.training.checkpoints.upgrades import FORMAT
 from relvit.utils.messages import without_secrets
 
 if TYPE_CHECKING:
@@ -23,15 +24,16 @@ IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", "native", "max_t
 def describe(classifier: ImageClassifier) -> dict[str, Any]:
     """Describe a classifier in plain types, from which model and data can be built again.
 
-    The description holds `model` (the arguments of `ImageClassifier`, with the class names), `data` (class and
-    arguments of the data module), `images` (what these arguments do not say of classes and transforms), `fit` (other
-    options of the training), `versions` and, for a multi-label classifier, `thresholds`.
+    The description holds `format` (see `upgrades.py`), `model` (the arguments of `ImageClassifier`, with the class
+    names), `data` (class and arguments of the data module), `images` (what these arguments do not say of classes and
+    transforms), `fit` (other options of the training), `versions` and, for a multi-label classifier, `thresholds`.
     """
     data = classifier.trainer.datamodule
     arguments = data_arguments(data)
     images = images_of_module(data) if isinstance(data, ImageData) else images_of_loaders(classifier, data)
     known, unknown = arguments["init_args"], object()
     return {
+        "format": FORMAT,
         "model": plain_values(classifier.hparams),
         "data": arguments,
         "images": {name: value for name, value in images.items() if known.get(name, unknown) != value},

@@ -19,14 +19,13 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from timm.models import split_model_name_tag
 from torch import Tensor
 
+from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
 from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import atomic_write, has_links, is_address, remove_parts
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 
-# The key of the description of model and data, see `description.py`.
-KEY = "relvit"
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
 # timm prefers the weights under this key to 'state_dict'. Here their names are the names in the model itself.
@@ -54,7 +53,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged or no checkpoint of relvit, or the address cannot be read, see `local_file`.
+        ValueError: The file is damaged, no checkpoint of relvit, or one of a newer relvit; or the address cannot be
+            read, see `local_file`.
         DownloadError: The file could not be fetched.
     """
     if file is None:
@@ -94,6 +94,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
             "which model and data it is of"
         )
     check_bounds(content[KEY], str(path))
+    upgrade(content, str(path))
     if wrong := _wrong_part(content):
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
     for name in ("state_dict", AVERAGE_KEY):

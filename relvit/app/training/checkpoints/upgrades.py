@@ -1,0 +1,39 @@
+"""The format of checkpoints, and the one place where checkpoints of earlier formats are upgraded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from relvit.version import __version__
+
+# The key of the description of model and data in a checkpoint, see `description.py`.
+KEY = "relvit"
+# The format that this version writes; it grows where `read_checkpoint` could not read a checkpoint of before.
+FORMAT = 1
+# For each earlier format a function that changes the content of a checkpoint, in place, to the next format.
+UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
+
+
+def upgrade(content: dict[str, Any], path: str) -> None:
+    """Bring the content of a checkpoint to the format of this version, in place.
+
+    Args:
+        content: The content of the file, of which nothing but the description is known to be there.
+        path: The file, for messages.
+
+    Raises:
+        ValueError: The description names no format, or a newer one.
+    """
+    description = content[KEY]
+    found = description.get("format") if isinstance(description, dict) else None
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {KEY}.format is not what it should be")
+    if found > FORMAT:
+        raise ValueError(
+            f"{path} has format {found} of relvit's checkpoints, and relvit {__version__} reads formats up to {FORMAT}"
+            ": pip install --upgrade relvit"
+        )
+    for number in range(found, FORMAT):
+        UPGRADES[number](content)
+        description["format"] = number + 1
