@@ -161,6 +161,18 @@ def _framed(picture: np.ndarray, grid: tuple[int, int], patch: tuple[int, int]) 
     return image
 
 
+class Page(gr.Blocks):
+    """Gradio's page, whose answers to requests that a browser would not send are words instead of Python's messages."""
+
+    async def process_api(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Compute the outputs of an event; raises `gradio.Error` with words of its own for a malformed one."""
+        try:
+            return await super().process_api(*args, **options)
+        # The functions of the page catch their own errors, so what fails here are the values of the request.
+        except Exception as error:
+            raise gr.Error("this request is not one of the page", print_exception=False) from error
+
+
 def build_page(viewer: Viewer) -> gr.Blocks:
     """Build the page: an image, its size, what to draw; a click on the picture chooses the patch."""
     name = html.escape(viewer.predictor.classifier.hparams.model)
@@ -185,11 +197,11 @@ def build_page(viewer: Viewer) -> gr.Blocks:
 
     # The picture itself is no input, since Gradio would decode whatever a request sent in its place.
     def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
-        x, y = event.index
+        x, y = map(float, event.index)
         at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
         return [at, *show(at, *choices)]
 
-    with gr.Blocks(title=f"relvit: {name}", analytics_enabled=False, delete_cache=(300, 1800)) as page:
+    with Page(title=f"relvit: {name}", analytics_enabled=False, delete_cache=(300, 1800)) as page:
         gr.Markdown(f"# {name}")
         at, shape = gr.State((0.5, 0.5)), gr.State()
         image = {"interactive": False, "show_label": False, "format": "png"}
@@ -225,13 +237,14 @@ def build_page(viewer: Viewer) -> gr.Blocks:
     return page
 
 
-def build_app(viewer: Viewer, max_mb: float, host: str = "127.0.0.1") -> FastAPI:
+def build_app(viewer: Viewer, max_mb: float, host: str = "127.0.0.1", max_total_mb: float = 1000) -> FastAPI:
     """Build the application that serves the page; the browser asks no other machine for anything.
 
     Args:
         viewer: computes what the page shows.
         max_mb: size of a file, in units of 2^20 bytes, that no upload may exceed.
         host: the address that the server listens at, see `OwnPageOnly`.
+        max_total_mb: size of all files that the page holds at a time, in the same units, that no upload may exceed.
     """
     app = FastAPI(openapi_url=None)
 
@@ -248,5 +261,6 @@ def build_app(viewer: Viewer, max_mb: float, host: str = "127.0.0.1") -> FastAPI
         "ssr_mode": False,
         "footer_links": [],
     }
-    app.add_middleware(OwnPageOnly, host=host, uploads=get_upload_folder())
+    most_bytes = int(max_total_mb * 2**20)
+    app.add_middleware(OwnPageOnly, host=host, uploads=get_upload_folder(), most_bytes=most_bytes)
     return gr.mount_gradio_app(app, build_page(viewer), path="/", **options)

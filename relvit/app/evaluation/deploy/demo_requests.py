@@ -6,10 +6,10 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote_plus, urlsplit
 
 from gradio.route_utils import API_PREFIX
 from starlette.responses import PlainTextResponse
@@ -20,6 +20,11 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 # The choices on the page take some hundred bytes; images come as uploads.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
+FILE = f"{API_PREFIX}/file="
+# What the page asks for of Gradio's many routes, beside files.
+ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
+ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
+NOT_OURS = "This request is not one of the page."
 
 
 class OwnPageOnly:
@@ -28,19 +33,24 @@ class OwnPageOnly:
     A page of another site may send requests to an address of this machine, and a name of its own that resolves to
     127.0.0.1 (DNS rebinding) makes these requests look local, so the headers `Host` and `Origin` have to name the
     page. A request may ask Gradio to take any file of the machine for an uploaded one, or to fetch an address, so
-    every file in a request has to be one of the folder of uploads.
+    every file in a request has to be one of the folder of uploads, and a request that contains an address, however
+    often its characters are percent-encoded, is refused; the page's own address of an upload is the only exception.
 
     Args:
         app: the application behind.
         host: the address that the server listens at. At '0.0.0.0' and '::' every IP address and the name of the
             machine are the page's own.
         uploads: the folder of uploaded files.
+        most_bytes: number of bytes that all files of that folder together may have; more uploads are refused.
     """
 
-    def __init__(self, app: ASGIApp, host: str, uploads: str | os.PathLike[str]) -> None:
+    def __init__(self, app: ASGIApp, host: str, uploads: str | os.PathLike[str], most_bytes: int = 2**30) -> None:
         self.app = app
         self.host = host
         self.uploads: Path = Path(uploads)
+        self.most_bytes = most_bytes
+        # Bytes of uploads that have begun and may not be in the folder yet.
+        self.arriving = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -48,12 +58,50 @@ class OwnPageOnly:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if not self._is_own(headers):
             return await PlainTextResponse("This is not the address of the page.", 403)(scope, receive, send)
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] != UPLOAD:
+        if not self._is_of_the_page(scope["path"], scope.get("query_string", b"").decode("latin-1")):
+            return await PlainTextResponse(NOT_OURS, 400)(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "POST":
+            if scope["path"] == UPLOAD:
+                return await self._upload(headers.get("content-length", ""), scope, receive, send)
             body = await _read(receive)
-            if body is None or not self._names_uploads_alone(body):
-                return await PlainTextResponse("This request is not one of the page.", 400)(scope, receive, send)
+            if body is None or not self._names_uploads_alone(body, headers["host"]):
+                return await PlainTextResponse(NOT_OURS, 400)(scope, receive, send)
             receive = _again(body, receive)
-        return await self.app(scope, receive, send)
+        return await self.app(scope, receive, _in_words(scope, receive, send))
+
+    async def _upload(self, length: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Accept an upload if the folder has room for it; browsers always declare its length."""
+        if not (length.isascii() and length.isdecimal()):
+            return await PlainTextResponse("An upload has to declare its length.", 411)(scope, receive, send)
+        size = int(length)
+        held = sum(file.lstat().st_size for file in self.uploads.rglob("*") if not file.is_dir())
+        if held + self.arriving + size > self.most_bytes:
+            said = f"All files together exceed the maximum allowed size of {self.most_bytes / 2**20:g} MB; try later."
+            return await PlainTextResponse(said, 413)(scope, receive, send)
+        self.arriving += size
+        try:
+            await self.app(scope, receive, _in_words(scope, receive, send))
+        finally:
+            self.arriving -= size
+
+    def _is_of_the_page(self, path: str, query: str) -> bool:
+        """Check that a path is one of the page's routes or an uploaded file, without an address in it or the query."""
+        if _has_address(path) or _has_address(query):
+            return False
+        if path.startswith(FILE):
+            return self._is_upload(path.removeprefix(FILE))
+        if path.startswith(f"{API_PREFIX}/"):
+            return path.split("/")[2] in ROUTES
+        return True
+
+    def _is_upload(self, path: Any) -> bool:
+        """Check that a value is the absolute path of a file in the folder of uploads."""
+        try:
+            inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
+            return inside and Path(path).is_absolute()
+        # The name has a zero byte, or there is a loop of links.
+        except (ValueError, OSError, RuntimeError):
+            return False
 
     def _is_own(self, headers: Mapping[str, str]) -> bool:
         """Check that the host is the page's, and that the origin, if there is one, is the same."""
@@ -69,34 +117,50 @@ class OwnPageOnly:
             return True
         return self.host in EVERY_ADDRESS and (_is_address(name) or name == socket.gethostname().lower())
 
-    def _names_uploads_alone(self, body: bytes) -> bool:
-        """Check that all files that a request names were uploaded."""
+    def _names_uploads_alone(self, body: bytes, host: str) -> bool:
+        """Check that all files that a request names were uploaded, and that it names no address but theirs."""
         try:
             content = json.loads(body or b"null")
         except (ValueError, RecursionError):
             return False
-        root = self.uploads.resolve()
-        for path in _paths(content):
-            try:
-                if not (isinstance(path, str) and Path(path).resolve().is_relative_to(root)):
+        waiting = [content]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                if value.get("path") is not None and not self._is_upload(value["path"]):
                     return False
-            # The name has a zero byte, or there is a loop of links.
-            except (ValueError, OSError, RuntimeError):
+                waiting += [*value, *(part for name, part in value.items() if name != "url")]
+                # The browser repeats the address that it shows an upload by.
+                own, _, path = str(value.get("url") or "").partition(FILE)
+                if value.get("url") and not (own in (f"http://{host}", f"https://{host}") and self._is_upload(path)):
+                    return False
+            elif isinstance(value, list):
+                waiting += value
+            elif isinstance(value, str) and _has_address(value):
                 return False
         return True
 
 
-def _paths(content: Any) -> Iterator[Any]:
-    """Yield every value of the name 'path' in nested dictionaries and lists, except None."""
-    waiting = [content]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            if value.get("path") is not None:
-                yield value["path"]
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
+def _has_address(text: str) -> bool:
+    """Check whether a text contains '://', percent-encoded any number of times or not."""
+    while (decoded := unquote_plus(text)) != text:
+        text = decoded
+    return "://" in text.replace("\\", "/")
+
+
+def _in_words(scope: Scope, receive: Receive, send: Send) -> Send:
+    """Return a `send` that answers in words where the application would answer by what is wrong inside of it."""
+    refused = False
+
+    async def words(message: Message) -> None:
+        nonlocal refused
+        if message["type"] == "http.response.start" and message["status"] in (422, 500):
+            refused = True
+            await PlainTextResponse(NOT_OURS, 400)(scope, receive, send)
+        elif not refused:
+            await send(message)
+
+    return words
 
 
 def _is_address(name: str) -> bool:

@@ -25,6 +25,7 @@ def demo(
     host: str = "127.0.0.1",
     port: Port = 7860,
     max_mb: PositiveFloat = 20,
+    max_total_mb: PositiveFloat = 1000,
     max_pixels: PositiveInt = 50_000_000,
     reach: Reach = "trained",
     device: str = "auto",
@@ -37,6 +38,7 @@ def demo(
         host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
         port: The port to listen at; 0 takes any that is free.
         max_mb: The size of a file, in MB of 2^20 bytes, that no upload may exceed.
+        max_total_mb: The size of all files together, uploads and pictures of the page, that no upload may exceed.
         max_pixels: The number of pixels that no uploaded image may exceed.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
@@ -54,7 +56,7 @@ def demo(
             hint = "--port 0 takes a free one" if of_port else "give an address of this machine, or 0.0.0.0 for all"
             raise UsageError(f"cannot listen at host {host}, port {port}: {error}; {hint}") from error
         predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
-        app = build_app(Viewer(predictor, max_pixels), max_mb, host)
+        app = build_app(Viewer(predictor, max_pixels), max_mb, host, max_total_mb)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
