@@ -264,7 +264,8 @@ def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> 
 
 
 def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
-    if len(mean) != len(std) or not mean or min(std) <= 0:
+    right = all(math.isfinite(number) for number in (*mean, *std)) and all(number > 0 for number in std)
+    if len(mean) != len(std) or not mean or not right:
         raise ValueError(
             f"mean is {tuple(mean)} and std {tuple(std)}; give one of each per channel, and std greater than zero"
         )

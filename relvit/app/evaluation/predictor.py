@@ -279,7 +279,10 @@ class Predictor:
     def features(self, pixels: ImageBatch) -> Tensor:
         """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
         pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
-        return pooled_features(self.model, pixels).float().cpu()
+        features = pooled_features(self.model, pixels).float().cpu()
+        if not features.isfinite().all():
+            raise ValueError("the model computes features that are not finite: its weights, or mean and std are broken")
+        return features
 
     def batches(
         self,

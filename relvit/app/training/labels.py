@@ -59,7 +59,11 @@ class Labels(Protocol):
     thresholds: list[float] | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, else float32."""
+        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, else float32.
+
+        Raises:
+            ValueError: A probability is not finite.
+        """
 
     def mean_logits(self, logits: Tensor) -> Tensor:
         """Compute the logits (B, C) of the mean of two probabilities from the logits (2, B, C) of both."""
@@ -102,7 +106,7 @@ class OneLabel(Labels):
     thresholds: list[float] | None = field(default=None, init=False)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return _at_least_single(logits).softmax(-1)
+        return _finite(_at_least_single(logits).softmax(-1))
 
     def mean_logits(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1).logsumexp(0) - math.log(2)
@@ -145,7 +149,7 @@ class SeveralLabels(Labels):
     activation = "sigmoid()"
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return _at_least_single(logits).sigmoid()
+        return _finite(_at_least_single(logits).sigmoid())
 
     def mean_logits(self, logits: Tensor) -> Tensor:
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
@@ -193,6 +197,15 @@ def are_thresholds(value: Any, num_classes: int) -> bool:
 
 def _at_least_single(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _finite(probabilities: Tensor) -> Tensor:
+    if not probabilities.isfinite().all():
+        raise ValueError(
+            "the model computes probabilities that are not a number: its weights, its temperature, or mean and std of "
+            "the images are broken, or its precision is too low"
+        )
+    return probabilities
 
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:

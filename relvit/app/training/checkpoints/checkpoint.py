@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,10 @@ class Normalisation(NamedTuple):
     def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
         """Read 'mean' and 'std' from the values of a file; raise a ValueError if they are no numbers."""
         try:
-            return cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
+            found = cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
+            if not all(map(math.isfinite, (*(found.mean or ()), *(found.std or ())))):
+                raise ValueError(f"mean {found.mean}, std {found.std}")
+            return found
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{source} has no mean and std of numbers ({error})") from error
 

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from timm.models import split_model_name_tag
 from torch import Tensor
 
+from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
 from relvit.app.utils.descriptions import check_bounds
@@ -94,6 +95,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
             "which model and data it is of"
         )
     check_bounds(content[KEY], str(path))
+    check_tensors(content, str(path))
     upgrade(content, str(path))
     if wrong := _wrong_part(content):
         raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
@@ -127,19 +129,6 @@ def check_archive(path: Path) -> None:
             raise ValueError("entries that are larger than the file")
         if any(entry.CRC for entry in entries) and (damaged := archive.testzip()) is not None:
             raise DamagedError(f"it is damaged, the checksum of {damaged} in it is wrong; take another copy")
-
-
-def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
-    """Refuse weights that are infinite or not a number.
-
-    Raises:
-        ValueError: There is such a tensor; the message names the first one.
-    """
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(
-                f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"
-            )
 
 
 def _wrong_part(content: dict[Any, Any]) -> str | None:

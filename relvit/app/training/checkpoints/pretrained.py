@@ -11,11 +11,12 @@ from typing import Any
 import timm
 from timm.models import load_model_config_from_hf, load_state_dict, split_model_name_tag
 from timm.models._hub import load_model_config_from_path
-from torch import nn
+from torch import Tensor, nn
 
 from relvit.app.data import parse_size
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
-from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_finite, nearest_hint
+from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, nearest_hint
+from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import is_address
 from relvit.app.utils.progress import rank_zero_print
@@ -101,6 +102,9 @@ class Pretrained:
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
                     "values"
                 ) from error
+        check_tensors(state, self._file)
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError(f"{self._file} holds more than weights: save the state dict of the model alone")
         check_finite(state, self._file)
         return Weights(source=self._file, state=state)
 

@@ -140,7 +140,6 @@ MALFORMED = [
     {"data": {}},
     {},
     {"data": [None, "x", "", [], 1, "all"]},
-    {"data": [None, {"a": 1}, "", [], 1, "all"]},
     {"data": [None, "FILE", "", 5, 1, "all"]},
     {"data": [None, "FILE", "", ["x"], 1, "all"]},
     {"data": [None, "FILE", "", [], 77, "all"]},

@@ -152,6 +152,12 @@ def test_a_description_with_a_wrong_part_is_refused(tmp_path, change, wrong):
         OnnxClassifier(path)
 
 
+def test_logits_that_are_not_finite_become_no_probabilities(tmp_path):
+    model = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION))
+    with pytest.raises(ValueError, match="probabilities that are not a number"):
+        model.predict_step((torch.full((2, 3, 16, 16), torch.nan), ["a", "b"]), 0)
+
+
 def test_files_that_are_none(tmp_path, graph):
     path = tmp_path / "none" / "a.onnx"
     path.parent.mkdir()

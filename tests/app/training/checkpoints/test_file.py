@@ -218,3 +218,46 @@ def test_bounds():
     with pytest.raises(ValueError, match="1,000,000 values"):
         check_bounds({"a": [0] * 10**6}, "x")
     check_bounds({"class_names": [str(number) for number in range(30_000)], "a": {"b": [1, (2, [3])]}}, "x")
+
+
+STRANGE = {
+    "expanded": (torch.zeros(1).expand(6000, 6000), "stores .* bytes of tensors that stand for"),
+    "strided": (torch.zeros(60).as_strided((6000, 6000), (0, 0)), "stores .* bytes of tensors that stand for"),
+    "many names": ([torch.zeros(2**20)] * 40, "stores .* bytes of tensors that stand for"),
+    "sparse": (torch.zeros(3, 16).to_sparse(), "head.weight as a sparse tensor"),
+    "meta": (torch.empty(3, 16, device="meta"), "head.weight without its values"),
+    "float8": (torch.zeros(3, 16).to(torch.float8_e4m3fn), "head.weight as a float8_e4m3fn tensor"),
+    "complex NaN": (torch.full((3, 16), complex(0, torch.nan)), "head.weight that are infinite or not a number"),
+    "beyond float32": (torch.full((3, 16), 1e300, dtype=torch.float64), "head.weight that are infinite"),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_tensors_that_are_none_or_stand_for_more_than_is_stored_are_refused_before_any_arithmetic(
+    strange, tmp_path, monkeypatch, fails
+):
+    tensor, message = STRANGE[strange]
+    named = {f"{n}": one for n, one in enumerate(tensor)} if isinstance(tensor, list) else {"net.head.weight": tensor}
+    for part in ("state_dict", "ema_state_dict", "optimizer_states"):
+        content = torch.load(CHECKPOINT, weights_only=True)
+        weights = content[part] if part != "optimizer_states" else content[part][0]["state"][0]
+        weights.update(named)
+        torch.save(content, tmp_path / "bad.ckpt")
+        if part != "optimizer_states" or "stores" in message:
+            with pytest.raises(ValueError, match=message):
+                Checkpoint.read(tmp_path / "bad.ckpt")
+    weights = {name.removeprefix("net."): each for name, each in named.items()}
+    torch.save(weights, tmp_path / "bad.pth")
+    with pytest.raises(ValueError, match=message):
+        Pretrained(str(tmp_path / "bad.pth")).weights()
+    content = torch.load(CHECKPOINT, weights_only=True)
+    content["state_dict"].update(named)
+    torch.save(content, tmp_path / "bad.ckpt")
+    fails(["predict", tmp_path / "bad.ckpt", tmp_path])
+
+
+def test_shared_weights_and_those_of_half_precision_are_read(tmp_path):
+    table = torch.ones(100, 7)
+    state = {f"{name}.table": table for name in range(12)} | {"half": table.half(), "count": torch.tensor(3)}
+    torch.save(state, tmp_path / "w.pth")
+    assert len(Pretrained(str(tmp_path / "w.pth")).weights().state) == 14

@@ -1,0 +1,89 @@
+"""Check tensors that a file holds before anything computes with them: kind, size in memory, finite values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Types of numbers that every operation of PyTorch knows, unlike those of 8 bits and less and quantised ones.
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# A file stores shared weights once, and these may have several names; more than this is not a model.
+MOST_NAMES, SMALL = 16, 2**24
+
+
+def check_tensors(content: Any, path: str) -> None:
+    """Refuse tensors that are not plain ones in memory, or that stand for many more bytes than are stored.
+
+    A tensor may repeat one stored number any number of times (`Tensor.expand`), so that a file of some kilobytes
+    stands for more values than any memory holds, and the first operation would take that memory.
+
+    Args:
+        content: nested dictionaries, lists and tuples with tensors in them.
+        path: the file, for the message.
+
+    Raises:
+        ValueError: such a tensor; the message names it.
+    """
+    stored: dict[int, int] = {}
+    largest, name, described = 0, "", 0
+    for found, tensor in _tensors(content):
+        kind = "sparse" if tensor.layout is not torch.strided else "quantised" if tensor.is_quantized else tensor.dtype
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{path} holds {found} without its values (device {tensor.device}): take another file")
+        if kind not in DTYPES:
+            raise ValueError(
+                f"{path} holds {found} as a {str(kind).removeprefix('torch.')} tensor; dense ones of 16 bits or more "
+                "can be read: convert it by .to_dense() or .float(), or take another file"
+            )
+        storage = tensor.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+        size = tensor.numel() * tensor.element_size()
+        described += size
+        if size > largest:
+            largest, name = size, f"{found} of shape {tuple(tensor.shape)}"
+    held = sum(stored.values())
+    if described > MOST_NAMES * held + SMALL:
+        raise ValueError(
+            f"{path} stores {held:,} bytes of tensors that stand for {described:,}, the largest is {name}: tensors "
+            "must store all their values (Tensor.contiguous)"
+        )
+
+
+def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
+    """Refuse weights that are infinite or not a number, or would be in single precision.
+
+    Raises:
+        ValueError: There is such a tensor; the message names the first one.
+    """
+    most = torch.finfo(torch.float32).max
+    for name, tensor in weights.items():
+        numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        if not numbers.is_floating_point() or not numbers.numel():
+            continue
+        # The extremes of numbers of which one is NaN are NaN, and no comparison with NaN holds.
+        if not all(abs(extreme.item()) <= most for extreme in numbers.aminmax()):
+            raise ValueError(
+                f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"
+            )
+
+
+def _tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors in nested values with their names."""
+    waiting: list[tuple[str, Any]] = [("", content)]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        # A list may be an item of many others, or of itself.
+        if id(value) in seen and not isinstance(value, Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield name or "a tensor", value
+        elif isinstance(value, Mapping):
+            waiting += ((f"{name}.{key}" if name else str(key), inner) for key, inner in value.items())
+        elif isinstance(value, list | tuple):
+            waiting += ((name, inner) for inner in value)

@@ -1,0 +1,46 @@
+"""Probabilities that are not finite are written by no command."""
+
+import copy
+
+import pytest
+import torch
+
+from relvit.training.labels import OneLabel, SeveralLabels
+
+
+def test_labels_refuse_them():
+    for labels in (OneLabel(), SeveralLabels([0.5, 0.5])):
+        for bad in ((0.0, torch.nan), (torch.inf, torch.inf) if labels.thresholds is None else (torch.nan, 0.0)):
+            with pytest.raises(ValueError, match="probabilities that are not a number"):
+                labels.probabilities(torch.tensor([[0.0, 1.0], bad]))
+
+
+SPOILT = {
+    "temperature": {"temperature": 1e-300},
+    "std": {"std": (torch.nan,) * 3},
+    "tiny std": {"std": (1e-300,) * 3},
+    "mean": {"mean": (torch.inf,) * 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "spoilt"),
+    [
+        ("predict", "temperature"),
+        ("test", "tiny std"),
+        ("resolutions", "temperature"),
+        ("embed", "std"),
+        ("test", "mean"),
+    ],
+)
+def test_a_checkpoint_that_computes_them_is_refused(command, spoilt, best, photos, tmp_path, fails, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = copy.copy(torch.load(best, weights_only=True))
+    for name, value in SPOILT[spoilt].items():
+        where = content["relvit"] if name == "temperature" else content["relvit"]["data"]["init_args"]
+        where[name] = value
+    torch.save(content, "bad.ckpt")
+    given = {"predict": [photos / "test"], "embed": [photos / "test"], "resolutions": ["--sizes", "16"], "test": []}
+    options = [] if command in ("embed", "resolutions") else ["--num_workers=0"]
+    fails([command, "bad.ckpt", *given[command], *options])
+    assert not any("nan" in path.read_text() for path in tmp_path.rglob("*.csv"))
