@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from relvit.training.labels import OneLabel, SeveralLabels
+from relvit.app.training.labels import OneLabel, SeveralLabels
 
 
 def test_labels_refuse_them():
