@@ -234,12 +234,12 @@ STRANGE = {
 
 @pytest.mark.parametrize("strange", STRANGE)
 def test_tensors_that_are_none_or_stand_for_more_than_is_stored_are_refused_before_any_arithmetic(
-    strange, tmp_path, monkeypatch, fails
+    strange, sample, tmp_path, fails
 ):
     tensor, message = STRANGE[strange]
     named = {f"{n}": one for n, one in enumerate(tensor)} if isinstance(tensor, list) else {"net.head.weight": tensor}
     for part in ("state_dict", "ema_state_dict", "optimizer_states"):
-        content = torch.load(CHECKPOINT, weights_only=True)
+        content = torch.load(sample, weights_only=True)
         weights = content[part] if part != "optimizer_states" else content[part][0]["state"][0]
         weights.update(named)
         torch.save(content, tmp_path / "bad.ckpt")
@@ -250,7 +250,7 @@ def test_tensors_that_are_none_or_stand_for_more_than_is_stored_are_refused_befo
     torch.save(weights, tmp_path / "bad.pth")
     with pytest.raises(ValueError, match=message):
         Pretrained(str(tmp_path / "bad.pth")).weights()
-    content = torch.load(CHECKPOINT, weights_only=True)
+    content = torch.load(sample, weights_only=True)
     content["state_dict"].update(named)
     torch.save(content, tmp_path / "bad.ckpt")
     fails(["predict", tmp_path / "bad.ckpt", tmp_path])
