@@ -116,8 +116,9 @@ class RelvitCLI(LightningCLI):
         arguments = self.config.data.get("init_args", {})
         self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
-            self.checkpoint.check_network(self.model.hparams)
+            # The data determines arguments of the network: which classes differ is said first.
             self.checkpoint.check_data(self.datamodule)
+            self.checkpoint.check_network(self.model.hparams)
         self.options: dict[str, Any] = {**self.config_init.trainer}
         self.options["callbacks"] = as_list(self.options["callbacks"])
         self.launch: Launch | None = set_devices(self.options)

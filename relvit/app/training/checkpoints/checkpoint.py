@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ import timm
 import torch
 from torch import Tensor
 
-from relvit.app.data import ImageData, parse_size
+from relvit.app.data import ImageData, ImageFilesData, parse_size
 from relvit.app.data.registry import class_path_of, imported_data_module
 from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.utils.messages import one_line
+from relvit.utils.messages import listing, one_line
 from relvit.version import __version__
 
 # These arguments of `ImageClassifier` follow from the data.
@@ -233,11 +233,26 @@ class Checkpoint:
 
     def check_data(self, data: ImageData) -> None:
         """Refuse a data module with other classes or another number of channels; the image size may differ."""
-        names = [name for name in ("class_names", "in_chans") if self.argument(name) is not None]
-        given = {name: _plain(getattr(data, name)) for name in names}
-        if difference := first_difference(self.model, given, names):
-            name, trained, found = difference
-            raise ValueError(f"{self.path} was trained with {name} {trained}, the data has {found}")
+        if (names := self.argument("class_names")) is not None:
+            with self._reading("the names of its classes"):
+                trained, found = list(map(str, names)), list(data.class_names)
+            if trained != found:
+                where = f" in {data.place}" if isinstance(data, ImageFilesData) else ""
+                raise ValueError(
+                    f"{self.path} was trained on other classes than the data has{where}: "
+                    f"{_changed_classes(trained, found)}; give the classes their names of the training, or start "
+                    f"another training from these weights with --model.pretrained {self.path}"
+                )
+        if (channels := self.argument("in_chans")) is not None and channels != data.in_chans:
+            raise ValueError(f"{self.path} was trained with in_chans {channels}, the data has {data.in_chans}")
+
+
+def _changed_classes(trained: Sequence[str], found: Sequence[str]) -> str:
+    """Name the classes that the data has beside those of the training, and those that the data lacks."""
+    new, gone = ([name for name in one if name not in other] for one, other in ((found, trained), (trained, found)))
+    parts = {f"{listing(new)} {'is' if len(new) == 1 else 'are'} new": new}
+    parts |= {f"{listing(gone)} {'is' if len(gone) == 1 else 'are'} missing": gone}
+    return " and ".join(text for text, names in parts.items() if names) or "their order is another"
 
 
 def versions() -> dict[str, str]:
