@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -26,6 +27,10 @@ _stock_format = warnings.formatwarning
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and classes, and signs such as ±, must not end a command where the output is ASCII alone.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]

@@ -19,6 +19,7 @@ from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
 from relvit.app.data import ImageFolderData
 from relvit.app.data.registry import data_modules
 from relvit.app.training import ImageClassifier
+from relvit_start import COMMANDS
 
 WIDTH, INDENT = 100, 34
 
@@ -124,7 +125,8 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
     actions, short = {action.dest: action for action in parser._actions}, short_names(command, function)
     shown = argparse.ArgumentParser(
         usage="\n       ".join(usage(command, function)),
-        description=inspect.getdoc(function).partition("\n\nArgs:")[0],
+        # Python removes docstrings where it is told to (-OO).
+        description=_described(command, function),
         epilog=f"relvit {command} --help-all lists every option." if len(groups) > 1 else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
         add_help=False,
@@ -141,11 +143,19 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
     return shown.format_help().rstrip()
 
 
+def _described(command: str, function: Callable[..., Any]) -> str:
+    """Return what a command does; its line of `relvit --help` where Python has removed the docstrings (-OO)."""
+    if (text := inspect.getdoc(function)) is None:
+        line = COMMANDS[command.removesuffix("-onnx")][1]
+        text = f"{line[0].upper()}{line[1:]}."
+    return text.partition("\n\nArgs:")[0]
+
+
 def _text(command: str, name: str, action: argparse.Action | None) -> str:
     text = TEXTS.get(f"{command} {name}") or TEXTS.get(name)
     if text is not None or action is None:
         return text or ""
-    text = action.help
+    text = action.help or ""
     if "." in name:
         # Docstrings for Python are long; their first sentence is shown.
         text = re.split(r"\.\s+(?=[A-Z])", text)[0].removesuffix(".") + "."

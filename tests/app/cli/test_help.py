@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -31,6 +33,14 @@ def test_it_is_short_and_has_a_sentence_for_each_option(command, capsys):
     for entry in entries:
         assert re.search(r"[.)]$", " ".join(entry.split())), entry
     assert ":func:" not in text
+
+
+@pytest.mark.slow
+def test_it_needs_no_docstrings():
+    code = "from relvit.app.cli import COMMANDS, main; print({main([each, '--help']) for each in COMMANDS})"
+    ended = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=300)
+    assert (ended.stderr, ended.stdout.splitlines()[-1]) == ("", "{0}")
+    assert "\n\nValidate a checkpoint, at any image size (--img_size).\n" in ended.stdout
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

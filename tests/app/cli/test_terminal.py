@@ -1,6 +1,8 @@
 """What a terminal would obey, in names of files and classes, comes out escaped; honest names of all languages train."""
 
+import io
 import shutil
+import sys
 
 import pytest
 from command_line import evaluate, fit, rows
@@ -9,6 +11,7 @@ from photos import TINY
 from stored_images import KINDS, grey_files, write
 
 from relvit.app.cli import main
+from relvit.app.utils.progress import rank_zero_print
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 ESCAPE = "\x1b]0;title\x07\u202e"
@@ -45,6 +48,22 @@ def test_names_of_files(hostile, best, tmp_path, capsys, recwarn):
     # The table has the name as it is, in quotes.
     (row,) = rows(folder / "unreadable.csv")
     assert row["path"] == f"{hostile}/train/cat/{ESCAPE}\nrelvit: all is well.jpg"
+
+
+def test_an_output_of_ascii_alone(photos, tmp_path, monkeypatch):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict") for _ in range(2)]
+    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+    (root / "test" / "cat" / "ca\u00f1on.jpg").touch()
+    assert main(["check-data", str(root)]) == 1
+    # The reports of trainings go this way.
+    rank_zero_print("accuracy 0.5 \u00b1 0.1")
+    monkeypatch.undo()
+    streams[0].flush()
+    out = streams[0].buffer.getvalue().decode("ascii")
+    assert r"test/cat/ca\xf1on.jpg: the file is empty" in out
+    assert r"accuracy 0.5 \xb1 0.1" in out
 
 
 def test_names_of_folders(hostile, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """ImageListData: images named in CSV, TSV or Parquet lists, a row with path and label for each."""
 
+import codecs
 import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,6 +268,11 @@ def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> 
 
 
 def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str], str]]:
+    with open(file, "rb") as content:
+        start = content.read(4096)
+    # UTF-16 and UTF-32 begin with a mark, or have zero bytes beside each letter of ASCII.
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
+        raise ValueError(f"{file} is no text in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
     # Spreadsheets write a mark before the first column's name (-sig); file names need not be UTF-8.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)

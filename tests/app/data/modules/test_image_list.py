@@ -151,6 +151,14 @@ WRONG_LISTS = [
 ]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_lists_in_another_encoding_are_named(tmp_path, encoding):
+    file = tmp_path / "list.csv"
+    file.write_text("path,label\nx.png,ant\n", encoding=encoding)
+    with pytest.raises(ValueError, match=r"list.csv is no text in UTF-8, but in UTF-16 or another encoding: save it"):
+        ImageListData(str(file))
+
+
 @pytest.mark.parametrize(("text", "message"), WRONG_LISTS, ids=range(len(WRONG_LISTS)))
 def test_wrong_lists(tmp_path, text, message):
     file = tmp_path / ("list.tsv" if "\t" in text else "list.csv")
