@@ -64,7 +64,7 @@ def attend_with(
         attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
     Returns:
-        (B, heads, Nq, head_dim).
+        (B, Nq, heads head_dim).
     """
     keys, dropout_p = grid if key_grid is None else key_grid, layer.attn_drop.p if layer.training else 0.0
     terms, prefix_bias = _position_terms(layer, x, grid, keys), getattr(layer, "prefix_bias", None)
@@ -88,7 +88,7 @@ def attend_with(
         dropout_p, layer.scale, position_query, position_key, layer.trained_keys,
     )  # fmt: skip
     show_weights(layer.attn_drop, inputs)
-    return attend(inputs, layer.backend)
+    return attend(inputs, layer.backend).transpose(1, 2).flatten(2)
 
 
 def _does_nothing(norm: Callable[[Tensor], Tensor]) -> bool:
@@ -153,8 +153,8 @@ class GridAttention(Mixer):
         return self.q_norm(query), self.k_norm(key), value
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, heads, N, head_dim)."""
-        out = self.norm(mixed.transpose(1, 2).flatten(2))
+        """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, N, heads head_dim)."""
+        out = self.norm(mixed)
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))

@@ -27,7 +27,7 @@ from relvit.ops.inputs import (
     with_equal_heads,
 )
 from relvit.ops.temperature import with_temperature
-from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, is_stock
+from relvit.ops.terms import JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
 BACKENDS: dict[str, ModuleType] = {
@@ -146,28 +146,23 @@ def attend_projected(
         prefix_bias: (3, heads), see `relvit.layers.PrefixBias`.
 
     Returns:
-        (B, heads, N, head_dim); None where `attend` has to compute this: what there is are 'lean' for one tensor with
+        (B, N, heads head_dim); None where `attend` has to compute this: what there is are 'lean' for one tensor with
         tables per axis, and for a joint bias on small grids the mask of stock attention.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
-    key_term, value_term, bias = terms.key, terms.value, terms.bias
-    others = [terms.query, terms.channels, terms.query_bias, terms.axis_logits, grid.coords, grid.valid]
-    if joint := type(bias) is JointTable:
-        others += (key_term, value_term)
+    if joint := type(terms.bias) is JointTable:
+        fits = terms.key is terms.value is None and (attn_mask is None or attn_mask.is_floating_point())
     else:
-        others += (attn_mask, prefix_bias, *contents[1:])
-    if (
-        backend not in ("auto", "fused" if joint else "lean")
-        or any(part is not None for part in others)
-        or any(type(part) is not Tensor for part in contents)
-        or any(type(term) not in (AxisTables, type(None)) for term in (key_term, value_term, None if joint else bias))
-        or (attn_mask is not None and not attn_mask.is_floating_point())
-        or not is_eager()
-    ):
+        fits = attn_mask is prefix_bias is None and len(contents) == 1
+    usual = terms.query is terms.channels is terms.query_bias is terms.axis_logits is grid.coords is grid.valid is None
+    plain = set(map(type, contents)) == {Tensor} and is_eager()
+    if not (fits and usual and plain and backend in ("auto", "fused" if joint else "lean")):
         return None
-    tensors = (*contents, *(key_term or (None,)), *(value_term or (None,)), *(bias or (None,)), attn_mask, prefix_bias)
-    signs = (None if part is None else (part.shape, part.dtype, part.device) for part in tensors)
-    key = (backend, scale, grid, joint, terms.bucketing, _switches(contents[0]), *signs)
+    tables = [table for term in terms[1:4] if term is not None for table in term]
+    tensors = [part for part in (*contents, *tables, attn_mask, prefix_bias) if part is not None]
+    shapes, dtypes = [part.shape for part in tensors], [part.dtype for part in tensors]
+    devices, kinds = [part.device for part in tensors], map(type, (*terms[1:4], attn_mask, prefix_bias))
+    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), *kinds, *shapes, *dtypes, *devices)
     if (decision := _DECISIONS.get(key)) is None:
         inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
         decision = _decision(inputs, backend)
@@ -181,8 +176,9 @@ def attend_projected(
     if decision.plan is None:
         return None
     if joint:
-        return pair_bias.attend(contents, bias.table, decision.plan, prefix_bias, attn_mask)
-    return lean.attend(contents, terms, decision.plan).transpose(1, 2)
+        mixed = pair_bias.attend(contents, *tables, decision.plan, prefix_bias, attn_mask)
+        return mixed.transpose(1, 2).flatten(2)
+    return lean.attend(contents, tables, decision.plan)
 
 
 class _Decision(NamedTuple):

@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
 
+_aten = torch.ops.aten
+ALLOCATIONS = (_aten.empty, _aten.new_empty, _aten.empty_like, _aten.detach)
+
 
 class Launches(TorchDispatchMode):
     """Count operations that compute: neither views nor allocations."""
@@ -20,7 +23,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not function.is_view and function.overloadpacket not in (torch.ops.aten.empty, torch.ops.aten.detach):
+        if not function.is_view and function.overloadpacket not in ALLOCATIONS:
             self.counted[function.overloadpacket] += 1
         return result
 

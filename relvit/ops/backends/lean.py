@@ -28,7 +28,7 @@ from relvit.ops.backends.axis_logits import (
 from relvit.ops.backends.fused import one_hot
 from relvit.ops.backends.stock import Kernel, stock_kernel
 from relvit.ops.inputs import AttentionInputs
-from relvit.ops.terms import AxisTables, RelativeTerms, with_width
+from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
 DEVICES = ("cpu", "cuda")
@@ -39,17 +39,17 @@ MOST_PAIRS = 2**17
 
 
 class Entries(NamedTuple):
-    """The entries of a term's joined tables, a zero vector first, and those of each token by row and by column.
+    """The entries of a term's joined tables, zero vectors last, and those of each token by row and by column.
 
     Attributes:
         parts: the first row that is used, and the number of such rows, of both tables.
-        zeros: in front of the tables, (1, dim), and behind them, up to a multiple of 8, by head for tables by head.
-        index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; 0 for prefix tokens.
+        zeros: behind the tables, one or more up to a multiple of 8 entries, by head for tables by head.
+        index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; zeros for prefix tokens.
         sums: zeros, (B, N, heads, entries), in which numbers are added up; both are views of less memory.
     """
 
     parts: tuple[tuple[int, int], tuple[int, int]]
-    zeros: tuple[Tensor, Tensor]
+    zeros: Tensor
     index: Tensor
     sums: Tensor
 
@@ -155,15 +155,20 @@ def plan_of(inputs: AttentionInputs) -> Plan:
         distances = clip_distances(tables)
         reach, index = table_index(grid, distances, terms.bucketing, axes, device, SPARE_ROWS)
         parts = tuple((far - near, 2 * near + 1) for far, near in zip(distances, reach, strict=True))
-        used = 1 + sum(number for _, number in parts)
-        missing = -used % WIDTH_MULTIPLE
+        used = sum(number for _, number in parts)
+        missing = 1 + (-1 - used) % WIDTH_MULTIPLE
         lead, dim = tables.rows.shape[:-2], tables.rows.shape[-1]
-        zeros = tuple(tables.rows.new_zeros(*lead, number, dim) for number in (1, missing))
+        zeros = tables.rows.new_zeros(*lead, missing, dim)
+        # The zero vector of this index comes first, and here last, where the vectors that fill up are zero as well.
+        index = (index[0, 0][:, None] - 1) % (used + missing)
         zero = query.new_zeros(1, dtype=sums).expand(*by_token, used + missing)
-        return Entries(parts, zeros, index[0, 0][:, None].expand(*by_token, -1), zero)
+        return Entries(parts, zeros, index.expand(*by_token, -1), zero)
 
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
+    if device.type == "cpu":
+        # On the CPU, where grids are small, PyTorch joins blocks of memory in half of the time.
+        both_hot = both_hot.contiguous()
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
     # Sums of several marginals are computed in float32 at least, and rounded once; so are gradients of a bias.
     single = torch.promote_types(query.dtype, torch.float32)
@@ -184,43 +189,40 @@ def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Ten
         ValueError: see `plan_of`.
     """
     plan = plan_of(inputs) if plan is None else plan
-    contents = tuple(part.transpose(1, 2) for part in inputs[:3])
-    return attend(contents, inputs.terms, plan).transpose(1, 2)
+    contents, terms = tuple(part.transpose(1, 2) for part in inputs[:3]), inputs.terms
+    tables = [table for term in (terms.key, terms.value, terms.bias) if term is not None for table in term]
+    return attend(contents, tables, plan).unflatten(2, (plan.heads, -1)).transpose(1, 2)
 
 
-def attend(contents: tuple[Tensor, ...], terms: RelativeTerms, plan: Plan) -> Tensor:
+def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -> Tensor:
     """Compute attention by a plan.
 
     Args:
         contents: queries, keys and values, (B, N, heads, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
-        terms: tables of keys, values and a bias.
+        tables: those of the rows and of the columns of the terms, of keys, then of values, then of a bias.
         plan: for these shapes.
 
     Returns:
-        (B, N, heads, head_dim).
+        (B, N, heads head_dim).
     """
-    tables = [table for term in (terms.key, terms.value, terms.bias) for table in term or (None, None)]
     if torch.is_grad_enabled():
-        mixed = _Lean.apply(plan, len(contents), *contents, *tables)
-    else:
-        mixed = _forward(plan, contents, tables, _stock)[0]
-    return _by_token(mixed, contents[0].shape[:2])
+        return _Lean.apply(plan, len(contents), *contents, *tables)
+    return _forward(plan, contents, tables, _stock)[0]
 
 
 class _Lean(torch.autograd.Function):
     """Attention and its gradient; keeps contents, logits, attention by table entry, and what stock attention keeps."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
-        mixed, kept, results = _forward(plan, contents, tables, plan.kernel.forward)
-        ctx.plan, ctx.number = plan, number
-        ctx.dtypes = [None if table is None else table.dtype for table in tables[::2]]
+        out, kept, results = _forward(plan, contents, tables, plan.kernel.forward)
+        ctx.plan, ctx.number, ctx.dtype = plan, number, tables[0].dtype
         # Some results of stock attention are numbers.
         ctx.numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
         ctx.save_for_backward(*contents, *kept, *(part for part in results if isinstance(part, Tensor)))
-        return mixed
+        return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -239,85 +241,88 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
     tensors = iter(saved[number + 4 :])
     results = [next(tensors) if part is None else part[0] for part in ctx.numbers]
-    grad = _by_token(grad, contents[0].shape[:2])
-    key_grads = value_grads = bias_grads = (None, None)
+    grad = grad.contiguous().view(*grad.shape[:2], plan.heads, plan.width)
+    of_tables: dict[str, Sequence[Tensor]] = {}
     if (entries := plan.value) is None:
         of_output = F.pad(grad, (0, plan.hot.shape[-1]))
     else:
-        value_grads = _split(entries, _transposed_product(by_entry, grad, value_table), ctx.dtypes[1])
-        of_entries = _by_token(_product(grad, value_table.transpose(-2, -1)), grad.shape[:2])
-        of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), dim=-1)
-    operands = _operands(plan, contents, logits)
+        of_tables["value"] = _split(entries, _transposed_product(by_entry, grad, value_table), ctx.dtype)
+        of_entries = _product(grad, value_table.transpose(-2, -1), torch.empty_like(by_entry))
+        of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
+    operands = _operands(plan, contents, logits, apart=True)
     grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
     of_query, of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads)
     of_logits = grads[0].transpose(1, 2).narrow(-1, plan.width, plan.hot.shape[-1])
     if (entries := plan.bias) is not None:
         of_logits = of_logits.to(entries.sums.dtype)
         of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
-        of_bias = of_bias.sum(0) if entries.zeros[0].dim() == 2 else of_bias
-        bias_grads = (part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtypes[2]))
+        of_bias = of_bias.sum(0) if entries.zeros.dim() == 2 else of_bias
+        of_tables["bias"] = [part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtype)]
     if (entries := plan.key) is not None:
         of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
         query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
-        key_grads = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtypes[0])
-        of_query = _by_token(_product(of_entries, key_table, of_query), grad.shape[:2])
+        of_tables["key"] = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtype)
+        of_query = _product(of_entries, key_table, torch.empty_like(grad), of_query)
     of_contents = (of_query, of_key, of_value)
     if number == 1:
-        of_contents = (torch.cat(of_contents, dim=2),)
-    return None, None, *of_contents, *key_grads, *value_grads, *bias_grads
+        of_contents = (torch.cat(of_contents, 2),)
+    return None, None, *of_contents, *(part for name in ("key", "value", "bias") for part in of_tables.get(name, ()))
 
 
 def _forward(
-    plan: Plan, contents: tuple[Tensor, ...], tables: Sequence[Tensor | None], stock: Callable[..., tuple[Any, ...]]
+    plan: Plan, contents: tuple[Tensor, ...], tables: Sequence[Tensor], stock: Callable[..., tuple[Any, ...]]
 ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """Return the attention as `_product` returns it, what its backward needs, and the results of `stock`."""
+    """Return the attention (B, N, heads head_dim), what its backward needs, and the results of `stock`."""
     key_table, value_table, bias = _join(plan, tables, contents[0].dtype)
     logits = _logits(plan, contents[0], key_table, bias)
     results = stock(*_operands(plan, contents, logits), plan.scale)
     mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
-    by_entry = None
+    # The result is no view, and nothing else holds its memory, so that it may be changed in place.
+    out, by_entry = mixed.new_empty(*mixed.shape[:2], plan.heads * plan.width), None
     if (entries := plan.value) is not None:
         by_entry = _to(entries.sums.scatter_add(-1, entries.index, _to(marginals, entries.sums.dtype)), mixed.dtype)
-        mixed = _product(by_entry, value_table, mixed)
+        _product(by_entry, value_table, out, mixed)
     else:
-        # Nothing else holds the result, so that it may be changed in place.
-        mixed = mixed.flatten(0, 2).clone()
-    return mixed, (key_table, value_table, logits, by_entry), results
+        out.view(mixed.shape).copy_(mixed)
+    return out, (key_table, value_table, logits, by_entry), results
 
 
 def _stock(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor]:
     return (F.scaled_dot_product_attention(query, key, value, scale=scale),)
 
 
-def _join(plan: Plan, tables: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Join the tables of a term, in a dtype: key and value ([heads,] entries, head_dim), bias ([heads,] entries, 1)."""
-    joined: list[Tensor | None] = [None, None, None]
-    terms = [(number, entries) for number, entries in enumerate((plan.key, plan.value)) if entries is not None]
-    if terms:
-        pieces = [piece for number, entries in terms for piece in _pieces(entries, tables[2 * number : 2 * number + 2])]
-        both, sizes = _to(torch.cat(pieces, dim=-2), dtype), [entries.sums.shape[-1] for _, entries in terms]
-        for (number, _), part in zip(terms, both.split_with_sizes(sizes, -2), strict=True):
-            joined[number] = part
+    bias = None
     if plan.bias is not None:
-        pair = [table[..., None] for table in tables[4:]]
-        joined[2] = (torch.cat(_pieces(plan.bias, pair), dim=-2) / plan.scale).to(dtype)
-    return joined
+        *tables, rows, cols = tables
+        bias = (torch.cat(_pieces(plan.bias, rows[..., None], cols[..., None]), -2) / plan.scale).to(dtype)
+    # Positional arguments, since names take PyTorch as long as a view.
+    if plan.key is not None and plan.value is not None:
+        pieces = _pieces(plan.key, *tables[:2]) + _pieces(plan.value, *tables[2:])
+        both = _to(torch.cat(pieces, -2), dtype)
+        return *both.split_with_sizes((plan.key.sums.shape[-1], plan.value.sums.shape[-1]), -2), bias
+    if plan.key is not None:
+        return _to(torch.cat(_pieces(plan.key, *tables), -2), dtype), None, bias
+    if plan.value is not None:
+        return None, _to(torch.cat(_pieces(plan.value, *tables), -2), dtype), bias
+    return None, None, bias
 
 
-def _pieces(entries: Entries, tables: Sequence[Tensor]) -> list[Tensor]:
-    """List zeros, the rows of both tables that are used, and zeros."""
-    ((first_row, rows), (first_col, cols)), (before, behind), (of_rows, of_cols) = entries.parts, entries.zeros, tables
+def _pieces(entries: Entries, rows: Tensor, cols: Tensor) -> list[Tensor]:
+    """List the rows of both tables that are used, and zeros."""
+    (first_row, number_of_rows), (first_col, number_of_cols) = entries.parts
     if first_row:
-        of_rows = of_rows.narrow(-2, first_row, rows)
+        rows = rows.narrow(-2, first_row, number_of_rows)
     if first_col:
-        of_cols = of_cols.narrow(-2, first_col, cols)
-    return [before, of_rows, of_cols, behind]
+        cols = cols.narrow(-2, first_col, number_of_cols)
+    return [rows, cols, entries.zeros]
 
 
 def _split(entries: Entries, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split the gradient of joined tables into those of both tables."""
     (first_row, rows), (first_col, cols) = entries.parts
-    of_rows, of_cols = _to(grad, dtype).split_with_sizes((1, rows, cols, grad.shape[-2] - 1 - rows - cols), -2)[1:3]
+    of_rows, of_cols, _ = _to(grad, dtype).split_with_sizes((rows, cols, entries.zeros.shape[-2]), -2)
     # Rows that are not used lie on both sides of those that are.
     if first_row:
         of_rows = F.pad(of_rows, (0, 0, first_row, first_row))
@@ -335,9 +340,10 @@ def _logits(plan: Plan, content: Tensor, key_table: Tensor | None, bias: Tensor 
     if key_table is not None:
         # Head by head, the queries of a packed projection need no copy.
         by_head = _by_head(content, heads)
-        table = key_table.expand(heads, -1, -1).transpose(-2, -1)
+        of_head = 0 if key_table.dim() == 2 else key_table.stride(0)
+        entries, dim = key_table.shape[-2:]
+        table = key_table.as_strided((heads, dim, entries), (of_head, 1, dim))
         by_entry = torch.bmm(by_head, table) if bias is None else torch.baddbmm(bias, by_head, table)
-        entries = by_entry.shape[2]
         strides = (tokens * entries, entries, batch * tokens * entries, 1)
         by_entry = by_entry.as_strided((batch, tokens, heads, entries), strides)
         return by_entry.gather(-1, plan.key.index)
@@ -347,17 +353,22 @@ def _logits(plan: Plan, content: Tensor, key_table: Tensor | None, bias: Tensor 
     return plan.no_logits
 
 
-def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor) -> tuple[Tensor, ...]:
-    """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each."""
+def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool = False) -> Sequence[Tensor]:
+    """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each.
+
+    Queries `apart` are a block of memory, which backward multiplies once more.
+    """
     heads = plan.heads
+    if len(contents) == 1 and not apart:
+        added = torch.cat((logits, plan.both_hot), 2)
+        return torch.cat((contents[0], added), -1).transpose(1, 2).split_with_sizes((heads, heads, heads), 1)
     if len(contents) == 1:
-        query, *both = contents[0].split_with_sizes((heads, 2 * heads), 2)
-        both = torch.cat((*both, plan.both_hot), dim=-1).transpose(1, 2)
-        key, value = both.split_with_sizes((heads, heads), 1)
+        query, both = contents[0].split_with_sizes((heads, 2 * heads), 2)
+        keys_and_values = torch.cat((both, plan.both_hot), -1).transpose(1, 2).split_with_sizes((heads, heads), 1)
     else:
         query, *both = contents
-        key, value = (torch.cat((part, plan.hot), dim=-1).transpose(1, 2) for part in both)
-    return torch.cat((query, logits), dim=-1).transpose(1, 2), key, value
+        keys_and_values = [torch.cat((part, plan.hot), -1).transpose(1, 2) for part in both]
+    return torch.cat((query, logits), -1).transpose(1, 2), *keys_and_values
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -374,20 +385,20 @@ def _by_head(x: Tensor, heads: int | None = None) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)[:heads]
 
 
-def _product(weights: Tensor, table: Tensor, plus: Tensor | None = None) -> Tensor:
-    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), and add `plus`: (B N heads, dim) or (heads, B N, dim)."""
+def _product(weights: Tensor, table: Tensor, out: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), add `plus` (B, N, heads, dim), and write it into `out`.
+
+    The shape of `out` is (B, N, heads, dim) or (B, N, heads dim).
+    """
+    dim = table.shape[-1]
     if table.dim() == 2:
-        weights = weights.flatten(0, 2)
-        return torch.mm(weights, table) if plus is None else torch.addmm(plus.flatten(0, 2), weights, table)
-    weights = _by_head(weights)
-    return torch.bmm(weights, table) if plus is None else torch.baddbmm(_by_head(plus), weights, table)
-
-
-def _by_token(product: Tensor, size: Sequence[int]) -> Tensor:
-    """Reshape (B N heads, dim) or (heads, B N, dim) to (B, N, heads, dim), a view; `size`: (B, N)."""
-    if product.dim() == 2:
-        return product.view(*size, -1, product.shape[-1])
-    return product.transpose(0, 1).unflatten(0, size)
+        weights, plus, result = weights.flatten(0, 2), plus if plus is None else plus.flatten(0, 2), out.view(-1, dim)
+        torch.mm(weights, table, out=result) if plus is None else torch.addmm(plus, weights, table, out=result)
+    else:
+        plus, result = plus if plus is None else _by_head(plus), _by_head(out.view(*weights.shape[:3], dim))
+        weights = _by_head(weights)
+        torch.bmm(weights, table, out=result) if plus is None else torch.baddbmm(plus, weights, table, out=result)
+    return out
 
 
 def _transposed_product(weights: Tensor, vectors: Tensor, table: Tensor) -> Tensor:

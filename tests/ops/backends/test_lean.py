@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relvit.ops import AxisTables, RelativeTerms, attention, make_grid, relative_attention
-from relvit.ops.attention import attend_packed
+from relvit.ops.attention import attend_projected
 from relvit.ops.backends import stock
 from relvit.ops.inputs import checked
 from relvit.utils.memory import allocations
@@ -39,13 +39,14 @@ def test_equals_the_reference_with_gradients_packed_or_not(
     assert_same(relative_attention(q, k, v, terms, grid, backend="lean"), expected, inputs, 1e-10)
     packed = torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2)
     assert_same(
-        attend_packed(packed, terms, grid, 0.3, "lean").transpose(1, 2),
+        attend_projected(packed, terms, grid, 0.3, "lean").unflatten(2, (2, 5)).transpose(1, 2),
         relative_attention(q, k, v, terms, grid, scale=0.3, backend="reference"),
         inputs,
         1e-10,
     )
     with torch.no_grad():
-        torch.testing.assert_close(attend_packed(packed, terms, grid, 5**-0.5, "lean").transpose(1, 2), expected)
+        out = attend_projected(packed, terms, grid, 5**-0.5, "lean")
+        torch.testing.assert_close(out, expected.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,10 +137,10 @@ def test_a_packed_projection_whose_queries_or_tables_would_change_is_left_to_the
     packed = torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2)
     by_head = terms._replace(key=AxisTables(terms.key.rows.expand(2, -1, -1), terms.key.cols))
     for changed in (by_head, terms._replace(query_bias=q[0, :, 0])):
-        assert attend_packed(packed, changed, grid, 0.5, "auto") is None
-    assert attend_packed(packed, terms, grid, 1e-5, "auto") is None
-    assert attend_packed(packed, terms, grid, 0.5, "fused") is None
-    assert attend_packed(packed, terms, grid, 0.5, "auto") is not None
+        assert attend_projected(packed, changed, grid, 0.5, "auto") is None
+    assert attend_projected(packed, terms, grid, 1e-5, "auto") is None
+    assert attend_projected(packed, terms, grid, 0.5, "fused") is None
+    assert attend_projected(packed, terms, grid, 0.5, "auto") is not None
 
 
 def test_arguments_are_checked_again_where_a_shape_a_dtype_or_an_option_differs(monkeypatch):

@@ -52,7 +52,7 @@ class SamRowsAttention(SamAttention):
             return from_windows(windows, grid, self.window).unflatten(1, grid[:2])
         qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3 * self.num_heads, self.head_dim))
         mixed = attend_with(self, x.flatten(1, 2), qkv, grid)
-        return self.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, grid[:2]))
+        return self.proj(mixed.unflatten(1, grid[:2]))
 
 
 class SamPatchEmbed(PatchSizes):

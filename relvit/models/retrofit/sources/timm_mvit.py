@@ -165,8 +165,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         )
         mixed = attend_with(self, query, (query, key, value), grid, key_grid)
         if self.residual_pooling:
-            mixed = mixed + query
-        return self.proj(mixed.transpose(1, 2).flatten(2)), list(grid[:2])
+            mixed = mixed + query.transpose(1, 2).flatten(2)
+        return self.proj(mixed), list(grid[:2])
 
     def pooled(self, x: Tensor, size: Size, pool: nn.Module | None, norm: nn.Module | None) -> tuple[Tensor, Grid]:
         """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""

@@ -123,8 +123,8 @@ class TransformersBeitAttention(GridAttention):
         return query, key, value
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Join the heads of (B, heads, N, head_dim) to (B, N, dim)."""
-        return mixed.transpose(1, 2).flatten(2)
+        """Return the mixed values (B, N, dim); the module around projects them."""
+        return mixed
 
 
 class RetrofittedBeitAttention(TransformersBeitAttention, beit.BeitAttention):
