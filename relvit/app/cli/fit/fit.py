@@ -157,13 +157,8 @@ class FitCLI(RelvitCLI):
         """Refuse data and options that contradict the checkpoint from which the training goes on."""
         if self.config.lr_find:
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
-        data = checkpoint.data
-        # Options that the checkpoint lacks are newer; it was trained with what is their default now.
-        used = data_arguments(self.datamodule)
-        defaults = self.datamodule.argument_defaults()
-        known = {name: defaults[name] for name in used["init_args"] if name in defaults} | data["init_args"]
-        trained = {"model": checkpoint.model, "data": {**data, "init_args": known}} | checkpoint.fit
-        now = {"model": self.model.hparams, "data": used} | fit_options(self.config)
+        trained = {"model": checkpoint.model, "data": checkpoint.data} | checkpoint.fit
+        now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
         self.changed = changed_options(checkpoint.path, trained, now, self.given.values)
 
     def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:
