@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from lightning import seed_everything
 from own_positions import mvit
 from retrofit_cases import build, retrofitted
 from timm.layers import PatchDropoutWithIndices
@@ -58,7 +57,7 @@ def test_it_is_what_patch_dropout_drops(name):
     model = small(name, patch_drop_rate=0.5, class_token=True, pos_embed="axial").double()
     kept = []
     model.patch_drop.register_forward_hook(lambda module, given, output: kept.append(output[1]))
-    seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     expected = model.train().forward_features(images(32, 24, dtype=torch.float64))
     assert isinstance(model.patch_drop, PatchDropoutWithIndices)
     found = model.eval().forward_features(images(32, 24, dtype=torch.float64), keep=kept[0])

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import resample_abs_pos_embed, resample_patch_embed
-from timm.models._input import get_pretrained_grid_size
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -216,8 +215,8 @@ def grid_of(
         ValueError: no grid fits.
     """
     for prefix in (tokens, 0):
-        known = get_pretrained_grid_size(model, kernel, length - prefix)
-        if known is not None:
+        known = _trained_grid(model, kernel)
+        if known is not None and math.prod(known) == length - prefix:
             return prefix, known
     # A tensor as long as the model's own has the model's grid rather than another grid of as many patches.
     if length == own_length:
@@ -234,6 +233,16 @@ def grid_of(
         f"{name} has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
         f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
     )
+
+
+def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int, int] | None:
+    """Return how many rows and columns of patches the checkpoint's images had, by timm's record of their size."""
+    if kernel is None or kernel.ndim != 4:
+        return None
+    # `pretrained_model_args` are the arguments that a saved folder records.
+    recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
+    height, width = to_2tuple(recorded or model.pretrained_cfg["input_size"][-2:])
+    return height // kernel.shape[2], width // kernel.shape[3]
 
 
 def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:

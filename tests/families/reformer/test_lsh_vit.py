@@ -1,6 +1,5 @@
 """LSH models: full attention of shared queries and keys on small images, every size and kind of graph, refusals."""
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -51,6 +50,7 @@ def test_small_images_get_full_attention(position):
 
 @pytest.mark.slow
 def test_compiled_exported_and_onnx(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
     model = build()
     compiled = torch.compile(model)
     for size in [(24, 16), (16, 40)]:

@@ -1,6 +1,5 @@
 """One graph serves all image sizes: compiled, exported, in ONNX; relvit's models and retrofitted ones, any reach."""
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -79,6 +78,7 @@ def test_exported_once_for_all_sizes(variant):
 
 @pytest.mark.parametrize("variant", [*VARIANTS[:2], FREE[0]], ids=str)
 def test_onnx_runtime_gives_the_same_at_all_sizes(variant, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
     model = build(**variant)
     program = torch.onnx.export(model, (images(24, 16),), dynamic_shapes=any_size(variant), dynamo=True, verbose=False)
     program.save(tmp_path / "model.onnx")
