@@ -10,9 +10,9 @@ import torch
 from gpu_scenes import BATCH, HEADS, leaf, with_gradients
 from torch import Tensor, nn
 
-from relvit.families.aft import AFTConv2d, AFTFull, aft_conv, aft_full, aft_simple
+from relvit.families.aft import AFTConv2d, AFTFull, aft_conv, aft_full, aft_simple, reference
 from relvit.families.aft.operations import FULL_BACKENDS, WINDOW_FORMS
-from relvit.ops import Grid, make_grid, num_tokens, reference
+from relvit.ops import Grid, make_grid, num_tokens
 
 WIDTH = 6
 # Exponentials and sums are in float32 at least, but products in bfloat16 on GPUs; else half precision rounds the inputs

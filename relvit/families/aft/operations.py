@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relvit.families.aft import reference
 from relvit.families.aft.conv import LEAST_DIFFERENCE, window_sums
 from relvit.families.aft.pairs import average_of_pairs, place_bias, window_bias
 from relvit.families.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
-from relvit.ops import reference
 from relvit.ops.checks import check_backend, check_shape, int_pair
 from relvit.ops.grid import Grid, check_tokens, key_mask, token_places
 from relvit.ops.index_range import check_numbers

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from relvit.families.reformer import LSHAttention
+from relvit.families.reformer import LSHAttention, reference
 from relvit.layers import ParabolicPosition2d, RelativePosition2d, SlopePosition2d
-from relvit.ops import Grid, make_grid, reference
+from relvit.ops import Grid, make_grid
 
 
 def layer(bucket_size=3, rounds=2, **options):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from draws import assert_same
 
-from relvit.families.reformer import lsh_attention, lsh_rotations
-from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, reference
+from relvit.families.reformer import lsh_attention, lsh_rotations, reference
+from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid
 
 
 def inputs(grid, batch=2, heads=3, head_dim=8, value_dim=5, dtype=torch.float64):
@@ -76,7 +76,7 @@ def test_equals_the_definition(grid, rounds, joint, bucketing, buckets, chunk, i
 def full_attention(query_key, value, grid, terms):
     """Softmax over all other tokens, of queries and the same at unit length."""
     logits = query_key @ F.normalize(query_key, dim=-1).transpose(-1, -2)
-    logits = logits + reference.attention.pair_bias(terms, grid, grid, query_key)
+    logits = logits + pair_bias(terms, grid, grid, query_key)
     logits = logits.masked_fill(torch.eye(logits.shape[-1], dtype=torch.bool), -torch.inf)
     return logits.softmax(dim=-1) @ value
 
