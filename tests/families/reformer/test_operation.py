@@ -7,6 +7,7 @@ from draws import assert_same
 
 from relvit.families.reformer import lsh_attention, lsh_rotations, reference
 from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid
+from relvit.ops.reference.attention import pair_bias
 
 
 def inputs(grid, batch=2, heads=3, head_dim=8, value_dim=5, dtype=torch.float64):
