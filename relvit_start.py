@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +48,9 @@ COMMANDS = {
 # As fast as without a limit on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
 SPIN_COUNT = "20000"
 
+# The variable by which the processes that Lightning starts know the main one.
+STARTER = "RELVIT_STARTER"
+
 EXAMPLES = """examples:
   relvit fit --config digits
   relvit fit --config folder --root photos --model relvit_tiny --epochs 50
@@ -69,6 +74,7 @@ def main() -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command of the application and return its exit status, or say which packages are missing."""
+    end_with_starter()
     try:
         import relvit.app  # noqa: F401
     except ModuleNotFoundError as error:
@@ -77,6 +83,26 @@ def run(arguments: Sequence[str]) -> int:
     from relvit.app.cli import main as run_command
 
     return run_command(arguments)
+
+
+def end_with_starter() -> None:
+    """Let a process that Lightning starts beside the main one end where the main process has ended, however it ended.
+
+    A main process that is killed cannot end the others, and these would wait for it for ever: Lightning starts them
+    before they have a connection that could break.
+    """
+    starter = os.environ.get(STARTER)
+    if "LOCAL_RANK" not in os.environ or starter is None:
+        os.environ[STARTER] = str(os.getpid())
+    else:
+        threading.Thread(target=_wait_for_end_of, args=[int(starter)], daemon=True).start()
+
+
+def _wait_for_end_of(starter: int) -> None:
+    # The system gives a process whose parent has ended another parent.
+    while os.getppid() == starter:
+        time.sleep(1)
+    os._exit(1)
 
 
 def prepare_environment() -> None:
@@ -107,5 +133,5 @@ def overview() -> str:
     lines = ["usage: relvit COMMAND [options]", "", "commands:"]
     lines += [f"  {command:<12} {text}" for command, (_, text) in COMMANDS.items()]
     lines += ["", "relvit COMMAND --help lists a command's options; --debug shows the traceback of an error;"]
-    lines += ["relvit --version shows the version.", "", EXAMPLES]
+    lines += ["--max_pixels N refuses larger images (250000000); relvit --version shows the version.", "", EXAMPLES]
     return "\n".join(lines)

@@ -14,11 +14,16 @@ from processes import Ranks, as_torchrun, finish, start
 pytestmark = pytest.mark.slow
 
 
-def begin(photos, folder):
-    """A training on two processes that has finished its first epoch, and its folder."""
+def train(photos, folder):
+    """A process that starts a second one to train with."""
     photos = shutil.copytree(photos, folder / "photos")
     data = ["--data=ImageFolderData", f"--data.root={photos}", *TINY, "--trainer.max_epochs=500"]
-    process = start(["fit", *data, "--devices=2", "--accelerator=cpu", "--runs=runs"], folder)
+    return start(["fit", *data, "--devices=2", "--accelerator=cpu", "--runs=runs"], folder)
+
+
+def begin(photos, folder):
+    """A training on two processes that has finished its first epoch, and its folder."""
+    process = train(photos, folder)
     deadline = time.monotonic() + 120
     while not list(folder.glob("runs/*/checkpoints/last.ckpt")):
         assert process.poll() is None, process.communicate()
@@ -29,11 +34,10 @@ def begin(photos, folder):
 
 
 def second_process(process):
-    """The process that another one has started."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    """The process that another one has started; None where there is none yet."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
     named = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children.split()}
-    (found,) = (child for child, variables in named.items() if b"LOCAL_RANK=1" in variables)
-    return found
+    return next((child for child, variables in named.items() if b"LOCAL_RANK=1" in variables), None)
 
 
 # Each process validates every second image.
@@ -60,6 +64,18 @@ def test_a_process_that_is_killed(photos, tmp_path):
     assert (run / "curves.png").is_file()
     again = ["fit", f"--resume={run.relative_to(tmp_path)}", "--trainer.max_time=00:00:00:01"]
     assert Ranks(again, tmp_path, as_torchrun()).finish() == [0, 0]
+
+
+def test_the_second_process_ends_where_the_first_is_killed_while_it_starts(photos, tmp_path):
+    process = train(photos, tmp_path)
+    deadline = time.monotonic() + 120
+    while (second := second_process(process)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{second}").exists() and "State:\tZ" not in Path(f"/proc/{second}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_two_processes_predict_without_notes_of_others(photos, best, tmp_path):
