@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -37,6 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (text := answer(arguments)) is not None:
         print(text)
         return 0 if arguments else 2
+    # The page of `relvit demo` has a smaller default.
+    if arguments[0] != "demo":
+        arguments, pixels = _without(arguments, "--max_pixels")
+        if pixels is not None:
+            if not re.fullmatch(r"[1-9]\d{0,17}", pixels):
+                print(f"relvit: error: --max_pixels must be a whole number, 1 or more, got {pixels!r}", file=sys.stderr)
+                return 2
+            os.environ["RELVIT_MAX_PIXELS"] = pixels
 
     command, *rest = arguments
     if command not in COMMANDS:
@@ -78,6 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("(with --debug it shows where this happened)", file=sys.stderr)
         return 2 if is_users_mistake(error) else 1
     return 0
+
+
+def _without(arguments: list[str], option: str) -> tuple[list[str], str | None]:
+    """Take an option of all commands, with its value, out of the arguments, and return the others and the value."""
+    for at, word in enumerate(arguments):
+        if word == option:
+            return arguments[:at] + arguments[at + 2 :], "".join(arguments[at + 1 : at + 2])
+        if word.startswith(f"{option}="):
+            return arguments[:at] + arguments[at + 1 :], word.removeprefix(f"{option}=")
+    return arguments, None
 
 
 def quieten() -> None:

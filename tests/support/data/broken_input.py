@@ -73,6 +73,31 @@ def huge_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
+def progressive(scans: int) -> Callable[[Path], Any]:
+    """A progressive JPEG whose last scan is repeated."""
+
+    def write(path: Path) -> None:
+        Image.new("RGB", (3, 2)).save(path, progressive=True)
+        content = path.read_bytes()
+        last = content[content.rindex(b"\xff\xda") : -2]
+        path.write_bytes(content[:-2] + last * (scans - content.count(b"\xff\xda")) + content[-2:])
+
+    return write
+
+
+def commented(blocks: int) -> Callable[[Path], Any]:
+    """A GIF with a comment of so many blocks of 255 bytes before its image."""
+
+    def write(path: Path) -> None:
+        FRAMES[0].save(path)
+        content = path.read_bytes()
+        start = 13 + 3 * 2 ** ((content[10] & 7) + 1)
+        comment = b"!\xfe" + (b"\xff" + b"c" * 255) * blocks + b"\0"
+        path.write_bytes(content[:start] + comment + content[start:])
+
+    return write
+
+
 def exif(orientation: int) -> Image.Exif:
     found = Image.Exif()
     found[0x0112] = orientation
@@ -125,10 +150,21 @@ IMAGES = [
              saved(Image.new("RGB", (3, 2)), format="EPS"), REFUSED, reason=NO_IMAGE),
     OddImage("PNG named .jpg", "a.jpg", saved(Image.new("RGB", (3, 2), RED), format="PNG"), "by its content",
              (3, 2), RED),
-    OddImage("decompression bomb: few bytes, 14,000 x 14,000 pixels", "a.png",
-             saved(Image.new("1", (14_000, 14_000))), REFUSED, reason="maybe a decompression bomb"),
+    OddImage("decompression bomb: few bytes, 16,000 x 16,000 pixels", "a.png",
+             saved(Image.new("1", (16_000, 16_000))), REFUSED, reason="the most are 250,000,000 (--max_pixels)"),
+    OddImage("line of 1 x 70,000 pixels", "a.png", saved(Image.new("1", (1, 70_000))), REFUSED,
+             reason="the longest side is 65,500"),
+    OddImage("progressive JPEG with 400 scans", "a.jpg", progressive(400), REFUSED, reason="it has 400 scans"),
+    OddImage("progressive JPEG", "a.jpg", saved(Image.new("RGB", (3, 2)), progressive=True), "as any other",
+             (3, 2), (0, 0, 0)),
+    OddImage("GIF with an endless comment", "a.gif", commented(5000), REFUSED, reason="a megabyte of comments"),
+    OddImage("GIF with a comment", "a.gif", commented(2), "as any other", (3, 2), RED),
+    OddImage("broken EXIF in a JPEG", "a.jpg", saved(Image.new("RGB", (3, 2)), exif=b"Exif\0\0garbage"), "as without",
+             (3, 2), (0, 0, 0)),
+    OddImage("broken EXIF in a PNG", "a.png", saved(Image.new("RGB", (3, 2)), exif=b"Exif\0\0garbage"), "as without",
+             (3, 2), (0, 0, 0)),
     OddImage("header that claims 60,000 x 60,000 pixels", "a.png", stored(huge_png()), REFUSED,
-             reason="maybe a decompression bomb"),
+             reason="the most are 250,000,000 (--max_pixels)"),
     OddImage("one pixel", "a.png", saved(Image.new("RGB", (1, 1), RED)), "enlarged", (1, 1), RED),
     OddImage("line of 1 x 30,000 pixels", "a.png", saved(Image.new("RGB", (1, 30_000), RED)),
              "the middle, 64 times as long as the model's images", (1, 30_000), RED),

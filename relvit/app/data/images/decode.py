@@ -1,12 +1,15 @@
 """Decode one image file as 8-bit RGB (`load_rgb`), or report in one line why it cannot be read."""
 
+import contextlib
 import os
 import stat
+import threading
+import warnings
 from abc import ABC, abstractmethod
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from relvit.utils.messages import one_line, visible
 
@@ -29,6 +32,29 @@ _CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw
 _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
 OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if ending not in IMAGE_ENDINGS)
+
+# The variable that sets the number of pixels that no image may exceed (`--max_pixels`). Workers inherit it.
+MAX_PIXELS = "RELVIT_MAX_PIXELS"
+_DEFAULT_MAX_PIXELS = 250_000_000
+# libjpeg's own bound, which the decoders of other formats lack: they take gigabytes for one row of pixels.
+_LONGEST_SIDE = 65_500
+# Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten.
+_MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
+# Pillow joins comments of a GIF one by one, in a time that is the square of their length.
+_LONGEST_COMMENTS = 2**20
+_ROWS = 512
+# The numbers of the EXIF tag of the orientation, and how each is undone.
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_pillows_limit = threading.Lock()
 
 
 class UnreadableImageError(ValueError):
@@ -72,24 +98,25 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
     composited on white, so colours hidden under transparent pixels have no effect. 16-bit grey values are
-    divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return.
+    divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return. A broken
+    EXIF block is ignored.
 
     Args:
         source: The path of an image file, or a stored image.
-        max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: Pillow's own limit alone.
+        max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: the value of the variable
+            RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
 
     Returns:
         An image of mode 'RGB' that holds its pixels.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than `max_pixels` or Pillow's limit against decompression bombs, or holds 32-bit grey.
+            than `max_pixels`, costs far more time than its pixels explain, or holds 32-bit grey.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
         with open_image(source) as image:
-            if max_pixels is not None and image.width * image.height > max_pixels:
-                raise _RefusedError(f"it has {image.width} x {image.height} pixels, the most are {max_pixels:,}")
+            _check_cost(image, max_pixels)
             return as_rgb(image)
     except MemoryError:
         raise
@@ -102,7 +129,39 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
     _scale_transparency(image)
-    return _to_rgb(ImageOps.exif_transpose(image))
+    # Pillow turns a TIFF when it decodes it, and removes the orientation.
+    image.load()
+    turn = _UPRIGHT.get(_orientation(image))
+    converted = _to_rgb(image if turn is None else image.transpose(turn))
+    # The caller's image may belong to a file, which will be closed.
+    return converted.copy() if converted is image else converted
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """Return the orientation in an image's EXIF block; None without one, or where the block is broken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = image.getexif().get(_ORIENTATION)
+        except Exception:
+            return None
+    return found if isinstance(found, int) else None
+
+
+def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
+    """Refuse an open image, not yet decoded, that takes too much memory or time."""
+    most = int(os.environ.get(MAX_PIXELS, _DEFAULT_MAX_PIXELS)) if max_pixels is None else max_pixels
+    pixels, option = image.width * image.height, " (--max_pixels)" if max_pixels is None else ""
+    if pixels > most:
+        raise _RefusedError(f"it has {image.width} x {image.height} pixels, the most are {most:,}{option}")
+    if max(image.size) > _LONGEST_SIDE:
+        raise _RefusedError(f"it has {image.width} x {image.height} pixels, the longest side is {_LONGEST_SIDE:,}")
+    if image.format == "JPEG" and "progressive" in image.info:
+        # In the data of a JPEG, 0 follows each 255, so that this pair is the marker of a scan.
+        image.fp.seek(0)
+        scans = image.fp.read().count(b"\xff\xda")
+        if scans > _MOST_SCANS or scans * pixels > _SCANS_OF_MOST_PIXELS * most:
+            raise _RefusedError(f"it has {scans} scans, each over all its {pixels:,} pixels")
 
 
 class _RefusedError(Exception):
@@ -122,7 +181,31 @@ def open_image(source: ImageSource) -> Image.Image:
         file, size = source, found.st_size
     if size == 0:
         raise _RefusedError("the file is empty (zero bytes)")
-    return Image.open(file, formats=_FORMATS)
+    _check_comments(file)
+    # Pillow's limit is a global variable, and its images of more pixels are refused by `_check_cost` in plain words.
+    with _pillows_limit:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(file, formats=_FORMATS)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def _check_comments(file: BytesIO | str | os.PathLike[str]) -> None:
+    """Refuse a GIF with more than a megabyte of comments and other blocks before its first image."""
+    with contextlib.nullcontext(file) if isinstance(file, BytesIO) else open(file, "rb") as opened:
+        start = opened.read(13)
+        if start[:3] == b"GIF" and len(start) == 13:
+            opened.seek(3 * 2 ** ((start[10] & 7) + 1) if start[10] & 128 else 0, os.SEEK_CUR)
+            length = 0
+            while opened.read(1) == b"!":
+                opened.read(1)
+                while count := int.from_bytes(opened.read(1), "big"):
+                    opened.seek(count, os.SEEK_CUR)
+                    length += count + 1
+                    if length > _LONGEST_COMMENTS:
+                        raise _RefusedError("it has more than a megabyte of comments before its first image")
+        opened.seek(0)
 
 
 def _explain(error: Exception) -> tuple[str, str]:
@@ -173,10 +256,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _grey16_to_rgb(image: Image.Image) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise _RefusedError(f"grey values from {values.min()} to {values.max()} do not fit 16 bits")
-    grey = ((values + 128) // 257).astype(np.uint8)  # 257 is odd, so this rounds to nearest
-    if "transparency" in image.info:
-        grey[values == image.info["transparency"]] = 255
+    values = np.asarray(image)
+    grey = np.empty(values.shape, np.uint8)
+    # In strips, because the wider integers of a large image would take several gigabytes.
+    for first in range(0, len(values), _ROWS):
+        strip = values[first : first + _ROWS].astype(np.int64)
+        if strip.min() < 0 or strip.max() > 65535:
+            raise _RefusedError(f"grey values from {strip.min()} to {strip.max()} do not fit 16 bits")
+        part = grey[first : first + _ROWS]
+        part[:] = (strip + 128) // 257  # 257 is odd, so this rounds to nearest
+        if "transparency" in image.info:
+            part[strip == image.info["transparency"]] = 255
     return Image.fromarray(grey).convert("RGB")

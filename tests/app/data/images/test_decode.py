@@ -14,7 +14,9 @@ from broken_input import IMAGES
 from PIL import Image
 from stored_images import write as write_stored
 
-from relvit.app.data import ImageNetData, ReaderData, load_rgb
+from relvit.app.cli import main
+from relvit.app.data import ImageNetData, ReaderData, UnreadableImageError, load_rgb
+from relvit.app.data.images.decode import as_rgb
 
 
 def pixels(path):
@@ -142,7 +144,7 @@ def test_files_are_closed(tmp_path):
     good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
     bad = []
     # The file that may not be read, and the bomb, which is slow, are left out.
-    left_out = ("no right to read it", "decompression bomb: few bytes, 14,000 x 14,000 pixels")
+    left_out = ("no right to read it", "decompression bomb: few bytes, 16,000 x 16,000 pixels")
     for number, case in enumerate(case for case in IMAGES if case.reason and case.kind not in left_out):
         (tmp_path / str(number)).mkdir()
         bad.append(case.write(tmp_path / str(number)))
@@ -194,3 +196,22 @@ def test_every_data_module_of_files_decodes_so(tmp_path):
                 corners = (image[:, 0, 0] * 255).round().tolist(), (image[:, -1, -1] * 255).round().tolist()
                 assert corners == ODD[path.rsplit("/", 1)[1]], path
                 assert (image.shape, image.dtype) == ((3, 6, 4), torch.float32)
+
+
+def test_every_command_takes_a_limit_of_pixels(tmp_path, monkeypatch, fails):
+    monkeypatch.setenv("RELVIT_MAX_PIXELS", "100")
+    Image.new("L", (11, 10)).save(tmp_path / "a.png")
+    with pytest.raises(UnreadableImageError, match=r"it has 11 x 10 pixels, the most are 100 \(--max_pixels\)"):
+        load_rgb(tmp_path / "a.png")
+    for given in (["--max_pixels", "109"], ["--max_pixels=109"]):
+        main(["check-data", str(tmp_path), *given])
+        assert os.environ["RELVIT_MAX_PIXELS"] == "109"
+    for wrong in ("0", "-1", "many", ""):
+        assert "--max_pixels must be a whole number, 1 or more" in fails(["check-data", f"--max_pixels={wrong}"])
+    assert load_rgb(tmp_path / "a.png", 110).size == (11, 10)
+
+
+def test_strips_of_16_bits_are_those_of_the_whole():
+    values = np.random.default_rng(0).integers(0, 65536, (1100, 3)).astype(np.uint16)
+    found = np.asarray(as_rgb(Image.fromarray(values)))
+    np.testing.assert_array_equal(found[..., 0], np.round(values / 257).astype(np.uint8))
