@@ -11,8 +11,8 @@ from torch import nn
 from relvit.layers.positions.factory import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
+from relvit.models.retrofit.recognise import refusal_of, source_of
 from relvit.models.retrofit.source import Retrofitted
-from relvit.models.retrofit.sources import refusal_of, source_of
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair
 from relvit.utils.messages import check_choice, part_of

@@ -242,7 +242,7 @@ def test_models_that_are_refused(call, make, message):
 
 def test_versions_that_are_not_known(monkeypatch):
     encoder = sam_encoder("hf sam")
-    monkeypatch.setattr(sys.modules["relvit.models.retrofit.sources"], "version", lambda library: "4.57.6")
+    monkeypatch.setattr(sys.modules["relvit.models.retrofit.recognise"], "version", lambda library: "4.57.6")
     with pytest.raises(ValueError, match=r"SamVisionEncoder is of transformers 4\.57\.6; retrofit knows .*>=5\.4"):
         relvit.retrofit(encoder)
 

@@ -1,0 +1,86 @@
+"""Recognise a model by its class: what `relvit.retrofit` makes of it, or why it is refused; versions of libraries."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
+
+from packaging.specifiers import SpecifierSet
+
+from relvit.models.retrofit.source import Retrofitted
+
+# The key is the class of a model, the value is the file in `sources/` and the class that it becomes.
+# Names need no import of a library that may be missing.
+SOURCES = {
+    "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
+    "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",
+    "timm.models.eva.Eva": "timm_eva:RetrofittedEva",
+    "timm.models.naflexvit.NaFlexVit": "timm_naflex:RetrofittedNaFlexVit",
+    "timm.models.vision_transformer_relpos.VisionTransformerRelPos": "timm_bias:RetrofittedRelPos",
+    "timm.models.beit.Beit": "timm_bias:RetrofittedBeit",
+    "timm.models.vision_transformer_sam.VisionTransformerSAM": "timm_sam:RetrofittedSam",
+    "timm.models.swin_transformer.SwinTransformer": "timm_bias:RetrofittedSwin",
+    "timm.models.swin_transformer_v2.SwinTransformerV2": "timm_bias:RetrofittedSwinV2",
+    "timm.models.mvitv2.MultiScaleVit": "timm_mvit:RetrofittedMultiScaleVit",
+    "transformers.models.sam.modeling_sam.SamVisionEncoder": "transformers_sam:RetrofittedSamVisionEncoder",
+    "transformers.models.sam_hq.modeling_sam_hq.SamHQVisionEncoder": "transformers_sam:RetrofittedSamHQVisionEncoder",
+    "transformers.models.beit.modeling_beit.BeitModel": "transformers_beit:RetrofittedBeitModel",
+    "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionModel": (
+        "transformers_beit:RetrofittedData2VecVisionModel"
+    ),
+    "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
+}
+_SWIN = (
+    "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
+    "Swin, which retrofit takes, gains no time by it"
+)
+# Beginning of the name of classes with relative positions that are not carried over -> the reason.
+REFUSED = {
+    "torchvision.models.video.mvit.MViT": (
+        "its tokens are those of videos, with a time axis beside rows and columns, and relvit's positions have none"
+    ),
+    "torchvision.models.swin_transformer.": _SWIN,
+    "transformers.models.swin.": _SWIN,
+    "transformers.models.swinv2.": _SWIN,
+    "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
+    "transformers.models.donut.modeling_donut_swin.": _SWIN,
+}
+# Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
+# A family of models may need a newer version than its library.
+VERSIONS = {
+    "transformers": ">=5.4,<6",
+    "transformers.models.beit": ">=5.10,<6",
+    "transformers.models.data2vec": ">=5.10,<6",
+    "segment_anything": ">=1.0,<2",
+}
+
+
+def source_of(model_class: type) -> type[Retrofitted] | None:
+    """Return what a model of exactly this class becomes, or None: it cannot be retrofitted.
+
+    Raises:
+        ValueError: a version of the model's library that is not known.
+    """
+    place = SOURCES.get(_full_name(model_class))
+    if place is None:
+        return None
+    library = model_class.__module__.partition(".")[0]
+    try:
+        installed = version(library)
+    except PackageNotFoundError:
+        # A copy of the library that was not installed has no version.
+        installed = None
+    family = model_class.__module__.rpartition(".")[0]
+    allowed = VERSIONS.get(family, VERSIONS.get(library, ""))
+    if installed is not None and not SpecifierSet(allowed, prereleases=True).contains(installed):
+        raise ValueError(f"{model_class.__name__} is of {library} {installed}; retrofit knows {library}{allowed}")
+    return resolve_name(f"relvit.models.retrofit.sources.{place}")
+
+
+def refusal_of(model_class: type) -> str | None:
+    """Return the known reason why a model of this class cannot be retrofitted, or None."""
+    return next((why for name, why in REFUSED.items() if _full_name(model_class).startswith(name)), None)
+
+
+def _full_name(model_class: type) -> str:
+    return f"{model_class.__module__}.{model_class.__qualname__}"
