@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 import relvit
@@ -26,6 +27,8 @@ BELOW = CORE | {
 }
 # The packages that the core imports: what `pip install relvit` brings.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}
+# One thing in several folders: operation, its reference and its layer; base of a folder; kernels of two operations.
+SHARED_NAMES = {"__init__", "attention", "reference", "base", "forward", "backward", "launch"}
 # Imported only where the user has them: for kernels on a GPU, and for models of these libraries.
 OPTIONAL = {"triton", "transformers", "segment_anything"}
 
@@ -85,3 +88,8 @@ def test_fast_backends_never_import_the_reference():
     for path in paths:
         if path.stem not in choosing:
             assert not any("reference" in module for module in imported_modules(path)), path
+
+
+def test_files_of_the_core_have_names_of_their_own():
+    names = Counter(path.stem for room in CORE for path in (ROOT / room).rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES

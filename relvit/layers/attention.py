@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from relvit.layers.attention_weights import show_weights, wants_weights
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import terms_of
-from relvit.layers.positions.factory import check_position
+from relvit.layers.positions.by_name import check_position
 from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, to_windows
 from relvit.ops.attention import BACKENDS, attend, attend_projected
 from relvit.ops.backends.fused import augmented_width

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.feed_forward import chunked_mlp
-from relvit.layers.positions.factory import check_maker, make_position
+from relvit.layers.positions.by_name import check_maker, make_position
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 

@@ -10,7 +10,7 @@ from timm.models import DefaultCfg
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
-from relvit.layers.positions.factory import accepts, numbered, position_factory
+from relvit.layers.positions.by_name import accepts, numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point

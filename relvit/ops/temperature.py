@@ -1,4 +1,7 @@
-"""Log-n scaling of attention logits (`--reach logn`); calibration is in `evaluation/trust`."""
+"""Log-n scaling of attention logits, for more or fewer keys than in training (`--reach logn`).
+
+This is no temperature of a classifier: `relvit/app/evaluation/trust/calibration.py` calibrates probabilities.
+"""
 
 import torch
 from torch import Tensor

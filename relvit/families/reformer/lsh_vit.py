@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from timm.models import DefaultCfg
 from torch import nn
 
-from relvit.families.reformer.attention import LSHAttention, check_position
+from relvit.families.reformer.lsh_attention import LSHAttention, check_position
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import SMALL, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn

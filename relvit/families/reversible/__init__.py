@@ -2,7 +2,7 @@
 
 from relvit.families.reversible import reversible_vit as reversible_vit
 from relvit.families.reversible.blocks import reversible_blocks
-from relvit.families.reversible.depth import ReversibleDepth
+from relvit.families.reversible.two_streams import ReversibleDepth
 from relvit.models.depth import DEPTHS
 
 __all__ = ["reversible_blocks", "ReversibleDepth"]

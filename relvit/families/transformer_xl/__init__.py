@@ -1,8 +1,8 @@
 """Transformer-XL (Dai et al. 2019, arXiv 1901.02860): its relative positions, and its recurrence over segments."""
 
 from relvit.families.transformer_xl.bands import Bands, Memory, classify_bands, forward_segment, set_bands
-from relvit.families.transformer_xl.positions import TransformerXLPosition2d
-from relvit.layers.positions.factory import POSITIONS
+from relvit.families.transformer_xl.xl_position import TransformerXLPosition2d
+from relvit.layers.positions.by_name import POSITIONS
 from relvit.models.segments import SEGMENTERS
 
 __all__ = ["Bands", "Memory", "TransformerXLPosition2d", "classify_bands", "forward_segment", "set_bands"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from relvit.layers.positions.factory import position_factory
+from relvit.layers.positions.by_name import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.recognise import refusal_of, source_of

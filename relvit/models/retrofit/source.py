@@ -9,7 +9,7 @@ from timm.layers import Format, HybridEmbed, PatchEmbed
 from torch import Tensor, nn
 
 from relvit.layers.patch_embed import AnySizePatchEmbed
-from relvit.layers.positions.factory import make_position, numbered
+from relvit.layers.positions.by_name import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import listing

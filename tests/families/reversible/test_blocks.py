@@ -32,7 +32,7 @@ def kept(monkeypatch):
 
     def run(function):
         with monkeypatch.context() as patch:
-            patch.setattr("relvit.families.reversible.depth.reversible_blocks", plain_blocks)
+            patch.setattr("relvit.families.reversible.two_streams.reversible_blocks", plain_blocks)
             return function()
 
     return run
