@@ -107,6 +107,17 @@ def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     return torch.stack((rows, cols), dim=-1).reshape(-1, 2)
 
 
+def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each patch token, (1 or B, P, 1) int64 each."""
+    if grid.coords is not None:
+        y, x = batched_coords(grid, device).split(1, dim=-1)
+        return y, x
+    # Not stacked, as `patch_coords`, so that a compiler can compute them where they are read.
+    y = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
+    x = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
+    return y.reshape(1, -1, 1), x.reshape(1, -1, 1)
+
+
 def batched_coords(grid: Grid, device: torch.device) -> Tensor:
     """Return row and column of each patch token, (1 or B, P, 2) int64."""
     coords = patch_coords(grid, device)

@@ -22,6 +22,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
+def is_fusing() -> bool:
+    """Return True while `torch.compile` makes a graph, whose compiler may fuse operations."""
+    return is_compiling() and not is_exporting()
+
+
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
     # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into it, while
@@ -63,7 +68,7 @@ def may_remember() -> bool:
 
 def trains_in_graph() -> bool:
     """Return True while PyTorch compiles a graph with its backward."""
-    return torch.is_grad_enabled() and is_compiling() and not is_exporting()
+    return torch.is_grad_enabled() and is_fusing()
 
 
 def is_watched() -> bool:

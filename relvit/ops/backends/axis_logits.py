@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relvit.ops.backends.fusing import gather, padded_cat
 from relvit.ops.buckets import bucket, saturation
-from relvit.ops.grid import Grid, batched_coords, once_per_raster
+from relvit.ops.grid import Grid, once_per_raster, rows_and_columns
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
-from relvit.ops.tracing import is_eager, knows_values, without_autocast
+from relvit.ops.tracing import knows_values, without_autocast
 
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
@@ -91,11 +92,11 @@ def table_index(
             distance if 2 * (distance - size + 1) <= spare else size - 1
             for distance, size in zip(distances, sizes, strict=True)
         )
-    y, x = batched_coords(grid, device).split(1, dim=-1)
+    y, x = rows_and_columns(grid, device)
     rows, cols = axis_indices(axes, device)
     row_index = bucket(rows - y, reach[0], bucketing) + 1
     col_index = bucket(cols - x, reach[1], bucketing) + (1 + 2 * reach[0] + 1)
-    return reach, F.pad(torch.cat((row_index, col_index), dim=-1), (0, 0, grid.prefix, 0))[:, None]
+    return reach, F.pad(padded_cat((row_index, col_index), -1), (0, 0, grid.prefix, 0))[:, None]
 
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
@@ -105,8 +106,8 @@ def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Ten
         table if near == distance else table.narrow(-2, distance - near, 2 * near + 1)
         for table, distance, near in zip(tables, clip_distances(tables), reach, strict=True)
     ]
-    joined = torch.cat(middles, dim=-2)
-    return F.pad(joined, (0, 0, 1, -(1 + joined.shape[-2]) % WIDTH_MULTIPLE)).to(dtype)
+    after = -(1 + sum(part.shape[-2] for part in middles)) % WIDTH_MULTIPLE
+    return padded_cat(middles, -2, before=1, after=after).to(dtype)
 
 
 def joined_with_index(
@@ -158,34 +159,21 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
     One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
     """
-    per_entry = entry_logits(query, table)
-    index = index.expand(*per_entry.shape[:-1], -1)
-    if torch.is_grad_enabled() and is_eager():
-        return _Gather.apply(per_entry, index)
-    return per_entry.gather(-1, index)
+    per_entry = _entry_logits(query, table)
+    return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
 
 
 def entry_logits(query: Tensor, table: Tensor) -> Tensor:
     """Multiply queries by all vectors of a joined table: (B, heads, N, entries)."""
+    return _entry_logits(query, table).transpose(0, 1)
+
+
+def _entry_logits(query: Tensor, table: Tensor) -> Tensor:
+    """Compute `entry_logits` in the order in memory, (heads, B, N, entries)."""
     # Head by head, queries in the memory layout of the projection need no copy, neither now nor in backward.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
-    return per_entry.unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
-
-
-class _Gather(torch.autograd.Function):
-    """`values.gather(-1, index)` without keeping `values`, because backward needs only their shape."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
-        ctx.shape = values.shape
-        ctx.save_for_backward(index)
-        return values.gather(-1, index)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter_add_(-1, index, grad), None
+    return per_entry.unflatten(1, (query.shape[0], query.shape[2]))
 
 
 def times_table(weights: Tensor, table: Tensor) -> Tensor:

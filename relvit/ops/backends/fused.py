@@ -34,8 +34,9 @@ from relvit.ops.backends.axis_logits import (
     query_logits,
     with_columns,
 )
+from relvit.ops.backends.fusing import padded_cat, scatter_sum, split_in_two
 from relvit.ops.backends.pair_bias import bias_in_mask
-from relvit.ops.grid import Grid, batched_coords, key_mask, once_per_raster, without_padding
+from relvit.ops.grid import Grid, key_mask, once_per_raster, rows_and_columns, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.terms import AxisTables, RelativeTerms
@@ -143,13 +144,13 @@ def _has_query_logits(terms: RelativeTerms) -> bool:
 def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Encode the row, then the column of each token one-hot, zero for prefix tokens: (1 or B, 1, N, H + W)."""
     rows, cols = axis_indices(axes, device)
-    y, x = batched_coords(grid, device).split(1, dim=-1)
+    y, x = rows_and_columns(grid, device)
     if grid.coords is not None:
         # Tokens beyond the outermost row or column count as in it.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
     # `one_hot` would break export with symbolic sizes.
-    hot = torch.cat((y == rows, x == cols), dim=-1).to(dtype)
+    hot = padded_cat([equal.to(dtype) for equal in (y == rows, x == cols)], -1)
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 
 
@@ -199,18 +200,18 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
     if missing:
         parts = [*parts, parts[0].new_zeros(1).expand(*lead, missing)]
     # In memory tokens come before heads, as in the projections: the attention writes its output in the same order.
-    return torch.cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
+    return padded_cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], -1).transpose(1, 2)
 
 
 def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
     # The attention has written tokens before heads, as the projection reads them.
     out, size = out.transpose(1, 2), index.shape[-1]
-    mixed, marginals = out[..., : content + size].split((content, size), dim=-1)
+    mixed, marginals = split_in_two(out, content, size)
     # Sums of several marginals are computed in float32 and rounded once.
     marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
     index = index.transpose(1, 2).expand_as(marginals)
-    by_entry = marginals.new_zeros(*marginals.shape[:-1], table.shape[-2]).scatter_add_(-1, index, marginals)
+    by_entry = scatter_sum(marginals, index, table.shape[-2])
     return plus_times_table(mixed, by_entry, table).transpose(1, 2)
 
 

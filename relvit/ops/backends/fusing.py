@@ -1,0 +1,110 @@
+"""Concatenation, and lookup by index with its gradient, in the forms that Inductor fuses with what reads the result.
+
+Inductor computes each part of a `cat` in a loop of its own on the CPU, and `scatter_add` in two: one for the zeros, one
+for the sums. In compiled graphs a sum of padded parts and a sum over comparisons take their places, so that an index or
+an indicator is computed where it is read, and never stored. Elsewhere, in exported graphs as well, these functions call
+the operations that they are named after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from relvit.ops.tracing import is_eager, is_fusing
+
+# A sum over comparisons reads all numbers for each entry: with more entries it costs more than a second loop.
+MOST_COMPARED = 64
+
+
+def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 0) -> Tensor:
+    """Concatenate tensors of equal dtype along a negative `dim`, with zeros before and after."""
+    if is_fusing():
+        if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+            return _PaddedCat.apply(dim, before, after, *parts)
+        return _sum_of_padded(dim, before, after, parts)
+    return F.pad(torch.cat(tuple(parts), dim=dim), (*(0, 0) * (-dim - 1), before, after))
+
+
+def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+    """Return the first channels of a tensor and those that follow; it may have more."""
+    if is_fusing():
+        # The gradient of `split` would be a `cat`.
+        return tensor[..., :first], tensor[..., first : first + second]
+    return tensor[..., : first + second].split((first, second), dim=-1)
+
+
+def gather(values: Tensor, index: Tensor) -> Tensor:
+    """Compute `values.gather(-1, index)`; backward does not keep `values`, of which it needs the shape alone."""
+    if is_fusing() or (torch.is_grad_enabled() and is_eager()):
+        return _Gather.apply(values, index)
+    return values.gather(-1, index)
+
+
+def scatter_sum(values: Tensor, index: Tensor, entries: int) -> Tensor:
+    """Add up the values with the same index along the last axis: (..., entries)."""
+    if is_fusing():
+        return _ScatterSum.apply(values, index, entries)
+    return _scatter_sum(values, index, entries)
+
+
+def _scatter_sum(values: Tensor, index: Tensor, entries: int) -> Tensor:
+    if is_fusing() and statically_known_true(entries <= MOST_COMPARED):
+        numbers = torch.arange(entries, device=values.device)[:, None]
+        return torch.where(index[..., None, :] == numbers, values[..., None, :], 0).sum(dim=-1)
+    return values.new_zeros(*values.shape[:-1], entries).scatter_add_(-1, index, values)
+
+
+def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -> Tensor:
+    rest, after, joined = (0, 0) * (-dim - 1), after + sum(part.shape[dim] for part in parts), None
+    for part in parts:
+        after -= part.shape[dim]
+        padded = F.pad(part, (*rest, before, after))
+        joined = padded if joined is None else joined + padded
+        before += part.shape[dim]
+    return joined
+
+
+class _PaddedCat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, dim: int, before: int, after: int, *parts: Tensor) -> Tensor:
+        ctx.dim, ctx.before, ctx.sizes = dim, before, [part.shape[dim] for part in parts]
+        return _sum_of_padded(dim, before, after, parts)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient of `pad` would be a copy, these are views.
+        start, grads = ctx.before, []
+        for size in ctx.sizes:
+            grads.append(grad.narrow(ctx.dim, start, size))
+            start += size
+        return None, None, None, *grads
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor) -> Tensor:
+        ctx.entries = values.shape[-1]
+        ctx.save_for_backward(index)
+        return values.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return _scatter_sum(grad, index, ctx.entries), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor, entries: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return _scatter_sum(values, index, entries)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.gather(-1, index), None, None
