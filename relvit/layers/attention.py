@@ -25,12 +25,13 @@ LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c",
 
 def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a layer's `position` and `prefix_bias` for tokens `x`, (B, N, dim) of `grid`."""
-    terms, prefix_bias = _position_terms(layer, x, grid, key_grid), getattr(layer, "prefix_bias", None)
+    terms, prefix_bias = _position_terms(layer, x, grid, key_grid), layer._modules.get("prefix_bias")
     return terms if prefix_bias is None else add_channels(terms, prefix_bias(grid, key_grid))
 
 
 def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    return RelativeTerms() if layer.position is None else terms_of(layer.position, x, grid, key_grid)
+    position = layer.position
+    return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 
 
 def attend_with(
@@ -39,7 +40,6 @@ def attend_with(
     projected: Projected,
     grid: Grid,
     key_grid: Grid | None = None,
-    *,
     rotate: Callable[[Tensor, Grid], Tensor] | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -66,10 +66,12 @@ def attend_with(
     Returns:
         (B, Nq, heads head_dim).
     """
-    keys, dropout_p = grid if key_grid is None else key_grid, layer.attn_drop.p if layer.training else 0.0
-    terms, prefix_bias = _position_terms(layer, x, grid, keys), getattr(layer, "prefix_bias", None)
+    # A module that `nn.Module` has to look up takes as long as a view of a tensor, so each is looked up once.
+    keys, attn_drop = grid if key_grid is None else key_grid, layer.attn_drop
+    dropout_p = attn_drop.p if layer.training else 0.0
+    terms, prefix_bias = _position_terms(layer, x, grid, keys), layer._modules.get("prefix_bias")
     usual = not is_causal and dropout_p == 0 and layer.trained_keys is None and rotate is None and keys is grid
-    if usual and not wants_weights(layer.attn_drop):
+    if usual and not wants_weights(attn_drop):
         biases = None if prefix_bias is None else prefix_bias.weight
         mixed = attend_projected(projected, terms, grid, layer.scale, layer.backend, attn_mask, biases)
         if mixed is not None:
@@ -87,13 +89,14 @@ def attend_with(
         query, key, value, terms, grid, key_grid, attn_mask, is_causal,
         dropout_p, layer.scale, position_query, position_key, layer.trained_keys,
     )  # fmt: skip
-    show_weights(layer.attn_drop, inputs)
+    show_weights(attn_drop, inputs)
     return attend(inputs, layer.backend).transpose(1, 2).flatten(2)
 
 
-def _does_nothing(norm: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a norm is an `nn.Identity` without hooks."""
-    return type(norm) is nn.Identity and not norm._forward_hooks and not norm._forward_pre_hooks
+def _does_nothing(part: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a norm or a dropout is a module without effect and without hooks."""
+    idle = type(part) is nn.Identity or (type(part) is nn.Dropout and (part.p == 0 or not part.training))
+    return idle and not part._forward_hooks and not part._forward_pre_hooks
 
 
 class GridAttention(Mixer):
@@ -138,8 +141,7 @@ class GridAttention(Mixer):
         if memory is not None:
             query, key, value = separate(projected)
             projected = query[:, :, -x.shape[1] :], key, value
-        options = {"rotate": rotate, "attn_mask": attn_mask, "is_causal": is_causal}
-        return self.output(x, attend_with(self, x, projected, grid, key_grid, **options))
+        return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
@@ -157,7 +159,8 @@ class GridAttention(Mixer):
         out = self.norm(mixed)
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+        out, drop = self.proj(out), self.proj_drop
+        return out if _does_nothing(drop) else drop(out)
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""

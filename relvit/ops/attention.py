@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -160,9 +161,8 @@ def attend_projected(
         return None
     tables = [table for term in terms[1:4] if term is not None for table in term]
     tensors = [part for part in (*contents, *tables, attn_mask, prefix_bias) if part is not None]
-    shapes, dtypes = [part.shape for part in tensors], [part.dtype for part in tensors]
-    devices, kinds = [part.device for part in tensors], map(type, (*terms[1:4], attn_mask, prefix_bias))
-    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), *kinds, *shapes, *dtypes, *devices)
+    kinds = map(type, (*terms[1:4], attn_mask, prefix_bias))
+    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), *kinds, *map(_SIGN, tensors))
     if (decision := _DECISIONS.get(key)) is None:
         inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
         decision = _decision(inputs, backend)
@@ -179,6 +179,9 @@ def attend_projected(
         mixed = pair_bias.attend(contents, *tables, decision.plan, prefix_bias, attn_mask)
         return mixed.transpose(1, 2).flatten(2)
     return lean.attend(contents, tables, decision.plan)
+
+
+_SIGN = attrgetter("shape", "dtype", "device")
 
 
 class _Decision(NamedTuple):

@@ -92,13 +92,13 @@ class RelativePosition2d(LearnedPosition, Position):
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the terms, the same for every grid of the trained size."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        tables = (self._tables(term, grid, trained) for term in TERMS.values())
+        tables = [self._tables(term, grid, trained) for term in TERMS.values()]
         return RelativeTerms(*tables, self.bucketing if trained is None else "clip")
 
     def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable | None:
         if term not in self._names:
             return None
-        kind, tables = LAYOUTS[self.layout], [getattr(self, name) for name in self._names[term]]
+        kind, tables = LAYOUTS[self.layout], [self._table(name) for name in self._names[term]]
         if trained is None:
             return kind(*tables)
         # Offsets are on the last axis of a bias, and before the width of vectors.
@@ -107,6 +107,11 @@ class RelativePosition2d(LearnedPosition, Position):
         if kind is JointTable:
             return JointTable(stretch(stretch(tables[0], axis - 1, *down), axis, *across))
         return AxisTables(stretch(tables[0], axis, *down), stretch(tables[1], axis, *across))
+
+    def _table(self, name: str) -> Tensor:
+        # PyTorch finds a parameter as an attribute as slowly as it computes a view; parametrizations are attributes.
+        table = self._parameters.get(name)
+        return getattr(self, name) if table is None else table
 
     def extra_repr(self) -> str:
         return (

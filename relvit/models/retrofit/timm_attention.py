@@ -80,6 +80,9 @@ class TimmRelativeAttention(GridAttention):
 class TimmRelativePlain(TimmRelativeAttention, Attention):
     """timm's `Attention` after a retrofit, see `TimmRelativeAttention`."""
 
+    # One projection with a common bias needs no look-up of others, which takes as long as an operation.
+    project = GridAttention.project
+
 
 class TimmRelativeRope(TimmRelativeAttention, AttentionRope):
     """timm's `AttentionRope` after a retrofit, see `TimmRelativeAttention`; key and value heads may be fewer."""
