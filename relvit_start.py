@@ -1,7 +1,8 @@
 """Start of the console script `relvit`: `--help` without PyTorch; how long waiting threads spin, set before its import.
 
-The module stands beside the package and imports nothing of the package, because importing `relvit` loads PyTorch and
-timm, which takes seconds. `relvit.app.cli` runs all other commands, and `python -m relvit` begins there.
+The module stands beside the package and imports nothing of the package (it runs two files alone), because importing
+`relvit` loads PyTorch and timm, which takes seconds. `relvit.app.cli` runs all other commands, and `python -m relvit`
+begins there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
@@ -45,6 +47,24 @@ COMMANDS = {
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 
+# Other libraries call a command by one of these names.
+ELSEWHERE = {
+    "fit": "train finetune fine-tune resume",
+    "validate": "val valid",
+    "test": "eval evaluate",
+    "predict": "infer inference classify detect",
+    "resolutions": "sizes benchmark",
+    "embed": "features extract",
+    "probe": "knn linear",
+    "export": "convert onnx",
+    "publish": "push upload",
+    "show": "plot visualize visualise attention",
+    "demo": "serve app gradio",
+    "explain": "info summary",
+    "average": "soup swa ensemble",
+    "check-data": "check data",
+}
+
 # As fast as without a limit on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
 SPIN_COUNT = "20000"
 
@@ -65,6 +85,10 @@ def main() -> int:
     if (text := answer(arguments)) is not None:
         print(text)
         return 0 if arguments else 2
+    typed = [argument for argument in arguments if argument != "--debug"]
+    if typed and typed[0] not in COMMANDS:
+        print(unknown_command(typed[0]), file=sys.stderr)
+        return 2
     prepare_environment()
     # As with `python -m relvit`, a module of one's own in this folder can be named (--data my_module.Mine); it comes
     # last, so that no file here takes the place of an installed module.
@@ -124,8 +148,23 @@ def answer(arguments: Sequence[str]) -> str | None:
 
 
 def version() -> str:
-    """Read the version from the package's file, without importing the package."""
-    return runpy.run_path(str(Path(__file__).with_name("relvit") / "version.py"))["__version__"]
+    """Read the version from the package's file."""
+    return _read("version.py")["__version__"]
+
+
+def unknown_command(command: str) -> str:
+    """Return what to say of a word that is no command: the command that is likely meant, and all commands."""
+    messages = _read("utils/messages.py")
+    others = {other: own for own, names in ELSEWHERE.items() for other in names.split()}
+    found = messages["nearest"](command, [*COMMANDS, *others])
+    hint = "" if found is None else f" (did you mean {others.get(found, found)!r}?)"
+    known = messages["listing"](list(COMMANDS), len(COMMANDS))
+    return messages["visible_lines"](f"relvit: error: unknown command {command!r}{hint}; commands: {known}")
+
+
+def _read(file: str) -> dict[str, Any]:
+    """Run a file of the package without the package, whose import loads PyTorch, and return its names."""
+    return runpy.run_path(str(Path(__file__).with_name("relvit") / file))
 
 
 def overview() -> str:

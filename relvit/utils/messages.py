@@ -1,6 +1,5 @@
 """Texts of messages: the nearest allowed name, short lists, how to install a missing package; escapes for terminals."""
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,14 +20,49 @@ EXTRAS = {
 }
 
 
-def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.4) -> str | None:
-    """Return the allowed name nearest to ``name``; None if no similarity reaches ``cutoff``, in 0..1."""
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
+
+    Case, hyphens and underscores do not count. A third of the letters, at most two, may be missing, wrong, too many or
+    exchanged with their neighbour; or the names have a long beginning in common, or the end of one is the other.
+    """
     allowed = list(allowed)
-    # The letters of `gpu` are nearest to `cpu`.
-    if name in ("gpu", "gpus") and "cuda" in allowed:
+    # PyTorch's name of the GPU.
+    if name in ("gpu", "gpus") and name not in allowed and "cuda" in allowed:
         return "cuda"
-    found = difflib.get_close_matches(name, allowed, n=1, cutoff=cutoff)
-    return found[0] if found else None
+    typed = _letters(name)
+    spelt = {each: _letters(each) for each in allowed}
+    found = [(_edits(typed, other), each) for each, other in spelt.items() if abs(len(typed) - len(other)) <= 2]
+    # Two faults and another first letter are another word.
+    near = [(edits, each) for edits, each in found if edits <= min(1 + (spelt[each][:1] == typed[:1]), len(typed) // 3)]
+    if near:
+        return min(near, key=lambda pair: pair[0])[1]
+    long = [each for each, other in spelt.items() if _is_longer(*sorted((typed, other), key=len))]
+    return min(long, key=len, default=None)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).casefold()
+
+
+def _is_longer(short: str, long: str) -> bool:
+    """Return whether two names have their beginning in common, or whether the end of one is most of the other."""
+    same = next((place for place, pair in enumerate(zip(short, long, strict=False)) if len({*pair}) > 1), len(short))
+    return same >= max(5, 0.75 * len(short)) or (len(short) >= max(5, 0.6 * len(long)) and long.endswith(short))
+
+
+def _edits(one: str, other: str) -> int:
+    """Count the letters to insert, delete or replace, and the neighbours to exchange, between two names."""
+    before, above = [], list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        line = [row]
+        for column, wanted in enumerate(other, 1):
+            best = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and (letter, one[row - 2]) == (other[column - 2], wanted):
+                best = min(best, before[column - 2] + 1)
+            line.append(best)
+        before, above = above, line
+    return above[-1]
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

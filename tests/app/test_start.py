@@ -42,6 +42,14 @@ def test_other_commands_go_to_the_package(capsys, monkeypatch):
     assert "did you mean 'fit'" in capsys.readouterr().err
 
 
+def test_an_unknown_command_is_answered_without_pytorch(capsys):
+    program = "import relvit_start; sys.argv = ['relvit', '--debug', 'trian', 'x']; assert relvit_start.main() == 2"
+    done = loaded_after(program)
+    assert {"torch", "timm", "relvit"}.isdisjoint(done.stderr.split())
+    assert main(["trian", "x"]) == 2
+    assert capsys.readouterr().err in done.stderr
+
+
 def test_the_core_alone_names_the_extra_that_is_missing():
     """`import relvit` works without the application's packages, and the command line answers in one line."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"

@@ -14,14 +14,11 @@ from typing import Any
 
 from relvit.app.cli.arguments import Arguments, read_arguments
 from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
-from relvit.utils.messages import did_you_mean, listing, visible_lines
-from relvit_start import COMMANDS, answer
+from relvit.utils.messages import visible_lines
+from relvit_start import COMMANDS, answer, unknown_command
 
 # The module of the command that `relvit predict` runs with an exported file in the place of a checkpoint.
 EXPORTED = "relvit.app.cli.commands.deploy.predict_exported"
-
-# Other libraries call a command by one of these names.
-ELSEWHERE = {"train": "fit", "eval": "test", "evaluate": "test", "val": "validate", "infer": "predict"}
 
 _stock_format = warnings.formatwarning
 
@@ -49,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     command, *rest = arguments
     if command not in COMMANDS:
-        hint = did_you_mean(ELSEWHERE.get(command, command), COMMANDS)
-        print(f"relvit: error: unknown command {command!r}{hint}; commands: {listing(list(COMMANDS))}", file=sys.stderr)
+        print(unknown_command(command), file=sys.stderr)
         return 2
     name, module = command, COMMANDS[command][0]
     if command == "predict" and any(word.endswith((".onnx", ".pt2")) for word in rest):

@@ -28,26 +28,76 @@ ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
 # `fit --model` takes the name of a model, or a file of the model's options, which ends in one of these.
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
-# Other libraries call an option (the last part of its name) by these names.
+# Users of timm, ultralytics, Lightning and Hugging Face know an option (the last part of its name) by these names. If a
+# name stands for several options, the command's own is meant.
 _ELSEWHERE = {
     "lr": "learning_rate lr0 base_lr",
-    "max_epochs": "num_epochs n_epochs num_train_epochs",
-    "batch_size": "batch bs",
-    "num_workers": "workers",
-    "img_size": "imgsz image_size size resolution",
-    "devices": "gpus gpu num_gpus",
-    "precision": "amp fp16 bf16",
-    "root": "path data_dir data_path",
-    "runs": "output output_dir save_dir",
+    "min_lr": "lrf eta_min",
+    "max_epochs": "num_epochs n_epochs num_train_epochs train_epochs",
+    "max_steps": "iterations iters num_steps",
+    "batch_size": "batch bs per_device_train_batch_size per_device_eval_batch_size train_batch_size eval_batch_size",
+    "num_workers": "workers dataloader_num_workers",
+    "img_size": "imgsz image_size size resolution input_size",
+    "devices": "gpus gpu num_gpus n_gpu",
+    "device": "gpus gpu cuda accelerator",
+    "accelerator": "cuda",
+    "precision": "amp fp16 bf16 half mixed_precision",
+    "root": "path data_dir data_path train_dir image_dir images_dir dataset_path",
+    "data": "dataset",
+    "paths": "source input inputs image images",
+    "images": "image source input inputs",
+    "to": "output_dir save_dir out output",
+    "output": "out output_dir save_dir out_dir outdir output_file save_path",
+    "runs": "output output_dir save_dir out_dir outdir project log_dir run_dir experiment",
     "opt": "optimizer optim",
-    "model": "arch",
-    "pretrained": "weights",
+    "opt_kwargs": "momentum betas opt_eps opt_betas",
+    "model": "arch architecture backbone model_name model_name_or_path",
+    "pretrained": "weights checkpoint_path finetune init_weights",
+    "resume": "resume_from resume_from_checkpoint",
+    "ckpt_path": "checkpoint ckpt weights resume_from_checkpoint",
     "weight_decay": "wd",
-    "warmup_epochs": "warmup",
-    "patience": "early_stopping",
+    "warmup_epochs": "warmup warmup_steps warmup_ratio",
+    "schedule": "scheduler lr_scheduler lr_scheduler_type sched cos_lr",
+    "freeze_epochs": "freeze freeze_backbone frozen_epochs",
+    "patience": "early_stopping early_stop early_stopping_patience",
     "seed_everything": "seed",
+    "label_smoothing": "smoothing label_smoothing_factor",
+    "mixup": "mixup_alpha",
+    "cutmix": "cutmix_alpha",
+    "augment": "augmentation aug aa auto_augment autoaugment transform transforms rand_augment",
+    "random_erasing": "reprob erasing",
+    "color_jitter": "jitter",
+    "ema_decay": "ema model_ema model_ema_decay",
+    "gradient_clip_val": "clip_grad grad_clip gradient_clip max_grad_norm clip",
+    "accumulate_grad_batches": "accum grad_accum accumulate grad_accum_steps gradient_accumulation_steps",
+    "layer_decay": "llrd layer_wise_decay",
+    "val_fraction": "val_split val_ratio val_size validation_split val_percent",
+    "save_every": "save_steps save_period",
+    "loss": "criterion loss_fn",
+    "class_weights": "class_weight",
+    "logger": "log report_to",
+    "limit_train_batches": "max_batches",
+    "mirror": "tta augment_test flip",
+    "teacher": "distill_from teacher_model",
+    "int8": "quantize quantization",
 }
-SYNONYMS: dict[str, str] = {other: own for own, others in _ELSEWHERE.items() for other in others.split()}
+SYNONYMS: dict[str, list[str]] = {
+    other: [own for own, others in _ELSEWHERE.items() if other in others.split()]
+    for other in " ".join(_ELSEWHERE.values()).split()
+}
+_DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --model.model_kwargs.drop_path_rate"
+_FOLDS = "K-fold cross-validation is a recipe in docs/own_data.md"
+_CLASSES = "the classes are found in the data"
+# `fit` has no options of these names; this is what to do instead.
+INSTEAD: dict[str, str] = {
+    **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
+    **dict.fromkeys(("nc", "num_classes", "num_labels", "classes", "names"), _CLASSES),
+    **dict.fromkeys(("dropout", "drop_path", "stochastic_depth"), _DROPOUT),
+    **dict.fromkeys(("wandb", "use_wandb"), "give --logger wandb"),
+    **dict.fromkeys(("tensorboard",), "the TensorBoard log is written without an option"),
+    **dict.fromkeys(("name", "run_name", "exp_name"), "a run's folder is named by its time and model, below --runs"),
+}
+
 
 # A command lacks one of these options although commands like it have the option; this is what to do instead.
 MISSING: dict[tuple[str, str], str] = {

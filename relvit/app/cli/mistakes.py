@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import timm
 from jsonargparse import Namespace
 
-from relvit.app.cli.arguments import OF_FIT, OF_TRAINER, SYNONYMS
+from relvit.app.cli.arguments import INSTEAD, OF_FIT, OF_TRAINER, SYNONYMS
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.hints import accepts, choices, in_words, subclasses
 from relvit.app.data.registry import data_modules
 from relvit.models import model_arguments
-from relvit.utils.messages import cut, did_you_mean, listing
+from relvit.utils.messages import cut, did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
 
@@ -149,10 +149,33 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         of_data = "data." if "data" in known else "-"
         short = OF_TRAINER | OF_FIT
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
-    own = SYNONYMS.get(name.rpartition(".")[2])
-    if same := [other for other, full in names.items() if full.rpartition(".")[2] == own]:
-        return f"{shown} (did you mean {min(same, key=len)!r}?)"
-    return f"{shown}{did_you_mean(f'{dashes}{name}', names)}"
+    of_fit = "resume" in known
+    if of_fit and (instead := INSTEAD.get(nearest(name, INSTEAD) or "")):
+        return f"{shown}: {instead}"
+    if (found := _meant(f"{dashes}{name}", names)) is not None:
+        return f"{shown} (did you mean {found!r}?)"
+    if of_fit and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
+        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{name}"
+    return shown
+
+
+def _meant(typed: str, names: Mapping[str, str]) -> str | None:
+    """Return the option that the user likely means, by its own name or by that of another library.
+
+    Args:
+        typed: what the user gave, such as '--model.learningrate'.
+        names: the options by the names that may be shown, with their full names.
+    """
+    group, _, last = typed.rpartition(".")
+    last = last.lstrip("-")
+    lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
+    of_command = set().union(*lasts.values())
+    others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
+    # What another library calls an option is not a misspelling of an option that looks like it.
+    spelt = nearest(last, [*others, *of_command])
+    found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
+    beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]
+    return min(beside or found, key=len, default=None)
 
 
 def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
@@ -179,5 +202,5 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
-    nearest = did_you_mean(value, choices(hint)) if isinstance(value, str) else ""
-    return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{nearest}"
+    hinted = did_you_mean(value, choices(hint)) if isinstance(value, str) else ""
+    return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"

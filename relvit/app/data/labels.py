@@ -1,5 +1,6 @@
 """Class labels of lists and readers: map names or numbers to positions in class_names, find likely misspellings."""
 
+import difflib
 import re
 import reprlib
 import unicodedata
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from relvit.utils.messages import listing, nearest, visible
+from relvit.utils.messages import listing, visible
 
 # A label is the position of an image's class, or the ordered positions of the classes of a multi-label image.
 Label = int | tuple[int, ...]
@@ -128,7 +129,7 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
         # This cutoff allows one letter too many, missing, wrong or in another place; in long names a little more.
-        if other := nearest(name, larger, min(1 - 1 / len(name), 0.85) - 1e-9):
+        for other in difflib.get_close_matches(name, larger, 1, min(1 - 1 / len(name), 0.85) - 1e-9):
             doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
     return doubts
 

@@ -268,10 +268,10 @@ def nearest_hint(path: Path) -> str:
         missing = missing.parent
     found = [*(missing.parent / "checkpoints").glob("[!.]*"), *missing.parent.glob("[!.]*")]
     near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
-    if name := nearest(missing.name, near, cutoff=0.6):
+    if name := nearest(missing.name, near):
         return f" (did you mean '{near[name]}'?)"
     # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
     architecture, tag = split_model_name_tag(path.name)
-    name = nearest(architecture, timm.list_models(), cutoff=0.8)
+    name = nearest(architecture, timm.list_models())
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
     return f" (did you mean {known!r}?)" if known else ""

@@ -1,0 +1,127 @@
+"""Sixty typed mistakes: the hint is the option that was meant, or there is none."""
+
+import re
+from functools import cache
+
+import pytest
+from lightning import Trainer
+
+import relvit_start
+from relvit.app.cli.functions import function_of
+from relvit.app.cli.mistakes import explain
+from relvit.app.cli.parser import Parser
+from relvit.app.data import ImageData
+from relvit.app.training import ImageClassifier
+from relvit.utils.messages import nearest
+from relvit_start import COMMANDS
+
+# Command -> what a user types -> the option of the hint; None where a hint would be a guess.
+MISTAKES = {
+    "fit": {
+        "learningrate": "--lr", "learning-rate": "--lr", "lr0": "--lr", "base_lr": "--lr", "lrate": None,
+        "epoch": "--epochs", "num_epochs": "--epochs", "num_train_epochs": "--epochs", "maxepochs": "--epochs",
+        "batch": "--batch_size", "batchsize": "--batch_size", "batch-size": "--batch_size",
+        "per_device_train_batch_size": "--batch_size", "imgsz": "--img_size", "image-size": "--img_size",
+        "imgsize": "--img_size", "workers": "--num_workers", "arch": "--model", "modle": "--model",
+        "wd": "--model.weight_decay", "weight-decay": "--model.weight_decay", "weightdecay": "--model.weight_decay",
+        "optimizer": "--model.opt", "optimiser": "--model.opt", "freeze": "--model.freeze_epochs",
+        "freeze_backbone": "--model.freeze_epochs", "warmup": "--model.warmup_epochs", "scheduler": "--model.schedule",
+        "smoothing": "--model.label_smoothing", "ema": "--model.ema_decay", "clip_grad": "--trainer.gradient_clip_val",
+        "gradient_accumulation_steps": "--trainer.accumulate_grad_batches", "data_dir": "--root", "rot": "--root",
+        "output_dir": "--runs", "seed": "--seed_everything", "val_split": "--data.val_fraction",
+        "pretraind": "--pretrained",
+        "weights": "--pretrained", "resme": "--resume", "gpus": "--devices", "device": "--devices",
+        "fp16": "--precision",
+        "auto_augment": "--data.augment", "model.learning_rate": "--lr", "trainer.max_epoch": "--trainer.max_epochs",
+        "trainer.lr": "--lr", "model.dropot": None, "color": None, "subset": None, "metric": None, "xyz": None,
+    },
+    "export": {"ouput": "--output", "out": "--output", "imgsz": "--img_size", "half": None, "opset": None},
+    "show": {"image": "--images", "layers": "--layer", "head": None, "colormap": None, "cuda": "--device"},
+    "embed": {"batch": "--batch_size", "pool": None, "save_dir": "--output"},
+    "publish": {"token": None, "repo": None, "licence": "--license", "private": None},
+    "demo": {"share": None, "prot": "--port", "server_name": None},
+}  # fmt: skip
+
+
+@cache
+def parser(command):
+    made = Parser()
+    made.add_options_of(function_of(COMMANDS[command][0], command))
+    if command == "fit":
+        made.add_subclass_arguments(ImageData, "data", fail_untyped=False)
+        for cls, name in ((ImageClassifier, "model"), (Trainer, "trainer")):
+            made.add_class_arguments(cls, name, fail_untyped=False)
+        made.add_argument("--seed_everything", type=int)
+    return made
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_hint_is_what_was_meant(command):
+    words = ["--data=ImageFolderData", "--data.root=x"] if command == "fit" else []
+    for typed, meant in MISTAKES[command].items():
+        message = explain(parser(command), [*words, f"--{typed}=1"], None, Exception())
+        assert message.startswith(f"unknown option --{typed}"), message
+        hint = re.search(r"did you mean '(.*?)'", message)
+        assert (hint and hint[1]) == meant, message
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("kfold", "docs/own_data.md"),
+        ("n-folds", "docs/own_data.md"),
+        ("num_classes", "found in the data"),
+        ("dropout", "--model.model_kwargs.drop_rate"),
+        ("patch_size", None),
+        ("rel_terms", "--model.model_kwargs.rel_terms"),
+        ("wandb", "--logger wandb"),
+    ],
+)
+def test_what_has_no_option_of_its_own_is_answered(typed, instead):
+    message = explain(parser("fit"), ["--data=ImageFolderData", "--data.root=x", f"--{typed}=1"], None, Exception())
+    assert "did you mean '--r" not in message
+    assert instead is None or instead in message
+
+
+def test_names_that_only_share_letters_are_not_near():
+    for typed, allowed in {
+        "wasps": ["ants", "bees"],
+        "freeze": ["resume", "root"],
+        "learningrate": ["nonfinite"],
+        "kfold": ["model"],
+        "rotate": ["root"],
+        "seed": ["test"],
+        "lr": ["k"],
+    }.items():
+        assert nearest(typed, allowed) is None, typed
+    for typed, meant in {
+        "Cat": "cat",
+        "crop_flip": "crop-flip",
+        "tset": "test",
+        "FolderData": "ImageFolderData",
+    }.items():
+        assert nearest(typed, [meant, "another"]) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train", "fit"),
+        ("trian", "fit"),
+        ("finetune", "fit"),
+        ("evalaute", "test"),
+        ("predcit", "predict"),
+        ("inference", "predict"),
+        ("check_data", "check-data"),
+        ("checkdata", "check-data"),
+        ("resolution", "resolutions"),
+        ("visualize", "show"),
+        ("deploy", None),
+        ("list", None),
+        ("runs/RUN", None),
+    ],
+)
+def test_unknown_commands(typed, meant):
+    message = relvit_start.unknown_command(typed)
+    assert ("did you mean" in message) == (meant is not None), message
+    assert meant is None or f"(did you mean {meant!r}?)" in message
