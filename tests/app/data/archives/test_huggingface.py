@@ -150,7 +150,10 @@ def test_code_that_comes_along_does_not_run(tmp_path):
 
 MISTAKES = [
     ({"train_split": "trian"}, "cannot load the split 'trian' of hfds/.*: Unknown split"),
-    ({"input_key": "img"}, r"no column 'img' in hfds/.* \(did you mean 'image'\?\); its columns are 'image', 'label'"),
+    (
+        {"input_key": "imag"},
+        r"no column 'imag' in hfds/.* \(did you mean 'image'\?\); its columns are 'image', 'label'",
+    ),
     ({"target_key": "labels"}, r"no column 'labels' in .* \(did you mean 'label'\?\).*\(--data.target_key\)"),
     ({"input_key": "label"}, "column 'label' of hfds/.* holds no images but ClassLabel.*; columns of images are 'im"),
     ({"target_key": "image"}, "column 'image' of hfds/.* holds no classes but Image"),
