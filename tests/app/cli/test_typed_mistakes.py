@@ -33,7 +33,7 @@ MISTAKES = {
         "weights": "--pretrained", "resme": "--resume", "gpus": "--devices", "device": "--devices",
         "fp16": "--precision",
         "auto_augment": "--data.augment", "model.learning_rate": "--lr", "trainer.max_epoch": "--trainer.max_epochs",
-        "trainer.lr": "--lr", "model.dropot": None, "color": "--data.color_jitter", "subset": None, "metric": None, "xyz": None,
+        "trainer.lr": "--lr", "model.dropot": None, "color": "--data.color_jitter", "subset": None, "metric": None,
     },
     "export": {"ouput": "--output", "out": "--output", "imgsz": "--img_size", "half": None, "opset": None},
     "show": {"image": "--images", "layers": "--layer", "head": None, "colormap": None, "cuda": "--device"},
