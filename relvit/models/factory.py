@@ -81,7 +81,7 @@ def build_model(
     try:
         return build()
     # timm's classes check few of their arguments, so wrong ones fail in many ways.
-    except (AssertionError, ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError) as error:
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise
         raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
@@ -133,7 +133,7 @@ def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, An
     # The fork keeps the caller's random numbers. Operations without a meta kernel raise the suppressed errors.
     with (
         torch.random.fork_rng(devices=[]),
-        contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError),
+        contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError, AttributeError, LookupError),
         torch.device("meta"),
     ):
         model = build()

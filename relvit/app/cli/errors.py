@@ -11,6 +11,9 @@ from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
 from relvit.utils.messages import LostProcessError, MissingPackageError
 
+# What PyTorch says where a process of a data loader has ended.
+LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
+
 
 class UsageError(ValueError):
     """An option, argument or configuration that the command does not understand."""
@@ -28,6 +31,8 @@ def is_users_mistake(error: Exception) -> bool:
 def is_self_explanatory(error: Exception) -> bool:
     """Return whether a message needs no hint at `--debug`: the user's mistakes, the disk and the network."""
     full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    if isinstance(error, RuntimeError) and LOST_WORKER.search(str(error)):
+        return True
     return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
 
@@ -54,6 +59,11 @@ def describe(error: Exception, command: str = "fit") -> str:
     # The constructors of Lightning's loggers raise this error where their package is missing.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
+    if LOST_WORKER.search(text):
+        return (
+            "a process that loads images has ended, as the system ends it where memory runs out: fewer processes "
+            f"(--{'data.' if command == 'fit' else ''}num_workers), smaller batches or images"
+        )
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"

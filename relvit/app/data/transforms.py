@@ -17,6 +17,9 @@ from relvit.app.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
 from relvit.utils.ranges import NonNegativeFloat, PositiveShare, Share, check_ranges
 
+# Images are never resized to more pixels on a side, which JPEG files cannot have either.
+LONGEST_SIDE = 65_500
+
 SizeProtocol = Literal["crop", "resize", "field"]
 """How evaluation brings images to a size, see `eval_transform`."""
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
@@ -161,7 +164,13 @@ def _squash(size: tuple[int, int]) -> v2.Resize:
 
 
 def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
-    return math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
+    before = math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
+    if max(before) > LONGEST_SIDE:
+        raise ValueError(
+            f"crop_pct {crop_pct:g} resizes images to {max(before):,} pixels before the crop, the most are "
+            f"{LONGEST_SIDE:,}; usual are 0.8 to 1"
+        )
+    return before
 
 
 def train_transform(

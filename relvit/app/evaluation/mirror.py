@@ -25,11 +25,18 @@ def average_with_mirror(module: ImageClassifier, args: tuple[ImageBatch], logits
 class MirrorAverage(Callback):
     """Let a classifier test and predict by the mean probabilities of each image and its mirror image."""
 
+    hook: RemovableHandle | None = None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.hook: RemovableHandle = pl_module.register_forward_hook(average_with_mirror)
+        self.hook = pl_module.register_forward_hook(average_with_mirror)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.hook.remove()
+        self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.hook.remove()
+        self._remove()
+
+    def _remove(self) -> None:
+        # The data may fail before the classifier gets its hook.
+        if self.hook is not None:
+            self.hook.remove()

@@ -14,6 +14,9 @@ from relvit.app.data.labels import as_label
 from relvit.app.utils.files import canonical_paths
 from relvit.utils.messages import did_you_mean, listing, one_line, visible
 
+# More names in one pattern are a typing error.
+MOST_ARCHIVES = 100_000
+
 IMAGE_PARTS = "jpg;jpeg;png;webp"
 
 
@@ -125,11 +128,11 @@ def refuse_remote(name: str) -> None:
         raise ValueError(f"{name} is not on disk; download the archives first, no URL is opened and no command is run")
 
 
-def expand_braces(pattern: str) -> list[str]:
+def expand_braces(pattern: str, most: int = MOST_ARCHIVES) -> list[str]:
     """Expand a pattern as a shell does: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
 
     Raises:
-        ValueError: Braces within braces, or one that has no partner.
+        ValueError: Braces within braces, one that has no partner, or more than `most` names.
     """
     before, opening, rest = pattern.partition("{")
     inside, closing, after = rest.partition("}")
@@ -142,12 +145,16 @@ def expand_braces(pattern: str) -> list[str]:
         padded = any(len(number) > 1 and number.startswith("0") for number in (first, last))
         width = max(len(first), len(last)) if padded else 0
         step = 1 if int(first) <= int(last) else -1
+        count = abs(int(last) - int(first)) + 1
+        if count > most:
+            raise ValueError(f"{pattern!r} stands for {count:,} archives or more, the most are {MOST_ARCHIVES:,}")
         choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + step, step)]
     elif "," in inside:
         choices = inside.split(",")
     else:
         raise ValueError(f"{pattern!r} holds {{{inside}}}; allowed are '{{000..127}}' and '{{a,b}}'")
-    return [before + choice + end for choice in choices for end in expand_braces(after)]
+    ends = expand_braces(after, max(most // len(choices), 1))
+    return [before + choice + end for choice in choices for end in ends]
 
 
 def _samples(file: str) -> dict[str, dict[str, Member]]:

@@ -31,6 +31,8 @@ from relvit.utils.messages import nearest
 AVERAGE_KEY = "ema_state_dict"
 # timm prefers the weights under this key to 'state_dict'. Here their names are the names in the model itself.
 TIMM_KEY = "state_dict_ema"
+# The number of characters that no name of a class exceeds, as each row of a table repeats the names.
+LONGEST_NAME = 10_000
 # A user may give the folder of a run in the place of this checkpoint in it.
 BEST = Path("checkpoints") / "best.ckpt"
 # The checkpoint of the last complete epoch is beside last.ckpt.
@@ -69,6 +71,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise FileNotFoundError(
             f"{path} is a folder; give the checkpoint, such as {runs[-1] if runs else file / BEST}{instead}"
         )
+    check_is_file(file)
     if not file.is_file():
         named = str(path).startswith((HUB, FOLDER)) or timm.is_model(split_model_name_tag(str(path))[0])
         hint = "" if named else nearest_hint(file)
@@ -104,6 +107,16 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if averaged:
         content["state_dict"] = content["state_dict"] | content.get(AVERAGE_KEY, {})
     return content
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse a pipe, a socket or a device, which may have no end; whatever is missing or a folder passes.
+
+    Raises:
+        ValueError: The path is one of these.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} cannot be read: it is no file but a pipe, a socket or a device")
 
 
 class DamagedError(ValueError):
@@ -145,6 +158,10 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
         return f"{KEY}.data.init_args"
     if not _named(description.get("images") or {}):
         return f"{KEY}.images"
+    parts = {"model": description["model"], "data": description["data"]["init_args"]}
+    for part, names in ((part, values.get("class_names")) for part, values in parts.items()):
+        if isinstance(names, list | tuple) and any(len(str(name)) > LONGEST_NAME for name in names):
+            return f"{KEY}.{part}.class_names"
     temperature = description.get("temperature", 1.0)
     if not (isinstance(temperature, float) and 0 < temperature < math.inf):
         return f"{KEY}.temperature"

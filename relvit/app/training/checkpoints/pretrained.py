@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from relvit.app.data import parse_size
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
-from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, nearest_hint
+from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_is_file, nearest_hint
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import is_address
@@ -124,6 +124,7 @@ class Pretrained:
             best = path / "checkpoints" / "best.ckpt"
             hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
             raise ValueError(f"{path} holds no config.json: {hint}")
+        check_is_file(path)
         if path.suffix in FILES or len(path.parts) > 1:
             raise FileNotFoundError(f"no weights at {name}{nearest_hint(path)}; give {ALLOWED}")
         architecture, tag = split_model_name_tag(name)
@@ -161,7 +162,7 @@ class Pretrained:
         try:
             cfg, architecture, arguments = read(path)
             cfg, arguments = dict(cfg or {}), dict(arguments or {})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the config.json of {self.name} does not say which model it is of ({one_line(error)})"
             ) from error

@@ -1,0 +1,97 @@
+"""Odd checkpoints, folders of weights and lists are refused in relvit's own words, with exit status 2."""
+
+import json
+import os
+
+import pytest
+import torch
+from photos import TINY
+
+from relvit.app.cli.errors import describe, is_self_explanatory
+from relvit.app.data.archives.webdataset import expand_braces
+
+QUIET = ["--num_workers=0"]
+
+
+@pytest.fixture
+def spoilt(best, tmp_path):
+    """A function that changes the description of a checkpoint, and returns the new file."""
+
+    def change(edit):
+        content = torch.load(best, weights_only=True)
+        edit(content["relvit"])
+        torch.save(content, tmp_path / "bad.ckpt")
+        return tmp_path / "bad.ckpt"
+
+    return change
+
+
+@pytest.mark.parametrize(("name", "value"), [("norm_layer", "os.system"), ("act_layer", 5)])
+def test_arguments_of_a_model(name, value, spoilt, photos, fails):
+    file = spoilt(lambda d: d["model"].update(model_kwargs=(d["model"]["model_kwargs"] or {}) | {name: value}))
+    assert "cannot be built with model_kwargs" in fails(["predict", file, photos / "test", *QUIET])
+
+
+@pytest.mark.parametrize(("name", "value"), [("crop_pct", 1e-9), ("crop_pct", torch.nan), ("mean", (torch.nan,) * 3)])
+def test_transforms(name, value, spoilt, photos, fails):
+    file = spoilt(lambda d: d["data"]["init_args"].update({name: value}))
+    assert name in fails(["predict", file, photos / "test", *QUIET])
+
+
+def test_a_class_name_of_megabytes(spoilt, photos, fails):
+    def edit(description):
+        for arguments in (description["model"], description["data"]["init_args"]):
+            if arguments.get("class_names"):
+                arguments["class_names"] = ["x" * 10_001, "dog", "owl"]
+
+    assert "class_names is not what it should be" in fails(["predict", spoilt(edit), photos / "test", *QUIET])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"architecture": ' * 50_000])
+def test_a_description_of_weights(text, photos, tmp_path, fails):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "config.json").write_text(text)
+    message = fails(
+        ["fit", "--data=ImageFolderData", f"--data.root={photos}", *TINY, f"--model.pretrained={tmp_path / 'w'}"]
+    )
+    assert "config.json" in message
+
+
+@pytest.mark.parametrize("mean", ["NaN", "1e999"])
+def test_mean_of_a_description_of_weights(mean, best, photos, tmp_path, fails):
+    (tmp_path / "w").mkdir()
+    config = {"architecture": "test_relvit", "pretrained_cfg": {"mean": ["MEAN"] * 3, "std": [0.5] * 3}}
+    (tmp_path / "w" / "config.json").write_text(json.dumps(config).replace('"MEAN"', mean))
+    message = fails(
+        ["fit", "--data=ImageFolderData", f"--data.root={photos}", *TINY, f"--model.pretrained={tmp_path / 'w'}"]
+    )
+    assert "mean" in message
+
+
+def test_a_pipe_or_device_as_checkpoint(photos, tmp_path, fails):
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    for file in (tmp_path / "pipe.ckpt", "/dev/null", "/dev/zero"):
+        for command in (["predict", file, photos], ["validate", file]):
+            message = fails(command)
+            assert "it is no file but a pipe, a socket or a device" in message
+            assert "did you mean" not in message
+        fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *TINY, f"--model.pretrained={file}"]
+        assert "it is no file but a pipe, a socket or a device" in fails(fit)
+
+
+def test_a_missing_image_with_mirror(best, tmp_path, fails):
+    assert "MISSING" in fails(["predict", best, tmp_path / "MISSING", "--mirror"])
+
+
+@pytest.mark.parametrize("split", ["{0..999999999}.tar", "{0..999}/{0..999}.tar", "a{000000..100000}.tar"])
+def test_a_range_of_archives(split):
+    with pytest.raises(ValueError, match="the most are 100,000"):
+        expand_braces(split)
+
+
+def test_a_process_that_loads_images_and_is_killed():
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert describe(error).startswith("a process that loads images has ended, as the system ends it where memory runs")
+    assert "--data.num_workers" in describe(error)
+    assert "--num_workers" in describe(RuntimeError("DataLoader worker (pid(s) 3, 4) exited unexpectedly"), "predict")
+    assert is_self_explanatory(error)
