@@ -150,11 +150,11 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
     if not isinstance(description, dict):
         return repr(KEY)
     for name in ("model", "data"):
-        if not _named(description.get(name)):
+        if not _are_arguments(description.get(name)):
             return f"{KEY}.{name}"
     if not isinstance(description["data"].get("class_path"), str):
         return f"{KEY}.data.class_path"
-    if not _named(description["data"].get("init_args")):
+    if not _are_arguments(description["data"].get("init_args")):
         return f"{KEY}.data.init_args"
     if not _named(description.get("images") or {}):
         return f"{KEY}.images"
@@ -177,6 +177,11 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
 
 def _named(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _are_arguments(value: Any) -> bool:
+    # The parser of the command line would take a dot in a name for a level, and fails at names without letters.
+    return _named(value) and all(name.isidentifier() for name in value)
 
 
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:

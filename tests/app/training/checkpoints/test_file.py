@@ -208,6 +208,18 @@ def test_nested_shared_lists_are_refused_at_once(part, sample, tmp_path):
         Checkpoint.read(tmp_path / "nested.ckpt")
 
 
+@pytest.mark.parametrize("name", ["", "lr.", "img size", 3])
+def test_names_of_arguments_are_names(name, sample, tmp_path, fails):
+    for *parts, wrong in (("model", "model"), ("data", "init_args", "data.init_args")):
+        content = torch.load(sample, weights_only=True)
+        place = content["relvit"]
+        for part in parts:
+            place = place[part]
+        place[name] = None
+        torch.save(content, tmp_path / "odd.ckpt")
+        assert f"relvit.{wrong} is not what it should be" in fails(["validate", tmp_path / "odd.ckpt"])
+
+
 def test_bounds():
     deep = value = []
     for _ in range(40):
