@@ -93,10 +93,14 @@ def attend_with(
     return attend(inputs, layer.backend).transpose(1, 2).flatten(2)
 
 
+def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
+    """Return whether a module is exactly of this class of PyTorch, and has no hooks."""
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+
+
 def _does_nothing(part: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a norm or a dropout is a module without effect and without hooks."""
-    idle = type(part) is nn.Identity or (type(part) is nn.Dropout and (part.p == 0 or not part.training))
-    return idle and not part._forward_hooks and not part._forward_pre_hooks
+    return is_plain(part, nn.Identity) or (is_plain(part, nn.Dropout) and (part.p == 0 or not part.training))
 
 
 class GridAttention(Mixer):

@@ -156,7 +156,8 @@ def attend_projected(
     else:
         fits = attn_mask is prefix_bias is None and len(contents) == 1
     usual = terms.query is terms.channels is terms.query_bias is terms.axis_logits is grid.coords is grid.valid is None
-    plain = set(map(type, contents)) == {Tensor} and is_eager()
+    # Under autocast norms return queries and keys in single precision.
+    plain = set(map(type, contents)) == {Tensor} and contents[0].dtype == contents[-1].dtype and is_eager()
     if not (fits and usual and plain and backend in ("auto", "fused" if joint else "lean")):
         return None
     tables = [table for term in terms[1:4] if term is not None for table in term]

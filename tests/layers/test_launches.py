@@ -5,8 +5,12 @@ from collections import Counter
 import pytest
 import torch
 from timm.layers import Attention
+from timm.models.beit import Beit
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import relvit
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
 
@@ -35,12 +39,16 @@ def launches(layer, *grid):
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x, *grid)
 
+    return ahead_and_back(forward, [x, *layer.parameters()])
+
+
+def ahead_and_back(forward, leaves):
     # From the second call on, the tensors of the grid are cached.
     forward()
     with Launches() as ahead:
         out = forward()
     with Launches() as back:
-        torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out))
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
     return ahead.counted.total(), back.counted.total()
 
 
@@ -52,3 +60,38 @@ def test_a_layer_launches_no_more_than_it_did(backend, most_ahead, most_back):
     ahead, back = (our - their for our, their in zip(ours, plain, strict=True))
     assert ahead <= most_ahead
     assert back <= most_back
+
+
+TINY = {"patch_size": 8, "embed_dim": 16, "num_classes": 3}
+SOURCES = {
+    "relpos table": lambda depth: VisionTransformerRelPos(
+        (32, 48), depth=depth, num_heads=2, rel_pos_type="bias", class_token=True, **TINY
+    ),
+    "relpos network": lambda depth: VisionTransformerRelPos((32, 48), depth=depth, num_heads=2, **TINY),
+    "beit": lambda depth: Beit((32, 48), depth=depth, num_heads=2, use_rel_pos_bias=True, **TINY),
+    "swin": lambda depth: SwinTransformer((32, 48), depths=(depth,), num_heads=(2,), window_size=2, **TINY),
+}
+
+
+def launches_of_two_layers(build, gradient):
+    images, counts = torch.randn(2, 3, 32, 48), []
+    for depth in (2, 4):
+        model = build(depth).requires_grad_(gradient)
+        if gradient:
+            counts.append(sum(ahead_and_back(lambda: model(images), list(model.parameters()))))  # noqa: B023
+        else:
+            model.eval()(images)
+            with Launches() as ahead:
+                model(images)
+            counts.append(ahead.counted.total())
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_retrofit_launches_no_more_than_its_source(source, gradient):
+    build = SOURCES[source]
+    ours = launches_of_two_layers(lambda depth: relvit.retrofit(build(depth)), gradient)
+    # In training, stock attention scales queries and keys, forward and backward; timm's Swin scales the queries alone.
+    more = 2 * 2 if gradient and source == "swin" else 0
+    assert ours <= launches_of_two_layers(build, gradient) + more

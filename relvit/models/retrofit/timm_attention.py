@@ -6,11 +6,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from relvit.layers.attention import GridAttention, Projected
+from relvit.layers.attention import GridAttention, Projected, is_plain
 from relvit.ops import Grid
 
 
@@ -71,9 +72,12 @@ class TimmRelativeAttention(GridAttention):
             return super().project(x)
         # The keys of timm's `EvaAttention`, BEiT and Swin V2 have no trained bias.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        qkv = self.qkv(x)
-        # timm adds most of these biases inside `F.linear`, which would bypass an adapter (LoRA) in the place of `qkv`.
-        qkv = qkv + bias.to(qkv.dtype)
+        if is_plain(self.qkv, nn.Linear):
+            qkv = F.linear(x, self.qkv.weight, bias)
+        else:
+            # An adapter (LoRA) in the place of `qkv` is called as what it is.
+            qkv = self.qkv(x)
+            qkv = qkv + bias.to(qkv.dtype)
         return self.heads(qkv.unflatten(-1, (3 * self.num_heads, self.head_dim)))
 
 

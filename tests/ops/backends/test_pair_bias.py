@@ -4,7 +4,9 @@ import pytest
 import torch
 from draws import assert_same, brute_force, draw_case, leaves
 
-from relvit.ops import RelativeTerms, choose, num_tokens, relative_attention
+from relvit.layers.prefix_bias import prefix_channels
+from relvit.ops import JointTable, RelativeTerms, choose, num_tokens, relative_attention
+from relvit.ops.attention import attend_projected
 from relvit.ops.backends import tiled
 
 BACKENDS = ("tiled", "fused")
@@ -86,3 +88,51 @@ def test_small_windows_take_stock_attention_with_a_mask():
     coords = torch.zeros(56, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"terms\.bias is a joint table: backend 'gathered' or 'reference', not"):
         relative_attention(q, k, v, terms, grid._replace(coords=coords), backend="tiled")
+
+
+FAST = [
+    {},
+    {"prefix": 2, "distance": (1, 4)},
+    {"prefix": 1, "biased": True, "masked": True},
+    {"prefix": 1, "biased": True, "bucketing": "piecewise", "per_head": ""},
+]
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_fewest_operations_equal_the_formula_with_gradients(case, packed):
+    biased, masked = (case.get(name, False) for name in ("biased", "masked"))
+    case = {"per_head": "b", **{name: value for name, value in case.items() if name not in ("biased", "masked")}}
+    q, k, v, terms, grid = draw_case(4, 3, which="b", layout="joint", batch=3, **case)
+    n, generator = num_tokens(grid), torch.Generator().manual_seed(1)
+    weight = torch.randn(3, 2, generator=generator, dtype=q.dtype).requires_grad_() if biased else None
+    mask = torch.randn(3, 1, n, n, generator=generator, dtype=q.dtype) if masked else None
+    inputs = leaves(q, k, v, terms) + [weight] * biased
+    of_all = terms if weight is None else terms._replace(channels=prefix_channels(weight, grid, grid))
+    expected = relative_attention(q, k, v, of_all, grid, attn_mask=mask, backend="reference")
+    projected = torch.cat((q, k, v), dim=1).transpose(1, 2) if packed else (q, k, v)
+    # The second call takes the plan of the first one, also where that one was in inference mode.
+    with torch.inference_mode():
+        attend_projected(projected, terms, grid, q.shape[-1] ** -0.5, "auto", mask, weight)
+    found = attend_projected(projected, terms, grid, q.shape[-1] ** -0.5, "auto", mask, weight)
+    assert_same(found, expected.transpose(1, 2).flatten(2), inputs, atol=1e-12)
+
+
+def test_sums_of_a_table_s_gradient_keep_its_precision():
+    q, k, v, terms, grid = draw_case(6, 5, which="b", layout="joint", per_head="b", batch=2)
+    table = terms.bias.table.float().requires_grad_()
+    halves = [part.bfloat16() for part in (q, k, v)]
+    out = attend_projected(tuple(halves), RelativeTerms(bias=JointTable(table)), grid, 0.5, "auto")
+    assert out.dtype == torch.bfloat16
+    # As norms return them under autocast.
+    assert attend_projected((q, k, halves[2]), RelativeTerms(bias=JointTable(table)), grid, 0.5, "auto") is None
+    (grad,) = torch.autograd.grad(out.float().square().sum(), table)
+    exact = table.detach().double().requires_grad_()
+    terms = RelativeTerms(bias=JointTable(exact))
+    out = (
+        relative_attention(*(part.double() for part in halves), terms, grid, scale=0.5, backend="reference")
+        .transpose(1, 2)
+        .flatten(2)
+    )
+    (expected,) = torch.autograd.grad(out.square().sum(), exact)
+    assert (grad.double() - expected).norm() < 0.02 * expected.norm()

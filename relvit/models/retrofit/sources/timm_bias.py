@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from timm.models import checkpoint
 from timm.models.beit import Attention as BeitAttention
 from timm.models.beit import Beit
 from timm.models.beit import Block as BeitBlock
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention, window_partition
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer import VisionTransformer
@@ -33,6 +34,7 @@ from relvit.models.retrofit.timm_relpos import (
     TimmRelativeSwinV2,
 )
 from relvit.ops import Grid
+from relvit.ops.grid import once_per_raster
 
 
 class GridInBias(BiasPositions, GridForward):
@@ -77,6 +79,40 @@ class RetrofittedBeit(GridInBias, Beit):
     attention_classes: ClassVar[Exchange] = {BeitAttention: TimmRelativeBeit}
 
 
+@once_per_raster
+def shift_mask(
+    grid: Grid, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Make the mask of Swin's shifted windows, (windows, N, N): -100 where a roll has brought two parts together."""
+    # Whether a row or a column has been rolled over the border.
+    rows, cols = (torch.arange(size, device=device) >= size - by for size, by in zip(grid[:2], shift, strict=True))
+    parts = (2 * rows[:, None] + cols)[None, :, :, None]
+    parts = window_partition(parts, window).flatten(1)
+    apart = parts[:, None] != parts[:, :, None]
+    return torch.zeros(apart.shape, dtype=dtype, device=device).masked_fill(apart, -100.0)
+
+
+class RemembersMask:
+    """Mixin before timm's blocks of Swin, which would make the mask of shifted windows again for each image."""
+
+    def get_attn_mask(self, x: Tensor) -> Tensor | None:
+        """Return the mask for (B, rows, columns, dim) tokens; None where windows are not shifted."""
+        if not any(self.shift_size):
+            return None
+        return shift_mask(Grid(x.shape[1], x.shape[2]), self.window_size, self.shift_size, x.dtype, x.device)
+
+
+class RetrofittedSwinBlock(RemembersMask, SwinTransformerBlock):
+    """timm's `SwinTransformerBlock` after `relvit.retrofit`."""
+
+
+class RetrofittedSwinV2Block(RemembersMask, SwinTransformerV2Block):
+    """timm's `SwinTransformerV2Block` after `relvit.retrofit`."""
+
+
+SWIN_BLOCKS: Exchange = {SwinTransformerBlock: RetrofittedSwinBlock, SwinTransformerV2Block: RetrofittedSwinV2Block}
+
+
 class SwinWindows(BiasPositions, WholeImages):
     """Mixin before timm's Swin Transformers, which cut windows of one size, and make masks for the image at hand."""
 
@@ -85,6 +121,7 @@ class SwinWindows(BiasPositions, WholeImages):
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self, GridPatchEmbed)
         for _, block in self.named_blocks(self):
+            block.__class__ = SWIN_BLOCKS[type(block)]
             block.dynamic_mask, block.attn_mask = True, None
             block.attn.set_window_size(block.window_size)
 
