@@ -73,7 +73,10 @@ class ContinuousPosition2d(LearnedPosition, Position):
         weight = self.mlp.fc1.weight
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         window = self.window if self.mode == "swin" else None
-        table = self.mlp(_scaled_offsets(grid, trained, window, weight.dtype, weight.device)).permute(2, 0, 1)
+        offsets, mlp = _scaled_offsets(grid, trained, window, weight.dtype, weight.device), self.mlp
+        # Calling timm's `Mlp`, with its modules that do nothing, would take longer than the arithmetic.
+        hidden = mlp.fc1(offsets).relu()
+        table = mlp.fc2(mlp.drop1(hidden) if self.training else hidden).permute(2, 0, 1)
         if self.mode == "swin":
             table = 16 * table.sigmoid()
         return RelativeTerms(bias=JointTable(table))

@@ -8,8 +8,10 @@ other sizes offsets beyond a table use its edge; the source stretches tables.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.models.beit import modeling_beit as beit
 from transformers.models.data2vec import modeling_data2vec_vision as data2vec
@@ -21,7 +23,7 @@ from relvit.layers.positions.tables import LayerTables
 from relvit.layers.prefix_bias import prefix_channels
 from relvit.models.retrofit.source import Classes, Exchange, check_part
 from relvit.models.retrofit.sources.hugging_face import TransformersModel, attend_and_show
-from relvit.ops import Grid, JointTable, RelativeTerms
+from relvit.ops import Channels, Grid, JointTable, RelativeTerms
 
 TABLE = "relative_position_bias_table"
 
@@ -40,19 +42,29 @@ class BeitTables(LayerTables):
         """Yield the tables, (entries, heads), the last three entries for the class token."""
         return (getattr(module, TABLE) for module in self.layer.bias_modules)
 
-    def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Return the bias between patches and, as channels, that of the class token; `x` is not used."""
-        return self(key_grid)._replace(channels=prefix_channels(sum(self.parameters())[-3:], grid, key_grid))
+    def table(self) -> Tensor:
+        """Return the sum of the tables."""
+        return reduce(torch.add, self.parameters())
 
     def __call__(self, grid: Grid) -> RelativeTerms:
         """Return the bias between patches, the same for every grid of the trained size."""
         rows, columns = (2 * size - 1 for size in self.layer.bias_modules[0].window_size)
         # The source's offsets are query minus key.
-        table = sum(self.parameters())[:-3].flip(0).T.unflatten(1, (rows, columns))
+        table = self.table()[:-3].flip(0).T.unflatten(1, (rows, columns))
         if is_stretched(grid, self.trained_grid):
             for axis in (-2, -1):
                 table = stretch(table, axis, grid[axis + 2], self.trained_grid[axis + 2], "clip")
         return RelativeTerms(bias=JointTable(table))
+
+
+class ClassTokenBias(NamedTuple):
+    """The last three entries of a table, in the place of `relvit.layers.PrefixBias`."""
+
+    weight: Tensor
+
+    def __call__(self, grid: Grid, key_grid: Grid) -> Channels:
+        """Compute the channels of queries and keys, as `PrefixBias`."""
+        return prefix_channels(self.weight, grid, key_grid)
 
 
 class GridBias(NamedTuple):
@@ -100,6 +112,11 @@ class TransformersBeitAttention(GridAttention):
     def position(self) -> BeitTables:
         """The tables as a position."""
         return BeitTables(self)
+
+    @property
+    def prefix_bias(self) -> ClassTokenBias:
+        """The bias of the class token."""
+        return ClassTokenBias(self.position.table()[-3:])
 
     @property
     def num_heads(self) -> int:
