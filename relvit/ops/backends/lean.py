@@ -251,8 +251,8 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
     operands = _operands(plan, contents, logits, apart=True)
     grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
-    of_query, of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads)
-    of_logits = grads[0].transpose(1, 2).narrow(-1, plan.width, plan.hot.shape[-1])
+    of_query, of_logits = grads[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
+    of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads[1:])
     if (entries := plan.bias) is not None:
         of_logits = of_logits.to(entries.sums.dtype)
         of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
