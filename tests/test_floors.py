@@ -1,8 +1,11 @@
 """Imports inside relvit only point down, in the order that CONTRIBUTING.md gives, and folders stay small."""
 
 import ast
+import re
 import sys
+import tomllib
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import relvit
@@ -69,6 +72,20 @@ def test_the_core_imports_only_packages_that_it_declares():
                 package = module.split(".")[0]
                 known = package in PACKAGES | OPTIONAL or package == "relvit" or package in sys.stdlib_module_names
                 assert known, f"{path} imports {module}"
+
+
+# Packages whose name differs from the name that is imported.
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "pytorch_grad_cam": "grad-cam"}
+
+
+def test_the_application_imports_only_packages_that_are_declared():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}
+    used = {module.split(".")[0] for path in (ROOT / "app").rglob("*.py") for module in imported_modules(path)}
+    used -= {"relvit", "relvit_start", *sys.stdlib_module_names}
+    names = {DISTRIBUTIONS.get(package, package).lower().replace("_", "-") for package in used}
+    assert names - declared == set()
 
 
 def test_the_root_holds_the_package_alone():

@@ -81,8 +81,11 @@ def printable(name: str) -> str:
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-# An address, with what may be secret in it: user and password, and a query or fragment (signatures, tokens).
-_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)([?#][^\s'\"]*)?")
+# An address, with what may be secret in it: user and password, and a query or fragment (signatures, tokens). A password
+# should be percent-encoded, and many are not: it may hold '/', '?' or spaces. What follows a colon may also be a port.
+_PLAIN_USER = r"[^\s/?#'\"]*@"
+_ODD_PASSWORD = r"[^\s/?#'\"@:]*:(?!\d{1,5}(?:[/?#\s,;)\]]|$))(?:(?!://)[^'\"\n])*?@"
+_ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?([^\s?#'\"]*)([?#][^\s'\"]*)?")
 
 
 def without_secrets(value: Any) -> Any:

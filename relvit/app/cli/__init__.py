@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         if debug:
-            raise
+            # Python's own traceback would show the passwords of addresses.
+            print(visible_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+            return 2 if is_users_mistake(error) else 1
         message = visible_lines(given.as_typed(describe(error, command)))
         print(f"relvit {command}: error: {message}", file=sys.stderr)
         if not is_self_explanatory(error):

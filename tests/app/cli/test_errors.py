@@ -196,9 +196,13 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
         assert message in fails(arguments)
 
 
-def test_debug_shows_the_traceback(fit):
-    with pytest.raises(ValueError, match="unknown model"):
-        main([*fit, "--model.model=relvit_smal", "--debug"])
+def test_debug_shows_the_traceback_without_passwords(fit, capsys):
+    assert main([*fit, "--model.model=http://user:PASSWORD@host/x?sig=SIGNATURE", "--debug"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert "unknown model 'http://host/x'" in shown
+    assert "PASSWORD" not in shown
+    assert "SIGNATURE" not in shown
 
 
 def test_help_lists_all_commands(capsys):

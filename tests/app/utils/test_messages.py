@@ -8,7 +8,7 @@ import pytest
 
 from relvit.app.cli import quieten
 from relvit.app.utils.progress import rank_zero_print
-from relvit.utils.messages import one_line, visible, visible_lines
+from relvit.utils.messages import one_line, visible, visible_lines, without_secrets
 
 HONEST = [
     "cat",
@@ -65,3 +65,16 @@ def test_what_is_printed_has_lines_but_no_controls(capsys, monkeypatch):
         quieten()
         file = one_line.__code__.co_filename
         assert warnings.formatwarning(UserWarning("a\nb \x1b[31m"), UserWarning, file, 1) == "Warning: a\nb \\x1b[31m\n"
+
+
+def test_passwords_that_are_not_encoded_are_left_out_and_ports_stay():
+    for password in ("a/b", "a b", "a?b", "a#b", "/", "p w/x"):
+        given = f"cannot fetch http://user:{password}@host:8080/x.pt, try again"
+        assert without_secrets(given) == "cannot fetch http://host:8080/x.pt, try again"
+    for kept in (
+        "http://host:8080/a@2x.png",
+        "see http://host:80 or me@host",
+        "http://host:80/x; me@host",
+        "s3://b/a@1",
+    ):
+        assert without_secrets(kept) == kept
