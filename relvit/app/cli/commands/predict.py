@@ -48,15 +48,18 @@ def predict(
 
 
 def report(table: PredictionTable, folder: Path) -> None:
-    """Print where the predictions are, and how many images have each class.
+    """Print the predictions of up to ten images, or how many of more images have each class, and where they are.
 
     Raises:
         UsageError: there are none.
     """
     if not table.count:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
-    classes = f": {counts_text(dict(table.classes.most_common()))}" if table.classes else ""
-    rank_zero_print(f"{table.count} predictions in {table.path}{classes}")
+    if table.count <= len(table.first):
+        rank_zero_print("\n".join(table.first))
+    counted = table.classes and table.count > len(table.first)
+    classes = f"; images of each class: {counts_text(dict(table.classes.most_common()))}" if counted else ""
+    rank_zero_print(f"{table.count} {'prediction' if table.count == 1 else 'predictions'} in {table.path}{classes}")
 
 
 def main(given: Arguments) -> None:
@@ -64,6 +67,10 @@ def main(given: Arguments) -> None:
     # Whatever the training did about them, one broken file shall not cost the others their predictions.
     changes: dict[str, Any] = {"on_error": "skip"}
     if not (paths := given.values.get("paths")):
+        if given.values.keys() & {"ckpt_path"} and given.values.keys().isdisjoint(
+            ("data", "data.root", "data.predict")
+        ):
+            rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
         evaluate(predict, given, **changes)
         return
     named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]

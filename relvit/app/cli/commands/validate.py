@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from lightning import Trainer
+
 from relvit.app.cli.arguments import Arguments
+from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, evaluated_images
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate
+from relvit.app.evaluation.standard_error import plus_minus, with_errors
+from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
 
@@ -15,7 +20,16 @@ def validate(evaluation: Evaluation, *, reach: Reach = "trained", verbose: bool 
         verbose: Whether the results are printed.
     """
     evaluation.set_reach(reach)
-    evaluation.run(verbose=verbose)
+    evaluation.run(report=report, verbose=verbose)
+
+
+def report(trainer: Trainer) -> None:
+    """Print the size and the number of the images, and the accuracy with its standard error, as `test` does."""
+    data, score = trainer.datamodule, trainer.lightning_module.score
+    images, name = evaluated_images(trainer, "val"), f"val/{score}"
+    found = with_errors({name: float(trainer.callback_metrics[name])}, images)
+    text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
+    rank_zero_print(text + baseline(class_counts(data, "val")))
 
 
 def main(given: Arguments) -> None:

@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
-from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, files_line, write_summary
+from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, evaluated_images, files_line, write_summary
 from relvit.app.data import ImageData
 from relvit.app.data.registry import class_path_of
 from relvit.app.evaluation.pictures import NotApplicableError, draw
@@ -58,7 +58,7 @@ def report_fit(
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
         "train/images": len(data.dataset("train")),
-        "val/images": _evaluated(trainer, "val"),
+        "val/images": evaluated_images(trainer, "val"),
     }
     summary = with_errors(summary, summary["val/images"])
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
@@ -76,7 +76,7 @@ def report_fit(
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
-        images = _evaluated(trainer, "test")
+        images = evaluated_images(trainer, "test")
         summary |= with_errors(results, images) | {"test/images": images}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
@@ -89,16 +89,6 @@ def report_fit(
         _draw_positions(folder / "positions.png", best, data)
         send_results(trainer, folder, summary)
         rank_zero_print("\n".join([*lines, files_line(folder), "Next:", *_suggestions(model.net, data, best)]))
-
-
-def _evaluated(trainer: Trainer, split: str) -> int:
-    """Return how many images were evaluated: all, or those of the batches that `--trainer.limit_*_batches` left."""
-    images, limit = len(trainer.datamodule.dataset(split)), getattr(trainer, f"limit_{split}_batches")
-    # An integer 1 is one batch.
-    if isinstance(limit, float) and limit == 1:
-        return images
-    batches = sum({"val": trainer.num_val_batches, "test": trainer.num_test_batches}[split])
-    return min(images, batches * trainer.datamodule.batch_size * trainer.world_size)
 
 
 def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:

@@ -22,6 +22,8 @@ from relvit.utils.messages import printable
 
 # A row has at most this number of classes.
 TOP = 5
+# This number of rows is short enough to be printed.
+LISTED = 10
 
 
 class PredictionTable(BasePredictionWriter):
@@ -46,6 +48,7 @@ class PredictionTable(BasePredictionWriter):
 
     Attributes:
         count: The number of rows, at the end and on the main process.
+        first: The first ten rows as text, such as 'photo.jpg: bees 0.68', at the end and on the main process.
         classes: The number of rows with each class, by the name of the class, at the end and on the main process. It
             stays empty for a multi-label classifier.
     """
@@ -58,6 +61,7 @@ class PredictionTable(BasePredictionWriter):
         self.step_maps = step_maps
         self.count: int = 0
         self.classes: Counter[str] = Counter()
+        self.first: list[str] = []
         self._part: TextIO | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,10 +134,19 @@ class PredictionTable(BasePredictionWriter):
             for row in _in_order(dataset, rows):
                 table.writerow(row)
                 self.count += 1
+                if self.count <= LISTED:
+                    self.first.append(_in_words(*row[:3]))
                 if "class" in header:
                     self.classes[row[header.index("class")]] += 1
         for part in parts:
             part.unlink()
+
+
+def _in_words(path: str, classes: str, probabilities: str) -> str:
+    """Name the image and its class with the probability; all classes of a multi-label image."""
+    values = [f"{float(each):.2f}" for each in probabilities.split(";") if each]
+    names = classes.split(";") if len(values) > 1 else [classes]
+    return f"{path}: {', '.join(map(' '.join, zip(names, values, strict=False))) or 'no class'}"
 
 
 def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[list[str]]:

@@ -56,8 +56,8 @@ def test_a_run_stands_for_its_best_checkpoint(run, pictures, tmp_path, fails):
 def test_a_row_per_image_in_the_order_of_the_paths(best, pictures, tmp_path, size, option, capsys):
     folder = predict(best, tmp_path / "runs", f"--data.root={pictures}", *option)
     found = rows(folder / "predictions.csv")
-    counts = ", ".join(f"{name} {count}" for name, count in Counter(row["class"] for row in found).most_common())
-    assert f"3 predictions in {folder / 'predictions.csv'}: {counts}\n" in capsys.readouterr().out
+    lines = [f"{row['path']}: {row['class']} {float(row['probability']):.2f}" for row in found]
+    assert "\n".join([*lines, f"3 predictions in {folder / 'predictions.csv'}\n"]) in capsys.readouterr().out
     # three classes, so no fourth and fifth
     assert list(found[0]) == ["path", "class", "probability", "class2", "probability2", "class3", "probability3"]
     assert [row["path"] for row in found] == [f"{pictures}/some {name}.png" for name in ("cat", "dog", "owl")]
@@ -67,6 +67,15 @@ def test_a_row_per_image_in_the_order_of_the_paths(best, pictures, tmp_path, siz
             assert row[f"class{place}"] == name
             assert float(row[f"probability{place}"]) == pytest.approx(probability, abs=2e-6)
     assert not (folder / "unreadable.csv").exists()
+
+
+def test_more_than_ten_images_are_counted_and_no_paths_mean_the_test_images(best, tmp_path, capsys):
+    folder = predict(best, tmp_path / "runs")
+    out = capsys.readouterr().out
+    assert "No paths are given: these are the images of test, or else of val, of the training's data.\n" in out
+    found = Counter(row["class"] for row in rows(folder / "predictions.csv"))
+    counts = ", ".join(f"{name} {count}" for name, count in found.most_common())
+    assert f"18 predictions in {folder / 'predictions.csv'}; images of each class: {counts}\n" in out
 
 
 def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
@@ -235,7 +244,7 @@ def test_two_processes_write_the_table_of_one(best, pictures, tmp_path, images, 
     ranks = Ranks([*arguments, *QUIET], tmp_path, as_torchrun())
     assert ranks.finish() == [0, 0], ranks.text()[-3000:]
     made = only(tmp_path / "two")
-    assert ranks.text().count(f"{images} predictions in {made / 'predictions.csv'}") == 1
+    assert ranks.text().count(f"{images} prediction{'s' * (images > 1)} in {made / 'predictions.csv'}") == 1
     expected = rows(one / "predictions.csv")
     assert len(expected) == images
     for ours, theirs in zip(rows(made / "predictions.csv"), expected, strict=True):

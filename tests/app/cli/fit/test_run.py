@@ -67,6 +67,12 @@ def test_validate_needs_only_the_checkpoint_and_takes_other_sizes(best, photos, 
     accuracy, loss = by_hand(load_classifier(best), data.dataset("val"))
     assert printed("val/acc1", out) == pytest.approx(accuracy)
     assert printed("val/loss", out) == pytest.approx(loss, rel=1e-4)
+    error = (accuracy * (1 - accuracy) / 18) ** 0.5
+    shown = {"16": "16 x 16", "[16,40]": "16 x 40"}[size]
+    line = (
+        f"18 images of val at {shown} px, accuracy {accuracy:.4f} ± {error:.4f}; always the commonest class: 0.3333\n"
+    )
+    assert line in out
 
 
 def test_test_and_another_place_of_the_data(best, photos, tmp_path, capsys):
