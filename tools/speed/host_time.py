@@ -163,7 +163,9 @@ def operations_of_layer(name: str, layers: int, mode: str) -> float:
 
 def measure(names: Sequence[str], layers: int, rounds: int) -> dict[str, Measured]:
     """Measure all named models and their baselines, interleaved."""
-    every = dict.fromkeys(part for name in names for part in (KNOWN[name].baseline, name))
+    # A baseline is compared with its own.
+    given = [part for name in names for part in (KNOWN[name].baseline, name)]
+    every = dict.fromkeys(part for name in given for part in (KNOWN[name].baseline, name))
     found = {name: measured(name, layers) for name in every}
     shuffle = random.Random(0)
     gc.collect()

@@ -30,6 +30,11 @@ def test_one_layer_and_one_round_print_all_figures(capsys):
     assert rows["plain"][3:5] == ["1.00", "1.00"]
 
 
+def test_a_baseline_is_compared_with_its_own():
+    found = tool.measure(["relpos retrofitted"], 1, 1)
+    assert list(found) == ["plain", "relpos", "relpos retrofitted"]
+
+
 def test_the_default_names_have_every_backend_that_runs_on_a_cpu():
     backends = {name.removeprefix("relvit_small_") for name in tool.DEFAULT if name.startswith("relvit_small_")}
     assert backends == set(BACKENDS) - {"reference", "triton"}
