@@ -110,10 +110,26 @@ def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Ten
     return padded_cat(middles, -2, before=1, after=after).to(dtype)
 
 
+class JoinedTables(NamedTuple):
+    """Whole tables that `join_tables` has joined already, and their clip distances."""
+
+    table: Tensor
+    distances: Distances
+
+
+def joined_ahead(tables: AxisTables | None, dtype: torch.dtype) -> JoinedTables | None:
+    """Join whole tables."""
+    if tables is None:
+        return None
+    return JoinedTables(join_tables(tables, clip_distances(tables), dtype), clip_distances(tables))
+
+
 def joined_with_index(
-    tables: AxisTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor
+    tables: AxisTables | JoinedTables, bucketing: str, grid: Grid, axes: Axes, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the joined tables in the dtype of `like`, and the index of `table_index` into them."""
+    if isinstance(tables, JoinedTables):
+        return tables.table, table_index(grid, tables.distances, bucketing, axes, like.device)[1]
     reach, index = table_index(grid, clip_distances(tables), bucketing, axes, like.device)
     return join_tables(tables, reach, like.dtype), index
 

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from relvit.ops.backends.axis_logits import (
@@ -27,6 +28,7 @@ from relvit.ops.backends.axis_logits import (
     Axes,
     axis_indices,
     grid_axes,
+    joined_ahead,
     joined_with_index,
     key_logits,
     plus_times_table,
@@ -34,7 +36,7 @@ from relvit.ops.backends.axis_logits import (
     query_logits,
     with_columns,
 )
-from relvit.ops.backends.fusing import padded_cat, scatter_sum, split_in_two
+from relvit.ops.backends.fusing import computed_together, padded_cat, scatter_sum, split_in_two
 from relvit.ops.backends.pair_bias import bias_in_mask
 from relvit.ops.grid import Grid, key_mask, once_per_raster, rows_and_columns, without_padding
 from relvit.ops.inputs import AttentionInputs, added_width
@@ -46,6 +48,11 @@ from relvit.ops.tracing import trains_in_graph
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms through augmented vectors; see `relvit.ops.relative_attention`."""
     if trains_in_graph():
+        # Tables are joined outside of the checkpoint, so that backward does not join them once more.
+        terms, dtype = inputs.terms, inputs.query.dtype
+        inputs = inputs._replace(
+            terms=terms._replace(key=joined_ahead(terms.key, dtype), value=joined_ahead(terms.value, dtype))
+        )
         # The compiler's partitioner would keep the augmented vectors, as autograd would without `recompute_saved`.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
@@ -188,7 +195,9 @@ def _augment(
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
     if value_term:
         values.append(key_hot)
-    return [_join(parts, width) for parts in (queries, keys, values)]
+    augmented = [_join(parts, width) for parts in (queries, keys, values)]
+    as_many = statically_known_true(query.shape[2] == key.shape[2])
+    return computed_together(augmented) if as_many and len(queries) + len(values) > 2 else augmented
 
 
 def _join(parts: list[Tensor], width: int) -> Tensor:

@@ -30,6 +30,18 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
     return F.pad(torch.cat(tuple(parts), dim=dim), (*(0, 0) * (-dim - 1), before, after))
 
 
+def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors (B, heads, N, width) as they are, in a compiled graph as views of one, which one kernel computes.
+
+    All must have the same shape.
+    """
+    if not is_fusing():
+        return parts
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        return _Together.apply(*parts)
+    return _together(parts)
+
+
 def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """Return the first channels of a tensor and those that follow; it may have more."""
     if is_fusing():
@@ -67,6 +79,26 @@ def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -
         joined = padded if joined is None else joined + padded
         before += part.shape[dim]
     return joined
+
+
+def _together(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    batch, heads, tokens, width = parts[0].shape
+    joined = _sum_of_padded(-2, 0, 0, [part.transpose(1, 2) for part in parts]).contiguous()
+    # Inductor computes each slice in a kernel of its own; what `as_strided` reads is computed as a whole before.
+    row = len(parts) * heads * width
+    size, stride = (batch, heads, tokens, width), (tokens * row, width, row, 1)
+    return tuple(joined.as_strided(size, stride, number * heads * width) for number in range(len(parts)))
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *parts: Tensor) -> tuple[Tensor, ...]:
+        return _together(parts)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
+        # Those of slices would be padded and added up.
+        return grads
 
 
 class _PaddedCat(torch.autograd.Function):
