@@ -23,8 +23,8 @@ def is_exporting() -> bool:
 
 
 def is_fusing() -> bool:
-    """Return True while `torch.compile` makes a graph, whose compiler may fuse operations."""
-    return is_compiling() and not is_exporting()
+    """Return True while `torch.compile` makes a graph, whose compiler may fuse operations, outside of `torch.func`."""
+    return is_compiling() and not is_exporting() and not is_functorch()
 
 
 def larger(one: int, other: int) -> int:
@@ -43,7 +43,8 @@ def is_functorch() -> bool:
     There tensors have no memory of their own, and every operation needs a rule for each transform, which saved-tensor
     hooks and hand-written backwards do not have.
     """
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    # PyTorch 2.14's compiler reads the depth of the stack, and no level, as a constant.
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
 
 
 def is_eager() -> bool:
@@ -68,7 +69,7 @@ def may_remember() -> bool:
 
 def trains_in_graph() -> bool:
     """Return True while PyTorch compiles a graph with its backward."""
-    return torch.is_grad_enabled() and is_fusing()
+    return torch.is_grad_enabled() and is_compiling() and not is_exporting()
 
 
 def is_watched() -> bool:

@@ -20,7 +20,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from relvit.ops.backends.axis_logits import (
@@ -196,8 +195,7 @@ def _augment(
     if value_term:
         values.append(key_hot)
     augmented = [_join(parts, width) for parts in (queries, keys, values)]
-    as_many = statically_known_true(query.shape[2] == key.shape[2])
-    return computed_together(augmented) if as_many and len(queries) + len(values) > 2 else augmented
+    return computed_together(augmented) if len(queries) + len(values) > 2 else augmented
 
 
 def _join(parts: list[Tensor], width: int) -> Tensor:

@@ -25,7 +25,8 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
     """Concatenate tensors of equal dtype along a negative `dim`, with zeros before and after."""
     if is_fusing():
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            return _PaddedCat.apply(dim, before, after, *parts)
+            # PyTorch's compiler takes no tensor twice, such as one table for rows and columns, but views of it.
+            return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
     return F.pad(torch.cat(tuple(parts), dim=dim), (*(0, 0) * (-dim - 1), before, after))
 
@@ -33,9 +34,10 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors (B, heads, N, width) as they are, in a compiled graph as views of one, which one kernel computes.
 
-    All must have the same shape.
+    Only N may differ; then they stay apart.
     """
-    if not is_fusing():
+    tokens = parts[0].shape[2]
+    if not is_fusing() or not all(statically_known_true(part.shape[2] == tokens) for part in parts):
         return parts
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return _Together.apply(*parts)

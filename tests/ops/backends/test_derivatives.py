@@ -7,7 +7,7 @@ import torch
 from draws import assert_same, draw_case, leaves, relative_error, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from relvit.ops import make_grid, relative_attention
+from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import fused
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
@@ -131,3 +131,24 @@ def test_autocast_around_forward_and_backward(backend, dtype):
     assert out.dtype == dtype
     for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert relative_error(got, want) < 0.05
+
+
+@pytest.mark.slow
+def test_compiled_vmap_and_one_table_for_both_axes():
+    grid, table, queries = make_grid(3, 2, prefix=1), torch.randn(5, 8, requires_grad=True), torch.randn(2, 2, 7, 8)
+
+    def attend(q):
+        terms = RelativeTerms(key=AxisTables(table, table), value=AxisTables(table, table))
+        return relative_attention(q, q, q, terms, grid, backend="fused")
+
+    def step(function):
+        out = function(queries)
+        return out, torch.autograd.grad(out.square().sum(), table)[0]
+
+    for got, expected in zip(
+        step(torch.compile(attend, fullgraph=True, backend="aot_eager")), step(attend), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    mapped = torch.func.vmap(lambda q: attend(q[None])[0])
+    compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(queries), attend(queries), rtol=1e-4, atol=1e-4)
