@@ -162,7 +162,7 @@ def added_width(terms: RelativeTerms, dtype: torch.dtype) -> int:
 
 
 def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
-    query, key, value, terms, grid = inputs[:5]
+    query, key, value, terms, grid, *_ = inputs
     check_tokens("query", query, "grid", grid)
     batch, heads, _, head_dim = query.shape
     key_grid_name = "grid" if key_grid is grid else "key_grid"
@@ -194,9 +194,9 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
     for name, where in (("grid", grid), (key_grid_name, key_grid)):
         named |= {f"{name}.coords": where.coords, f"{name}.valid": where.valid}
     named |= {"terms.query_bias": terms.query_bias, "attn_mask": inputs.attn_mask}
-    for term, tables in terms._asdict().items():
+    for term, tables in zip(RelativeTerms._fields, terms, strict=True):
         if isinstance(tables, tuple):
-            named |= {f"terms.{term}.{part}": table for part, table in tables._asdict().items()}
+            named |= {f"terms.{term}.{part}": table for part, table in zip(type(tables)._fields, tables, strict=True)}
     for name, tensor in named.items():
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, expected the query's device, {query.device}")
@@ -245,7 +245,7 @@ def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int)
         if (tables := getattr(terms, term)) is not None:
             check_kind(f"terms.{term}", tables, (AxisTables, JointTable), "AxisTables or a JointTable")
             axes = 2 if isinstance(tables, JointTable) else 1
-            for part, table in zip(tables._fields, tables, strict=True):
+            for part, table in zip(type(tables)._fields, tables, strict=True):
                 _check_table(f"terms.{term}.{part}", table, axes, heads, width)
 
 

@@ -28,11 +28,11 @@ class HaltingState(NamedTuple):
 def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
     """Return the state before the first step for patches (B, P, dim) of `grid`."""
     shape = patches.shape[:2]
-    running = torch.ones(shape, dtype=torch.bool, device=patches.device)
+    running = patches.new_ones(shape, dtype=torch.bool)
     if grid.valid is not None:
         running = running & grid.valid
-    total = torch.zeros(shape, dtype=torch.promote_types(patches.dtype, torch.float32), device=patches.device)
-    return HaltingState(running, total, torch.zeros(shape, dtype=torch.int64, device=patches.device), total)
+    total = patches.new_zeros(shape, dtype=torch.promote_types(patches.dtype, torch.float32))
+    return HaltingState(running, total, patches.new_zeros(shape, dtype=torch.int64), total)
 
 
 class AdaptiveHalting(Leaf):

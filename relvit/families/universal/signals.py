@@ -72,4 +72,4 @@ class PositionStepSignals(Leaf):
 
     def step(self, number: int) -> Tensor:
         """Compute the signal of a step, counted from 1: (dim,)."""
-        return sinusoids(torch.full((), number, device=self.gain.device), self.dim, self.gain) * self.gain
+        return sinusoids(self.gain.new_full((), number, dtype=torch.int64), self.dim, self.gain) * self.gain

@@ -72,7 +72,7 @@ def _keep_attention(_context: object, operator: object, *_args: object, **_optio
 
 def _attend(inputs: AttentionInputs) -> Tensor:
     inputs = bias_in_mask(inputs)
-    query, key, value, terms, grid, key_grid, mask = inputs[:7]
+    query, key, value, terms, grid, key_grid, mask, *_ = inputs
     valid, attending = key_mask(key_grid), None
     if valid is not None:
         inputs = inputs._replace(position_key=without_padding(inputs.position_key, valid))

@@ -52,7 +52,7 @@ LEAST_QUERIES = 64
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
-    query, key, value, terms, grid, key_grid, mask = inputs[:7]
+    query, key, value, terms, grid, key_grid, mask, *_ = inputs
     with without_autocast(query.device):
         valid, axes, axes_of_queries = key_mask(key_grid), grid_axes(key_grid), query_axes(inputs)
         if valid is not None:
