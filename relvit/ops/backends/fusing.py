@@ -28,7 +28,9 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
             # PyTorch's compiler takes no tensor twice, such as one table for rows and columns, but views of it.
             return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
-    return F.pad(torch.cat(tuple(parts), dim=dim), (*(0, 0) * (-dim - 1), before, after))
+    joined = torch.cat(tuple(parts), dim=dim)
+    # Without zeros `F.pad` would copy the tensor.
+    return F.pad(joined, (*(0, 0) * (-dim - 1), before, after)) if before or after else joined
 
 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
