@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archi
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import is_address
+from relvit.app.utils.hub import hub_access
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
 from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
@@ -158,9 +160,12 @@ class Pretrained:
         source, _, path = self._timm_name.partition(":")
         if f"{source}:" not in (HUB, FOLDER):
             return None
-        read = load_model_config_from_hf if f"{source}:" == HUB else load_model_config_from_path
         try:
-            cfg, architecture, arguments = read(path)
+            if f"{source}:" == HUB:
+                with hub_access():
+                    cfg, architecture, arguments = load_model_config_from_hf(path)
+            else:
+                cfg, architecture, arguments = load_model_config_from_path(path)
             cfg, arguments = dict(cfg or {}), dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(
@@ -191,8 +196,9 @@ class Pretrained:
         name = self._timm_name
         described = self._config[2] if self._config else {}
         try:
-            check_size(partial(timm.create_model, name, **arguments), described)
-            return timm.create_model(name, pretrained=pretrained, **arguments)
+            with hub_access() if pretrained and not name.startswith(FOLDER) else nullcontext():
+                check_size(partial(timm.create_model, name, **arguments), described)
+                return timm.create_model(name, pretrained=pretrained, **arguments)
         # A config.json may hold anything, and timm and the models raise almost any type of error for it.
         except Exception as error:
             raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error

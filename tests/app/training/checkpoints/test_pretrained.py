@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import constants
 from photos import TINY
 from safetensors.torch import save_file
 from small_training import KWARGS, NAMES, VIT, NoiseImages, assert_close, build, train, train_and_save
@@ -20,6 +21,7 @@ from relvit.app.cli import main
 from relvit.app.training import ImageClassifier, load_classifier
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
 from relvit.app.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note
+from relvit.app.utils.remote import DownloadError
 
 DATA = NoiseImages(4, std=(0.25,) * 3)
 
@@ -72,6 +74,7 @@ def test_files_and_folders_of_weights(tmp_path):
 
 def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     asked, state = [], timm.create_model("test_vit").state_dict()
+    monkeypatch.setattr("relvit.app.utils.hub._answers", lambda: True)
     download = "timm.models._builder.load_state_dict_from_hf"
     monkeypatch.setattr(download, lambda *args, **kwargs: asked.append(args) or state)
     weights = Pretrained("test_vit.r160_in1k").weights()
@@ -86,6 +89,23 @@ def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     monkeypatch.setattr(download, fail)
     with pytest.raises(ValueError, match="the weights of test_vit could not be loaded: no connection"):
         Pretrained("test_vit").weights()
+
+
+@pytest.mark.parametrize("name", ["deit3_small_patch16_224.fb_in22k_ft_in1k", "hf-hub:owner/model"])
+def test_without_a_network_one_line_says_what_to_do(name, tmp_path, monkeypatch, caplog):
+    """The hub's library would try for minutes, and print a warning for each try."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"{seconds} s of waiting for another try"))
+    with pytest.raises((ValueError, DownloadError)) as caught:
+        Pretrained(name).weights()
+    assert str(caught.value).endswith(
+        "http://127.0.0.1:9 does not answer, and its cache lacks the file; give weights that you have, as --pretrained "
+        "FOLDER, or as --pretrained weights.safetensors --model NAME"
+    )
+    assert not caplog.records
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_mistakes(tmp_path):
