@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from relvit.app.cli.config_text import MODE
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.mistakes import explain
-from relvit.app.cli.secrets import CLASSES, without_masks
+from relvit.app.cli.secrets import CLASSES, check_data_given, without_masks
 from relvit.app.cli.trainer.own_data import open_inherited_options
 from relvit.app.data import ImageData
 
@@ -69,7 +69,11 @@ class Parser(LightningArgumentParser):
                 action.help = SHARED[action.dest]
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
-        """Make the objects of a configuration; where its record hides a secret as `***`, the secret is left out."""
+        """Make the objects of a configuration whose record may hide secrets as `***`.
+
+        Loggers and callbacks find them elsewhere; those of a data module have to be given.
+        """
+        check_data_given(cfg.get("data"))
         if "trainer" in cfg:
             cfg = cfg.clone()
             for kind in CLASSES:

@@ -1,4 +1,4 @@
-"""Secrets in the arguments of loggers and callbacks: recorded as `***`, and left out again where a record is read."""
+"""Secrets in the arguments of loggers, callbacks and data modules, which files record as `***`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,17 @@ from typing import Any
 from jsonargparse import Namespace
 
 from relvit.app.cli.errors import UsageError
-from relvit.utils.messages import without_secrets
+from relvit.app.utils.masks import MASK, fields_of, masked
+from relvit.utils.messages import listing, without_secrets
 
-MASK = "***"
-SECRET = {*("key", "apikey", "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "pwd")}
-SECRET |= {*("credential", "credentials", "auth", "authorization", "headers")}
 # These arguments of the trainer are classes with arguments of their own.
 CLASSES = ("logger", "callbacks")
 
 
-def mask_secrets(logger: Any) -> Any:
-    """Return the configuration of a logger or callback, or a list of several, in which the secrets are `***`.
-
-    An argument is a secret if a whole word of its name is one of `SECRET`, such as `api_key`. Of addresses the user,
-    the password and the query are left out.
-    """
-    if isinstance(logger, Mapping | Namespace):
-        fields = _fields(logger)
-        return type(logger)(
-            {name: MASK if _is_secret(name, fields[name]) else mask_secrets(fields[name]) for name in fields}
-        )
-    return [mask_secrets(item) for item in logger] if isinstance(logger, list | tuple) else without_secrets(logger)
-
-
-def mask_command(command: Sequence[str], *classes: Any) -> list[str]:
-    """Return a command line in which the secrets of loggers and callbacks are `***`, in any place of it."""
+def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]:
+    """Return a command line without the texts of a configuration that its record does not hold, wherever they stand."""
     command = [without_secrets(argument) for argument in command]
-    secrets = {*_texts(classes)} - {*_texts(mask_secrets(classes))}
+    secrets = {*_texts(given)} - {*_texts(recorded)}
     # JSON may write a secret in other characters. The longest form comes first, because it may contain another one.
     forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
@@ -57,10 +41,23 @@ def without_masks(logger: Any, kind: str = "logger") -> Any:
         return [without_masks(item, kind) for item in logger]
     if not isinstance(logger, Mapping | Namespace):
         return logger
-    fields = _fields(logger)
+    fields = fields_of(logger)
     if fields.get("init_args"):
-        _check_given(fields["class_path"], _fields(fields["init_args"]), kind)
+        _check_given(fields["class_path"], fields_of(fields["init_args"]), kind)
     return type(logger)({name: without_masks(value, kind) for name, value in fields.items() if value != MASK})
+
+
+def check_data_given(data: Any) -> None:
+    """Refuse the configuration of a data module in which a secret is `***`.
+
+    Raises:
+        UsageError: the secret has to be given again.
+    """
+    arguments = data.get("init_args") if isinstance(data, Namespace) else None
+    if arguments and (names := masked(fields_of(arguments))):
+        cls = data.class_path.rpartition(".")[2]
+        options = " ".join(f"--data.{name}" for name in names)
+        raise UsageError(f"{cls} had {listing(names)}, which no file of the training records: give {options} again")
 
 
 def _check_given(path: str, arguments: Mapping[str, Any], kind: str) -> None:
@@ -72,19 +69,10 @@ def _check_given(path: str, arguments: Mapping[str, Any], kind: str) -> None:
             raise UsageError(f"{cls} needs its {name}, which the configuration does not record: give {option}")
 
 
-def _fields(value: Mapping[str, Any] | Namespace) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else vars(value)
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))
-    return value is not None and not SECRET.isdisjoint(word.lower() for word in words)
-
-
 def _texts(value: Any) -> Iterator[str]:
     """Yield the texts and numbers in a value."""
     if isinstance(value, Mapping | Namespace):
-        value = list(_fields(value).values())
+        value = list(fields_of(value).values())
     if isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)

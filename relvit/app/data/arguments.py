@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning import LightningDataModule
 
+from relvit.app.utils.masks import MASK, mask_secrets
+
 # A subclass gives these arguments of `ImageData` and `ImageFilesData` itself.
 _OF_SUBCLASS = ("class_names", "in_chans")
 _LEFT_OUT = object()
@@ -43,6 +45,21 @@ class RecordedArguments(LightningDataModule):
         if given is None:
             return plain_values({name: getattr(self, name) for name in self.argument_names()})
         return plain_values({name: _kept(value, getattr(self, name, value)) for name, value in given.items()})
+
+    def recorded_args(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`init_args` as files record them: a secret that was given is `***`.
+
+        A secret that the module has found itself, where it was given None, stays None.
+        """
+        given, recorded = vars(self).get("_given") or {}, mask_secrets(self.init_args(), self.public_names())
+        found = [name for name, value in recorded.items() if value == MASK and name in given and given[name] is None]
+        return recorded | dict.fromkeys(found)
+
+    @classmethod
+    def public_names(cls) -> set[str]:
+        """Names of the arguments that relvit's own classes have: `max_tokens` and `input_key` are no secrets."""
+        own = [part for part in cls.__mro__ if issubclass(part, RecordedArguments) and not part.is_of_user()]
+        return {name for part in own for name in part.argument_names()}
 
     @classmethod
     def argument_names(cls) -> list[str]:

@@ -235,7 +235,7 @@ def _check_same_images(first: str, data: ImageData, other: str, other_data: Imag
         names = [listing(each.class_names) for each in (data, other_data)]
         raise ValueError(f"{first} has the classes {names[0]}, {other} {names[1]}: evaluate them apart")
     skipped = {*ImageData.argument_names(), *LOADING}
-    chosen = [{"data": type(each).__name__} | each.init_args() for each in (data, other_data)]
+    chosen = [{"data": type(each).__name__} | each.recorded_args() for each in (data, other_data)]
     if difference := first_difference(*chosen, [name for name in chosen[0] | chosen[1] if name not in skipped]):
         name, ours, theirs = difference
         hint = "give the images of both by root (--root DIR)" if name == "root" else "evaluate them apart"

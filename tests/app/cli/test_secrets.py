@@ -13,7 +13,8 @@ from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from relvit.app.cli import main
-from relvit.app.cli.secrets import MASK, mask_command, mask_secrets
+from relvit.app.cli.secrets import mask_command
+from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.utils.messages import without_secrets
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
@@ -176,5 +177,5 @@ def test_commands_hide_a_secret_wherever_it_stands():
     config = {"init_args": {"api_key": 'a"b', "other_key": "a", "empty_token": "", "no_token": None}}
     command = ["--trainer.logger.api_key", 'a"b', '--trainer.logger={"api_key": "a\\"b"}', "--lr=1"]
     hidden = ["--tr***iner.logger.***pi_key", MASK, '--tr***iner.logger={"***pi_key": "***"}', "--lr=1"]
-    assert mask_command(command, config) == hidden
-    assert mask_command(command, None) == command
+    assert mask_command(command, config, mask_secrets(config)) == hidden
+    assert mask_command(command, None, None) == command

@@ -20,7 +20,7 @@ from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_opt
 from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.app.cli.fit.start_and_end import describe_training, report_fit
 from relvit.app.cli.parser import Parser
-from relvit.app.cli.secrets import CLASSES, mask_command, mask_secrets
+from relvit.app.cli.secrets import CLASSES, mask_command
 from relvit.app.cli.trainer.folder import new_folder
 from relvit.app.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.app.cli.trainer.own_data import data_in
@@ -42,6 +42,7 @@ from relvit.app.training.run.folder import RunLock
 from relvit.app.training.run.launch import leave_processes
 from relvit.app.utils.devices import busy_note
 from relvit.app.utils.files import atomic_write
+from relvit.app.utils.masks import mask_secrets
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import without_secrets
@@ -248,12 +249,13 @@ class RunConfig(SaveConfigCallback):
         if trainer.fast_dev_run or not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)
+        recorded = self.config.clone()
+        for name, value in self.config.items():
+            recorded[name] = without_secrets(value)
+        for kind in CLASSES:
+            recorded.trainer[kind] = mask_secrets(recorded.trainer[kind])
+        recorded.data = mask_secrets(recorded.data, trainer.datamodule.public_names())
         with atomic_write(folder / self.config_filename) as path:
-            recorded = self.config.clone()
-            for name, value in self.config.items():
-                recorded[name] = without_secrets(value)
-            for kind in CLASSES:
-                recorded.trainer[kind] = mask_secrets(recorded.trainer[kind])
             self.parser.save(recorded, path, skip_none=False, multifile=self.multifile)
-        command = mask_command(sys.argv, *(self.config.trainer[kind] for kind in CLASSES))
+        command = mask_command(sys.argv, self.config, recorded)
         record_run(folder, command, self.config.seed_everything, trainer)

@@ -14,11 +14,12 @@ from typing import Any
 
 from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.secrets import CLASSES, mask_secrets
+from relvit.app.cli.secrets import CLASSES
 from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.app.training.checkpoints.file import EPOCH_NAME
 from relvit.app.utils.files import is_address
+from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.utils.messages import cut, without_secrets
 
 # These options may change at a checkpoint. `relvit.app.training.checkpoints.exact_resume.Progress.check_layout` limits
@@ -139,7 +140,8 @@ def changed_options(
     changed = []
     for name in sorted({**before, **now}):
         was, wanted = before.get(name), now.get(name)
-        if was == wanted or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
+        # A secret, such as a token that has expired, may change.
+        if was == wanted or MASK in (was, wanted) or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))
         moved = name in PLACES and None not in (was, wanted)

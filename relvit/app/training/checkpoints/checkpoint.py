@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
+from relvit.app.utils.masks import MASK, masked
 from relvit.utils.messages import listing, one_line
 from relvit.version import __version__
 
@@ -149,7 +151,11 @@ class Checkpoint:
         return imported_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
-        """Build the data module of the training with some arguments changed; a change to None is left out."""
+        """Build the data module of the training with some arguments changed; a change to None is left out.
+
+        A checkpoint does not hold secrets. The data module is built without those that have a default, the others have
+        to be among the changes.
+        """
         data_type = self.data_type
         if data_type is None:
             raise ValueError(self.unknown_data())
@@ -158,7 +164,16 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path} was trained with {data_type.__name__}, which has no {min(unknown)}: leave it out"
             )
+        defaults = data_type.argument_defaults()
+        optional = {name for name, default in defaults.items() if default is not inspect.Parameter.empty}
         arguments = self.data_args | changes
+        arguments = {name: value for name, value in arguments.items() if value != MASK or name not in optional}
+        if names := masked(arguments):
+            name = data_type.__name__
+            raise ValueError(
+                f"{self.path} was trained with {listing(names)} of {name}, which no checkpoint holds: give "
+                f"data_module({names[0]}=...) in Python, or let {name} read it from the environment by default"
+            )
         try:
             return data_type(**arguments)
         except TypeError as error:

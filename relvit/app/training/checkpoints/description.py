@@ -12,7 +12,6 @@ from relvit.app.data.arguments import plain_values
 from relvit.app.data.registry import class_path_of
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT
-from relvit.utils.messages import without_secrets
 
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
@@ -47,7 +46,7 @@ def data_arguments(data: LightningDataModule | None) -> dict[str, Any]:
     """Return 'class_path' and 'init_args' of a data module in plain types; '' and {} of no `ImageData`."""
     if not isinstance(data, ImageData):
         return {"class_path": "", "init_args": {}}
-    return {"class_path": class_path_of(type(data)), "init_args": without_secrets(data.init_args())}
+    return {"class_path": class_path_of(type(data)), "init_args": data.recorded_args()}
 
 
 def images_of_module(data: ImageData) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from photos import TINY
 from relvit.app.cli import main
 from relvit.app.data.registry import data_modules
 from relvit.app.training import Checkpoint
+from relvit.app.utils.masks import mask_secrets
 
 MODULE = """
 import torch
@@ -46,6 +47,17 @@ class Typed(DatasetData):
 class Nothing(DatasetData):
     def __init__(self):
         super().__init__(**splits(), img_size=16, num_workers=0, batch_size=8)
+
+
+class Private(DatasetData):
+    # Data behind a password. A key that is not given is one of the environment.
+    def __init__(self, password: str, token=None, api_key=None, storage=None, **options):
+        assert (password, storage) == (SECRETS["password"], SECRETS["storage"])
+        self.api_key = api_key or "3nv1r0n"
+        super().__init__(**splits(), **options)
+
+
+SECRETS = {"password": "p4ss", "storage": {"headers": {"X": "h3ad"}, "user": "me"}}
 
 
 class Untransformed(ImageData):
@@ -161,3 +173,50 @@ def test_what_a_class_cannot_do_is_said(module, tmp_path, fails):
     assert "items to predict are pairs of an image and its name" in message
     assert "unknown option --img_size" in fails(["fit", data, "--img_size=8"])
     assert "no data module 'mine.Data'" in fails(["resolutions", best, "--sizes=24", "--data=mine.Data"])
+
+
+def test_secrets_are_recorded_nowhere_and_asked_for_again(module, photos, tmp_path, monkeypatch, fails, capsys):
+    data, runs = f"--data={module}.Private", tmp_path / "runs"
+    options = ["--data.password=p4ss", "--data.token=t0k3n", '--data.storage={"headers": {"X": "h3ad"}, "user": "me"}']
+    start = ["fit", data, *MODEL, *SIZES, *options, "--trainer.max_epochs=1", f"--runs={runs}"]
+    monkeypatch.setattr("sys.argv", ["relvit", *start])
+    assert main(start) == 0
+    run = only(runs)
+    best = run / "checkpoints" / "best.ckpt"
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]
+    for arguments in (recorded, Checkpoint.read(best).data_args):
+        names = ("password", "token", "api_key", "storage")
+        known = {"headers": "***", "user": "me"}
+        assert [arguments[name] for name in names] == ["***", "***", None, known]
+
+    asked = "Private had 'password', 'token', 'storage', which no file of the training records: give --data.password"
+    for again in (
+        ["fit", f"--resume={run}", "--epochs=2"],
+        ["fit", f"--config={run / 'config.yaml'}", f"--runs={runs}"],
+        ["fit", f"--ckpt_path={best}", data, "--epochs=2", f"--runs={runs}"],
+        *([command, best, data, f"--runs={runs}"] for command in ("test", "predict")),
+        ["validate", best, data],
+    ):
+        assert asked in fails(again)
+    assert "trained with 'password', 'storage' of Private" in fails(["calibrate", best, data])
+    Checkpoint.read(best).data_module(password="p4ss", storage={"headers": {"X": "h3ad"}, "user": "me"})
+    # No data module is built for images that are named.
+    assert len(rows(evaluate("predict", best, tmp_path / "files", photos / "val") / "predictions.csv")) == 18
+
+    # Another token may be given.
+    resumed = ["fit", f"--resume={run}", "--epochs=2", options[0], "--data.token=n3w", options[2]]
+    monkeypatch.setattr("sys.argv", ["relvit", *resumed])
+    assert main(resumed) == 0
+    assert main(["test", str(best), data, *options, *QUIET, f"--runs={runs}"]) == 0
+    assert main(["validate", str(best), data, *options, *QUIET]) == 0
+    assert main(["publish", str(best), "--to", str(runs / "published")]) == 0
+    written = b"".join(path.read_bytes() for path in runs.rglob("*") if path.is_file())
+    written += "".join(capsys.readouterr()).encode()
+    for secret in (b"p4ss", b"t0k3n", b"3nv1r0n", b"h3ad", b"n3w"):
+        assert secret not in written, written[written.index(secret) - 300 :][:600]
+
+
+def test_no_argument_of_relvits_own_data_is_a_secret():
+    for cls in data_modules():
+        arguments = dict.fromkeys(cls.argument_names(), "x")
+        assert mask_secrets(arguments, cls.public_names()) == arguments
