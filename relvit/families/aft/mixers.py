@@ -31,6 +31,9 @@ class AFTSimple(Mixer):
 
     It can replace attention: `forward` has the arguments of `RelativeAttention`'s.
 
+    >>> AFTSimple(192, num_heads=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+    torch.Size([2, 24, 192])
+
     Args:
         dim: width of the tokens.
         num_heads: number of heads; without a bias per head they change nothing.
@@ -96,6 +99,9 @@ class AFTSimple(Mixer):
 
 class AFTFull(AFTSimple):
     """AFT-full (arXiv 2105.14103, eq. 2): a learned bias for every pair of places, w = u v^T; see `aft_full`.
+
+    >>> AFTFull(192, grid_size=(4, 6), bias_dim=32)(torch.randn(2, 70, 192), make_grid(7, 10)).shape
+    torch.Size([2, 70, 192])
 
     Args:
         dim: width of the tokens.
@@ -180,6 +186,9 @@ class AFTFull(AFTSimple):
 class AFTLocal(AFTFull):
     """AFT-local (arXiv 2105.14103, eq. 3): `AFTFull` whose bias is zero between places that are far apart.
 
+    >>> AFTLocal(192, grid_size=(4, 6), window=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+    torch.Size([2, 24, 192])
+
     Args:
         window: see `aft_local`.
         **kwargs: see `AFTFull`, also for the other arguments.
@@ -199,6 +208,9 @@ class AFTConv2d(AFTSimple):
     The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
     start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
     for sequences.
+
+    >>> AFTConv2d(192, num_heads=12, kernel_size=(5, 7))(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+    torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.
