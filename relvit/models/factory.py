@@ -14,6 +14,7 @@ from timm.models import build_model_with_cfg
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
+from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit import retrofit as retrofit_model
 from relvit.models.retrofit import retrofit_arguments
 from relvit.models.retrofit.api import RETROFITTED_NAME
@@ -64,6 +65,7 @@ def build_model(
             hint = did_you_mean(key, retrofit_arguments()) or f", allowed: {listing(retrofit_arguments())}"
             raise ValueError(f"retrofit has no argument {key!r}{hint}")
     arguments = model_arguments(name)
+    _check_retrofit(name, retrofit, arguments)
     check_description(name, kwargs)
     for key in kwargs:
         if key in DATA_ARGUMENTS:
@@ -89,6 +91,18 @@ def build_model(
         if not kwargs:
             raise
         raise ValueError(f"model {name!r} cannot be built with model_kwargs {kwargs}: {one_line(error)}") from error
+
+
+def _check_retrofit(name: str, retrofit: Mapping[str, Any] | None, arguments: set[str]) -> None:
+    """Refuse the retrofit of a model of relvit, and name the model's own arguments of the same meaning."""
+    if retrofit is None or not issubclass(_model_class(name) or nn.Module, GridVisionTransformer):
+        return
+    ours = [key for key in retrofit if key in arguments] or ["rel_terms"] * ("rel_terms" in arguments)
+    own = f"give its own arguments, such as --model.model_kwargs.{ours[0]}, and " if ours else ""
+    raise ValueError(
+        f"model {name!r} has relative positions, so there is nothing to retrofit: {own}leave retrofit out "
+        "(--model.retrofit null where a configuration has it)"
+    )
 
 
 def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:

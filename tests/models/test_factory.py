@@ -1,6 +1,7 @@
 """`build_model`: arguments checked by name, and models larger than the memory refused before they take any."""
 
 import math
+import re
 import resource
 
 import pytest
@@ -61,6 +62,21 @@ def test_a_retrofit_follows_when_asked_for():
         build_model("test_vit", 4, retrofit={"rel_term": "k"})
     with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
         build_model("test_resnet", 4, retrofit={"rel_terms": "k"})
+
+
+@pytest.mark.parametrize(
+    ("name", "retrofit", "message"),
+    [
+        ("relvit_small", {"rel_terms": "kv"}, "give its own arguments, such as --model.model_kwargs.rel_terms, and"),
+        ("relvit_small", {"drop_rate": 0.1}, "retrofit has no argument 'drop_rate'"),
+        ("relvit_small.tag", {}, "such as --model.model_kwargs.rel_terms, and leave retrofit out"),
+        ("test_relvit", {"max_distance": 3}, "such as --model.model_kwargs.max_distance, and leave retrofit out"),
+        ("relvit_aft_conv_small", {"rel_terms": "kv"}, "nothing to retrofit: leave retrofit out"),
+    ],
+)
+def test_relvits_models_have_arguments_instead_of_a_retrofit(name, retrofit, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_model(name, 4, retrofit=retrofit)
 
 
 @pytest.mark.parametrize(

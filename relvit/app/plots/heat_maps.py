@@ -18,6 +18,7 @@ from relvit.app.plots.style import FONT, SMALL, literal
 # More heads than this are not legible side by side.
 MOST_HEADS = 12
 SIGNED, UNSIGNED = "RdBu_r", "viridis"
+ZERO = "all are 0"
 
 
 class MapRow(NamedTuple):
@@ -59,7 +60,8 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
         ticks = {}
         for row, table in found.items():
             ticks |= _draw_table(axes, name, table, row, most)
-        axes.set_title(f"{name}\nblue {-most:.2g} to red {most:.2g}", fontsize=FONT)
+        colours = f"blue {-most:.2g} to red {most:.2g}"
+        axes.set_title(f"{name}\n{colours if any(map(np.any, found.values())) else ZERO}", fontsize=FONT)
         axes.set(xlim=axes.dataLim.intervalx, ylim=(len(tables), 0))
         axes.set_yticks(list(ticks), list(ticks.values()))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -129,7 +131,7 @@ def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head
             image = axes.imshow(kernel[index], cmap=SIGNED, vmin=-most, vmax=most, extent=extent)
             axes.plot(0, 0, marker="+", color="black", markersize=10)
             axes.set_title("all heads" if len(kernel) == 1 else f"head {index}", fontsize=SMALL)
-        _finish_row(figure, row, image, f"{layer}\ndy (patches)", label)
+        _finish_row(figure, row, image, f"{layer}\ndy (patches)", _named(label, kernel[heads]))
     for axes in grid[-1]:
         axes.set_xlabel("dx (patches)", fontsize=SMALL)
     return figure
@@ -164,7 +166,7 @@ def plot_maps(
             axes.set_title(name if number == 0 else "", fontsize=SMALL)
         for axes in row:
             frame(axes, patch)
-        _finish_row(figure, row, image, "row of patches", quantity.label)
+        _finish_row(figure, row, image, "row of patches", _named(quantity.label, quantity.maps))
     for axes in grid[-1]:
         axes.set_xlabel("column of patches", fontsize=SMALL)
     return figure
@@ -198,8 +200,20 @@ def plot_overlay(
         axes.set_title(name, fontsize=FONT)
         axes.set_xlabel("column of patches", fontsize=SMALL)
         frame(axes, patch)
-    _finish_row(figure, grid[0], opaque, "row of patches", label)
+    _finish_row(figure, grid[0], opaque, "row of patches", _named(label, values))
     return figure
+
+
+def all_zero(figure: Figure) -> bool:
+    """Return whether a figure has maps, and all their numbers are 0; its pictures in colours count for nothing."""
+    found = [image.get_array() for axes in figure.axes for image in axes.images]
+    maps = [values for values in found if values.ndim == 2]
+    return bool(maps) and not any(np.ma.filled(values, 0).any() for values in maps)
+
+
+def _named(label: str, values: np.ndarray) -> str:
+    """Return the label of a colour bar, which says where all numbers are 0, since one colour may be any number."""
+    return label if np.nan_to_num(values).any() else f"{label}: {ZERO}"
 
 
 def _panels(rows: int, columns: int, each: tuple[float, float], title: str) -> tuple[Figure, np.ndarray]:

@@ -9,6 +9,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
+from relvit.layers.patch_embed import check_divisible
 from relvit.models.factory import model_arguments
 from relvit.models.sizes.run import run_once
 
@@ -29,6 +30,7 @@ def check_image_size(
     """
     error = _failure(net, img_size, in_chans)
     if error is None:
+        _check_whole_patches(net, img_size)
         return
     if isinstance(error, ValueError | MemoryError):
         # relvit's models give the advice themselves.
@@ -47,6 +49,21 @@ def check_image_size(
         f"{architecture or type(net).__name__} cannot take images of {img_size[0]} x {img_size[1]} px ({reason}): "
         f"{' or '.join(advice) or 'choose another img_size'}"
     ) from error
+
+
+def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
+    """Refuse a size of which a patch embedding of timm would leave out the pixels beyond the last whole patch."""
+    embed = getattr(net, "patch_embed", None)
+    conv = getattr(embed, "proj", None)
+    # Overlapping patches have padding, and a convolutional network before the patches has other sizes.
+    if not isinstance(conv, nn.Conv2d) or conv.kernel_size != conv.stride or any(conv.padding):
+        return
+    if getattr(embed, "dynamic_img_pad", False) or conv.kernel_size != patch_size_of(net):
+        return
+    architecture = (getattr(net, "pretrained_cfg", None) or {}).get("architecture")
+    pads = architecture and "dynamic_img_pad" in model_arguments(architecture)
+    advice = {} if pads else {"advice": "the model would leave out the rest"}
+    check_divisible(torch.empty(1, 1, *img_size, device="meta"), conv.kernel_size, **advice)
 
 
 def at_image_size(

@@ -23,6 +23,17 @@ FIXED = (
         ("vit_tiny_patch16_224", DYNAMIC, (32, 48), (32, 44), "divisible by patch size (8)): give img_size [32,48]"),
         # timm declares no class of this model, so it is built for its own size.
         ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size [224,224]"),
+        # timm's own would leave out the pixels beyond the last whole patch.
+        ("vit_tiny_patch16_224", VIT, (36, 48), (36, 48), "height 36 is not a multiple of the patch size 8: use 32 or"),
+        ("vit_tiny_patch16_224", VIT, (32, 44), (32, 44), "width 44 is not a multiple of the patch size 8: use 40 or"),
+        (
+            "deit_tiny_distilled_patch16_224",
+            VIT,
+            36,
+            (36, 36),
+            "36 is not a multiple of the patch size 8",
+        ),
+        ("swin_tiny_patch4_window7_224", {"depths": (1,)}, 58, (58, 58), "58 is not a multiple of the patch size 4"),
         ("relvit_tiny", {"depth": 1}, 32, (40, 32), "40 is not a multiple of the patch size 16: use 32 or 48 "),
     ],
 )

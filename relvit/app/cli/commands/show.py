@@ -13,7 +13,7 @@ from relvit.app.data.images.folders import find_images
 from relvit.app.evaluation import Predictor, Size
 from relvit.app.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
 from relvit.app.evaluation.pictures.draw import OF_THE_MODEL
-from relvit.app.plots import picture_of
+from relvit.app.plots import all_zero, picture_of
 from relvit.app.plots.style import save_figure
 from relvit.app.utils.devices import find_device
 from relvit.models import Reach
@@ -69,15 +69,15 @@ def show(
             try:
                 figure = draw(name, predictor.model, image.to(predictor.device), picture, **options)
             except (NotApplicableError, MissingPackageError) as error:
-                if kind is not None:
-                    raise
                 left_out[name] = str(error)
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             target = _unused(folder / f"{start}{name}.png")
             save_figure(figure, target)
-            print(visible(str(target)), flush=True)
+            print(visible(str(target)) + (": all its numbers are 0" if all_zero(figure) else ""), flush=True)
             written += 1
+    if kind is not None and left_out:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     for name, reason in left_out.items():
         print(f"left out: {name}: {visible(reason)}", flush=True)
     if not written:

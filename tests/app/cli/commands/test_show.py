@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import relvit
@@ -41,6 +42,29 @@ def test_grad_cam(place, monkeypatch):
     monkeypatch.chdir(place)
     assert main(["show", "best.ckpt", "owls/0.jpg", "--kind", "cam", "--layer", "0"]) == 0
     assert [path.name for path in (place / "pictures").iterdir()] == ["0-cam.png"]
+
+
+def test_what_cannot_be_drawn_does_not_keep_back_the_rest(place, capsys, fails):
+    error = fails(["show", "best.ckpt", "owls/0.jpg", "--kind", "cam", "attention", "aft-windows"])
+    assert [path.name for path in (place / "pictures").iterdir()] == ["0-attention.png"]
+    assert "aft-windows: RelVisionTransformer has no attention-free layers" in error
+    assert 'cam: Grad-CAM needs the package pytorch_grad_cam: pip install "relvit[show]"' in error
+
+
+def test_all_zero_maps_are_named(place, capsys):
+    """Tables of a model that was just retrofitted are zero."""
+    content = torch.load("best.ckpt", weights_only=True)
+    for key in [key for key in content if isinstance(content[key], dict)]:
+        for name, values in content[key].items():
+            if "position" in name and isinstance(values, torch.Tensor):
+                values.zero_()
+    torch.save(content, "best.ckpt")
+    assert main(["show", "best.ckpt", "owls/0.jpg", "--kind", "tables", "kernels", "attention"]) == 0
+    assert set(capsys.readouterr().out.splitlines()) == {
+        "pictures/tables.png: all its numbers are 0",
+        "pictures/0-kernels.png: all its numbers are 0",
+        "pictures/0-attention.png",
+    }
 
 
 def test_sizes_patches_and_layers_and_nothing_is_overwritten(place, capsys):
