@@ -202,5 +202,9 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
-    hinted = did_you_mean(value, choices(hint)) if isinstance(value, str) else ""
+    hinted, allowed = "", choices(hint)
+    if isinstance(value, str):
+        # Several values are the text of a list.
+        given = [item.strip() for item in value.strip("[]").split(",")]
+        hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"
