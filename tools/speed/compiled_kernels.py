@@ -1,0 +1,155 @@
+"""Count the kernels that Inductor makes for a layer, beyond plain's: `python tools/speed/compiled_kernels.py`.
+
+A kernel here is a loop nest that Inductor generates for the CPU; operations are the nodes of its graph before fusion.
+Both are what a model of two layers has beyond one of a single layer, so what all layers share counts for none. The
+figures depend on PyTorch's version alone. No C++ compiler runs, so the models compute nothing. With `--write` the table
+in `docs/benchmarks/README.md` gets a row for this version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+# The folder above has the next modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import timm
+import torch
+from benchmark import build_model, surroundings
+from benchmark_report import replaced
+from torch import nn
+from torch._inductor import config, metrics
+from torch._inductor.async_compile import AsyncCompile
+
+import relvit
+from relvit.utils.messages import check_choice
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+BEGIN = "<!-- written by tools/speed/compiled_kernels.py -->"
+SIZE, TINY = 224, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
+MODES, COUNTS = ("forward", "step"), ("kernels", "operations")
+# The model whose figures are subtracted from those of the others.
+BASELINES = {"sam retrofitted": "sam"}
+
+
+def sam(layers: int) -> nn.Module:
+    """Build SAM's encoder of layers with windows of 7 x 7 patches, which divide the image."""
+    reach = {"window_size": 7, "global_attn_indexes": ()}
+    return timm.create_model("samvit_base_patch16", img_size=SIZE, depth=layers, **reach, **TINY)
+
+
+def build(name: str, layers: int) -> nn.Module:
+    """Build a model of `KNOWN`."""
+    torch.manual_seed(0)
+    source, _, retrofitted = name.partition(" ")
+    model = sam(layers) if source == "sam" else build_model(source, SIZE, depth=layers, **TINY)
+    if not retrofitted:
+        return model
+    return relvit.retrofit(model) if source == "sam" else relvit.retrofit(model, rel_terms="kv")
+
+
+KNOWN = ("plain", "relvit_small", "plain retrofitted", "sam", "sam retrofitted", "relpos", "rope", "rope_mixed")
+
+
+def count(name: str, layers: int, mode: str) -> dict[str, int]:
+    """Compile a model of some layers for one size; return the number of kernels and of operations."""
+    torch.compiler.reset()
+    metrics.reset()
+    model = build(name, layers).train(mode == "step")
+    # Kernels that are not compiled leave their results as they are in memory.
+    without_compiler: Callable[..., Any] = lambda *_arguments: lambda *_pointers: None  # noqa: E731
+    with (
+        patch.object(AsyncCompile, "cpp_pybinding", without_compiler),
+        config.patch(force_disable_caches=True),
+        torch.set_grad_enabled(mode == "step"),
+    ):
+        out = torch.compile(model, fullgraph=True)(torch.randn(2, 3, SIZE, SIZE))
+        if mode == "step":
+            out.sum().backward()
+    return dict(zip(COUNTS, (metrics.generated_kernel_count, metrics.ir_nodes_pre_fusion), strict=True))
+
+
+def count_layer(name: str, mode: str) -> dict[str, int]:
+    """Count what a second layer adds."""
+    one, two = (count(name, layers, mode) for layers in (1, 2))
+    return {key: two[key] - one[key] for key in COUNTS}
+
+
+def figures(names: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the counts of a layer by name and mode, baselines first."""
+    every = dict.fromkeys(part for name in names for part in (BASELINES.get(name, "plain"), name))
+    return {name: {mode: count_layer(name, mode) for mode in MODES} for name in every}
+
+
+def beyond(rows: dict[str, Any], name: str, mode: str) -> dict[str, int]:
+    """Return what a layer has beyond the baseline's."""
+    baseline = BASELINES.get(name, "plain")
+    return {key: rows[name][mode][key] - rows[baseline][mode][key] for key in COUNTS}
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| model | kernels forward, step | operations | beyond | kernels forward, step | operations |"]
+    lines.append("|---" * 6 + "|")
+    for name in rows:
+        own, more = ([pick(rows, name, mode) for mode in MODES] for pick in (lambda r, n, m: r[n][m], beyond))
+        pairs = [", ".join(form.format(part[key]) for part in parts)
+                 for parts, form in ((own, "{}"), (more, "{:+}")) for key in COUNTS]  # fmt: skip
+        lines.append(f"| {name} | {pairs[0]} | {pairs[1]} | {BASELINES.get(name, 'plain')} | {pairs[2]} | {pairs[3]} |")
+    return "\n".join(lines)
+
+
+def table_of_versions(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a row per run as Markdown."""
+    shown = [name for name in KNOWN if name not in ("plain", "sam")]
+    lines = [f"| version, commit, PyTorch | plain | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+    for run in runs:
+        rows = run["models"]
+        plain = ", ".join(str(rows["plain"][mode]["kernels"]) for mode in MODES)
+        cells = [
+            ", ".join(f"{beyond(rows, name, mode)['kernels']:+}" for mode in MODES) if name in rows else "–"
+            for name in shown
+        ]
+        versions = run["versions"]
+        head = f"{versions['relvit']}, {run['commit'][:8]}, {versions['torch']}"
+        lines.append(f"| {head} | {plain} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(rows: dict[str, Any], folder: Path) -> None:
+    """Append the figures to the folder's `compiled_kernels.jsonl`, and write its table into `README.md`."""
+    lines, page = folder / "compiled_kernels.jsonl", folder / "README.md"
+    with lines.open("a") as file:
+        head = {"date": time.strftime("%Y-%m-%d", time.gmtime()), **surroundings("cpu")}
+        file.write(json.dumps({**head, "models": rows}) + "\n")
+    runs = [json.loads(line) for line in lines.read_text().splitlines()]
+    page.write_text(replaced(page.read_text(), table_of_versions(runs), BEGIN))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count and print; with `--write` also write.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", nargs="+", default=KNOWN, help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("--write", action="store_true", help="a row for this version in docs/benchmarks")
+    given = parser.parse_args(arguments)
+    for name in given.names:
+        check_choice("--names", name, KNOWN)
+    rows = figures(given.names)
+    print(table(rows))
+    if given.write:
+        write(rows, FOLDER)
+
+
+if __name__ == "__main__":
+    main()
