@@ -5,10 +5,13 @@ import resource
 import shutil
 
 import pytest
-from command_line import QUIET
+from command_line import QUIET, write_checkpoint_like
+from onnx_files import classifier_of
 from photos import TINY
 
 from relvit.app.cli import main
+from relvit.app.evaluation.deploy import quantise
+from relvit.app.utils.files import disk_errors_name
 
 LIMIT = 200
 DATA = ["--data=ImageFolderData", "--data.root=photos", "--data.img_size=16", "--data.num_workers=0"]
@@ -18,6 +21,8 @@ COMMANDS = {
     "fit": (FIT, "config.yaml"),
     "test": (["test", "best.ckpt", "--root=photos", *QUIET], "confusion.png"),
     "predict": (["predict", "best.ckpt", "photos/test", *QUIET], "--runs"),
+    "predict by .onnx": (["predict", "--model=tiny.onnx", "photos/test", "--num_workers=0"], "--runs"),
+    "predict --step_maps": (["predict", "halting.ckpt", "photos/test", "--step_maps", *QUIET], ".png"),
     "validate": (["validate", "best.ckpt", "--root=photos", *QUIET], None),
     "resolutions": (["resolutions", "best.ckpt", "--sizes=16", "--root=photos", "--output=old"], "old/resolutions.csv"),
     "probe": (["probe", "best.ckpt", *DATA, "--output=old"], "old/probe.json"),
@@ -59,6 +64,9 @@ def place(run, photos, tmp_path, monkeypatch):
     (tmp_path / "published").mkdir()
     for name in ("config.json", "model.safetensors", "README.md"):
         (tmp_path / "published" / name).write_text('{"relvit": "older"}')
+    classifier_of(tmp_path / "tiny.onnx")
+    kwargs = {"halting": "act", "patch_size": 8}
+    write_checkpoint_like(run / "checkpoints" / "best.ckpt", tmp_path / "halting.ckpt", "test_relvit_universal", kwargs)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -67,7 +75,10 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-SLOW = {"export to .onnx": (["export", "best.ckpt", "--output=old/a.onnx"], "old/a.onnx")}
+SLOW = {
+    "export to .onnx": (["export", "best.ckpt", "--output=old/a.onnx"], "old/a.onnx"),
+    "export --aot": (["export", "best.ckpt", "--output=old/a.pt2", "--aot"], "old/a.pt2"),
+}
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -89,3 +100,11 @@ def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
     assert before.items() <= after.items()
     # Complete files may have been written before: they are below the limit.
     assert [path for path in after.keys() - before.keys() if len(after[path]) >= LIMIT or ".part" in path.name] == []
+
+
+def test_int8(tmp_path):
+    """`export --int8` needs more room for the file that it quantises, so the walk ends before the quantisation."""
+    source = classifier_of(tmp_path / "a.onnx")
+    target = tmp_path / "b.onnx"
+    with file_limit(LIMIT), pytest.raises(OSError, match="File too large"), disk_errors_name(target, target):
+        quantise(source, target)

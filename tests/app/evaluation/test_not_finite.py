@@ -2,8 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from onnx_files import classifier_of
 
 from relvit.app.training.labels import OneLabel, SeveralLabels
 
@@ -44,3 +46,12 @@ def test_a_checkpoint_that_computes_them_is_refused(command, spoilt, best, photo
     options = [] if command in ("embed", "resolutions") else ["--num_workers=0"]
     fails([command, "bad.ckpt", *given[command], *options])
     assert not any("nan" in path.read_text() for path in tmp_path.rglob("*.csv"))
+
+
+def test_a_file_of_onnx_with_such_weights_is_refused(photos, tmp_path, fails, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, number in (("nan", np.nan), ("infinite", np.inf)):
+        classifier_of(tmp_path / f"{name}.onnx", weights={"extra": np.full(3, number, np.float32)})
+        arguments = ["predict", "--model", f"{name}.onnx", photos / "test", "--num_workers=0"]
+        assert "probabilities that are not a number" in fails(arguments)
+    assert not any(tmp_path.rglob("*.csv"))

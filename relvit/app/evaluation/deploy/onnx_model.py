@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from relvit.app.evaluation.deploy.description import read_description
 from relvit.app.evaluation.outcomes import outcomes_of
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import Labels, labels_of
+from relvit.utils.memory import available_memory
 from relvit.utils.messages import MissingPackageError, one_line
 
 # Images on which an int8 file is compared with its model, evenly spaced in val.
@@ -56,7 +58,7 @@ class OnnxClassifier(LightningModule):
         if not path.is_file():
             raise FileNotFoundError(f"no file {path}: relvit export CKPT --output {path} writes one")
         try:
-            self.session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            self.session: Any = onnxruntime.InferenceSession(path, _options(), providers=["CPUExecutionProvider"])
             sides = {each.name: each.shape for each in (*self.session.get_inputs(), *self.session.get_outputs())}
             if list(sides) != ["images", "logits"] or len(sides["logits"]) != 2:
                 raise ValueError(f"it computes {list(sides)}, not (B, classes) logits of images")
@@ -64,6 +66,7 @@ class OnnxClassifier(LightningModule):
         # onnxruntime raises exceptions of its own for broken files.
         except Exception as error:
             raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+        self.path: Path = path
         self.description: dict[str, Any] = read_description(path, metadata, sides["logits"][1])
         self.inputs: Sequence[str | int] = self.description["input"][2:]
         self.labels: Labels = labels_of(self.description.get("thresholds"))
@@ -94,15 +97,40 @@ class OnnxClassifier(LightningModule):
         return found | {"img_size": size, "crop_pct": about["crop_pct"]}
 
     def forward(self, images: ImageBatch) -> Tensor:
-        """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other."""
+        """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other.
+
+        Raises:
+            ValueError: onnxruntime cannot compute them, for lack of memory for one.
+        """
         if isinstance(images, dict):
             return torch.cat([self(image[None]) for image in images_of(images)])
-        return torch.from_numpy(self.session.run(["logits"], {"images": images.numpy()})[0])
+        try:
+            return torch.from_numpy(self.session.run(["logits"], {"images": images.numpy()})[0])
+        except Exception as error:
+            raise ValueError(f"{self.path} cannot be computed: {one_line(error)}") from error
 
     def predict_step(self, batch: tuple[ImageBatch, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images and (B, classes) probabilities; none for an empty batch."""
         images, names = batch
         return {"names": list(names), "probabilities": self.labels.probabilities(self(images))}
+
+
+@cache
+def _options() -> Any:
+    """Return options of onnxruntime's sessions, which together take no more memory than is available now.
+
+    A small file may compute tensors of any size.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    # Errors become exceptions, and warnings are about graphs, which the user has not written.
+    options.log_severity_level = 4
+    if (available := available_memory()) is not None:
+        memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"max_mem": available}))
+        options.add_session_config_entry("session.use_env_allocators", "1")
+    return options
 
 
 def quantise(

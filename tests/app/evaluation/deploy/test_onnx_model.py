@@ -1,14 +1,13 @@
 """int8 files against the formula of dynamic quantisation, and the comparison of a file with its model."""
 
-import json
-
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 from command_line import summary
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_files import DESCRIPTION, classifier_of, save
 
 from relvit.app.evaluation import Predictor
 from relvit.app.evaluation.deploy import OnnxClassifier, compare, quantise
@@ -16,17 +15,6 @@ from relvit.app.evaluation.deploy import OnnxClassifier, compare, quantise
 
 def session(path):
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
-def save(path, nodes, weights, given, computed, **properties):
-    """Write an ONNX file; weights by their names, input and output each as name and shape."""
-    given, computed = (helper.make_tensor_value_info(name, TensorProto.FLOAT, of) for name, of in (given, computed))
-    weights = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
-    made = helper.make_graph(nodes, "graph", [given], [computed], weights)
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    helper.set_model_props(model, properties)
-    onnx.save(model, path)
-    return path
 
 
 @pytest.fixture
@@ -94,25 +82,6 @@ def test_comparison_on_val(run, best):
     assert found.same == pytest.approx(predicted.count("cat") / 18)
 
 
-DESCRIPTION = {
-    "class_names": ["cat", "dog", "owl"],
-    "input": ["batch", 3, "8*height_in_patches", "8*width_in_patches"],
-    "img_size": [16, 16],
-    "crop_pct": 0.9,
-    "mean": [0.5, 0.5, 0.5],
-    "std": [0.2, 0.2, 0.2],
-}
-
-
-def classifier_of(path, description):
-    """An .onnx that averages over the pixels, with this description (JSON text, or what becomes JSON) in it."""
-    nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["logits"], keepdims=0)]
-    text = description if isinstance(description, str) else json.dumps(description)
-    properties = {} if description is None else {"relvit": text}
-    sides = ("images", ["n", 3, "h", "w"]), ("logits", ["n", 3])
-    return save(path, nodes, {"axes": np.array([2, 3])}, *sides, **properties)
-
-
 def test_a_description_in_the_file(tmp_path):
     found = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION)).data_arguments((24, 32))
     assert found == {name: DESCRIPTION[name] for name in DESCRIPTION if name != "input"} | {"img_size": (24, 32)}
@@ -156,6 +125,19 @@ def test_logits_that_are_not_finite_become_no_probabilities(tmp_path):
     model = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION))
     with pytest.raises(ValueError, match="probabilities that are not a number"):
         model.predict_step((torch.full((2, 3, 16, 16), torch.nan), ["a", "b"]), 0)
+
+
+def test_a_file_that_takes_more_memory_than_there_is_is_refused(tmp_path):
+    """A constant of 4 TB, which depends on the images, so that no preparation finds it."""
+    filled = [
+        helper.make_node("Shape", ["images"], ["count"], start=0, end=1),
+        helper.make_node("Mul", ["count", "times"], ["size"]),
+        helper.make_node("ConstantOfShape", ["size"], ["large"]),
+        helper.make_node("ReduceSum", ["large"], ["extra"], keepdims=0),
+    ]
+    model = OnnxClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION, filled, {"times": np.array([2**40])}))
+    with pytest.raises(ValueError, match=r"a\.onnx cannot be computed: .*Available memory of \d+ is smaller"):
+        model(torch.zeros(1, 3, 16, 16))
 
 
 def test_files_that_are_none(tmp_path, graph):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning import Trainer
 
 from relvit.app.cli.commands.predict import report
-from relvit.app.cli.trainer.folder import new_folder
+from relvit.app.cli.trainer.folder import explained_failures, new_folder
 from relvit.app.data import parse_size
 from relvit.app.data.images.datasets import OnError
 from relvit.app.data.modules.paths import ImagePathsData
@@ -46,5 +46,6 @@ def predict_onnx(
         config = {"enable_progress_bar": None, "callbacks": [], **dict.fromkeys(off, False)}
         config["callbacks"] = [table, DataRecord(folder), *progress_callbacks(config, None, quiet=False)]
         trainer = Trainer(accelerator="cpu", devices=1, **config)
-        trainer.predict(classifier, data, return_predictions=False)
-        report(table, folder)
+        with explained_failures("predict", trainer, folder):
+            trainer.predict(classifier, data, return_predictions=False)
+            report(table, folder)
