@@ -1,6 +1,7 @@
 """Decode one image file as 8-bit RGB (`load_rgb`), or report in one line why it cannot be read."""
 
 import contextlib
+import ctypes
 import os
 import stat
 import threading
@@ -21,6 +22,12 @@ _FIX = "delete or replace it"
 # A file may have one of these formats, whatever its name is. Pillow reads more formats and hands some of them
 # (PostScript) to other programs.
 Image.init()
+# libtiff prints a line for each error in a file, without the file's name, and Pillow raises an error, too.
+# Where Pillow holds libtiff in another way, such as on Windows, its symbols are not found.
+with contextlib.suppress(AttributeError, OSError):
+    _libtiff = ctypes.CDLL(Image.core.__file__)
+    _libtiff.TIFFSetErrorHandler(None)
+    _libtiff.TIFFSetWarningHandler(None)
 _SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FORMATS = [name for name in _SAFE if name in Image.OPEN]
 # PFM files hold floats, which have no known range.
@@ -115,7 +122,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        with open_image(source) as image:
+        # What Pillow remarks about an odd file, such as broken metadata, names no file, and changes no pixel.
+        with warnings.catch_warnings(action="ignore"), open_image(source) as image:
             _check_cost(image, max_pixels)
             return as_rgb(image)
     except MemoryError:
@@ -139,8 +147,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 def _orientation(image: Image.Image) -> int | None:
     """Return the orientation in an image's EXIF block; None without one, or where the block is broken."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             found = image.getexif().get(_ORIENTATION)
         except Exception:
@@ -183,7 +190,7 @@ def open_image(source: ImageSource) -> Image.Image:
         raise _RefusedError("the file is empty (zero bytes)")
     _check_comments(file)
     # Pillow's limit is a global variable, and its images of more pixels are refused by `_check_cost` in plain words.
-    with _pillows_limit:
+    with _pillows_limit, warnings.catch_warnings(action="ignore"):
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
             return Image.open(file, formats=_FORMATS)

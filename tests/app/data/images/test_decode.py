@@ -1,5 +1,6 @@
 """Known pixel values for every kind of image file; broken files are in tests/support/data/broken_input.py."""
 
+import contextlib
 import gc
 import os
 import struct
@@ -137,6 +138,21 @@ def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
     monkeypatch.setattr(Image.Image, "load", None)
     with pytest.raises(ValueError, match=r"a.png: it has 30 x 20 pixels, the most are 599; delete or replace it"):
         load_rgb(path, max_pixels=599)
+
+
+def test_odd_files_print_nothing(tmp_path, capfd, recwarn):
+    """libtiff and Pillow remark on them without their names."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8))
+    for compression, picture in (("tiff_deflate", image), ("group4", image.convert("1"))):
+        picture.save(tmp_path / "a.tif", compression=compression)
+        content = bytearray((tmp_path / "a.tif").read_bytes())
+        content[200:240] = b"\xff" * 40
+        for odd in (content, content[: len(content) * 2 // 3]):
+            (tmp_path / "a.tif").write_bytes(odd)
+            with contextlib.suppress(UnreadableImageError):
+                load_rgb(tmp_path / "a.tif")
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files through /proc")
