@@ -78,14 +78,47 @@ def test_the_core_imports_only_packages_that_it_declares():
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "pytorch_grad_cam": "grad-cam"}
 
 
-def test_the_application_imports_only_packages_that_are_declared():
+# Programs, plugins of pytest and mkdocs, and packages that other libraries import for relvit.
+NOT_IMPORTED = {"ruff", "pre-commit", "pytest-xdist", "mkdocs", "mkdocs-material", "mkdocstrings"}
+NOT_IMPORTED |= {"tensorboard", "wandb", "mlflow", "accelerate", "ipykernel"}
+
+
+def declared_packages():
+    """Packages that pyproject.toml names, without those of other extras: of the core, and by extra."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}
+    extras = {"": project["dependencies"]} | project["optional-dependencies"]
+    names = {extra: {re.match(r"[\w.-]+", line)[0] for line in lines} for extra, lines in extras.items()}
+    return {extra: {distribution(name) for name in found} - {"relvit"} for extra, found in names.items()}
+
+
+def distribution(package):
+    return DISTRIBUTIONS.get(package, package).lower().replace("_", "-")
+
+
+def test_the_application_imports_only_packages_that_are_declared():
     used = {module.split(".")[0] for path in (ROOT / "app").rglob("*.py") for module in imported_modules(path)}
     used -= {"relvit", "relvit_start", *sys.stdlib_module_names}
-    names = {DISTRIBUTIONS.get(package, package).lower().replace("_", "-") for package in used}
-    assert names - declared == set()
+    assert {distribution(package) for package in used} - set(chain(*declared_packages().values())) == set()
+
+
+def test_packages_that_are_declared_are_imported():
+    """Those of the core and of `train` by relvit itself, others also by tests, tools and pages."""
+    repository, statement = ROOT.parent, re.compile(r"""(?:^|\n|")\s*(?:from|import) (\w+)|importorskip\("(\w+)""")
+    found = {}
+    for folders in (("relvit",), ("relvit", "tests", "tools", "docs", "notebooks")):
+        paths = chain(*((repository / folder).rglob("*") for folder in folders))
+        texts = (path.read_text() for path in paths if path.suffix in (".py", ".md", ".ipynb"))
+        found[folders] = {distribution("".join(names)) for text in texts for names in statement.findall(text)}
+    by_relvit, by_all = found.values()
+    for extra, names in declared_packages().items():
+        unused = names - (by_relvit if extra in ("", "train") else by_all) - NOT_IMPORTED
+        assert not unused, f"{extra or 'dependencies'} declares {unused}"
+
+
+def test_what_has_no_author_on_the_index_is_named_with_its_hash():
+    named = (ROOT.parent / "tests" / "segment_anything.txt").read_text()
+    assert re.fullmatch(r"(#.*\n)*segment-anything==1\.0 --hash=sha256:[0-9a-f]{64}\n", named)
+    assert not any("segment-anything" in names for names in declared_packages().values())
 
 
 def test_the_root_holds_the_package_alone():

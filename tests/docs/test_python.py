@@ -30,7 +30,7 @@ def test_blocks_run(page, place, monkeypatch, capsys):
     use_one_block(monkeypatch)
     names = {}
     for library in ("transformers", "segment_anything") if page == "docs/sam.md" else ():
-        pytest.importorskip(library, reason=f"pip install 'relvit[elsewhere]' brings {library}")
+        pytest.importorskip(library, reason=f"docs/sam.md says how to install {library}")
     if page == "docs/publish.md":
         publish_model("best.ckpt", "my_model")
     for block in blocks(page, "python"):

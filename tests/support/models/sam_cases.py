@@ -41,7 +41,7 @@ def sam_encoder(case, **kwargs):
     """An encoder in double precision; images are square when it is made, and never in other tests."""
     torch.manual_seed(0)
     if case == "segment_anything":
-        reason = "pip install 'relvit[elsewhere]' brings segment-anything"
+        reason = "pip install --no-deps --require-hashes -r tests/segment_anything.txt brings it"
         model = pytest.importorskip(case, reason=reason).modeling.ImageEncoderViT(**{**ENCODER, **kwargs})
     else:
         library, implementation = transformers(), "eager" if case.endswith("eager") else "sdpa"

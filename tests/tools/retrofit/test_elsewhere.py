@@ -11,7 +11,7 @@ SAME_AT_SMALL_SIZES = ["timm-sam", "timm-beit", "timm-swin", "timm-swin-v2"]
 @pytest.mark.parametrize("name", elsewhere.MODELS)
 def test_one_layer(name):
     library = elsewhere.MODELS[name].library
-    pytest.importorskip(library, reason=f"pip install 'relvit[elsewhere]' brings {library}")
+    pytest.importorskip(library, reason=f"docs/sam.md says how to install {library}")
     found = elsewhere.compare(name, 1, (48, 32), rounds=1, clock="cpu")
     # The only layer of SAM has windows, whose tables serve all sizes; timm's embedding is resized by both.
     assert (found["difference"] < 1e-4) == (name in SAME_AT_SMALL_SIZES)
