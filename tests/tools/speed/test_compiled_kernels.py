@@ -1,8 +1,10 @@
 """Compiled models: kernels and operations of a layer beyond plain's, one graph for several sizes; the tool's table."""
 
+import json
+
 import pytest
 import torch
-from scripts import load
+from scripts import ROOT, load
 
 tool = load("compiled_kernels")
 
@@ -58,3 +60,8 @@ def test_the_table_of_versions(tmp_path, monkeypatch):
 def test_a_name_that_is_not_known():
     with pytest.raises(ValueError, match=r"--names is 'ropes'; .*did you mean 'rope'"):
         tool.main(["--names", "ropes"])
+
+
+def test_the_page_shows_the_recorded_runs():
+    runs = [json.loads(line) for line in (ROOT / "docs/benchmarks/compiled_kernels.jsonl").open()]
+    assert tool.table_of_versions(runs) in (ROOT / "docs/benchmarks/README.md").read_text()
