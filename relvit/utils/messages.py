@@ -71,6 +71,12 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return "" if found is None else f" (did you mean {found!r}?)"
 
 
+def size_text(size: Sequence[int]) -> str:
+    """Return (height, width) as an option takes them: '80' for equal sides, else '[64,80]'."""
+    height, width = size
+    return str(height) if height == width else f"[{height},{width}]"
+
+
 def printable(name: str) -> str:
     r"""Return a file name as valid UTF-8: bytes that are not UTF-8 become ``\xff``."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

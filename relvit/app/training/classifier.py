@@ -316,7 +316,8 @@ class ImageClassifier(EpochMetrics):
         """Resume exactly where the checkpoint was, and report the batch and learning rate on these devices."""
         self.progress.resume(self)
         if self.range_test is None:
-            rank_zero_print(describe(self.plan, self.trainer, self.hparams.lr, self.hparams.lr_base_batch))
+            given = (self.hparams.lr, self.hparams.lr_base_batch, self.hparams.freeze_epochs)
+            rank_zero_print(describe(self.plan, self.trainer, *given))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze the backbone."""

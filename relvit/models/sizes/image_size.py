@@ -12,6 +12,7 @@ from torch import nn
 from relvit.layers.patch_embed import check_divisible
 from relvit.models.factory import model_arguments
 from relvit.models.sizes.run import run_once
+from relvit.utils.messages import size_text
 
 
 def check_image_size(
@@ -39,9 +40,9 @@ def check_image_size(
     architecture = cfg.get("architecture")
     advice = []
     own = (trained_size, trained_size) if isinstance(trained_size, int) else trained_size
-    known = [list(size) for size in (own, cfg.get("input_size", ())[1:]) if size]
+    known = [size for size in (own, cfg.get("input_size", ())[1:]) if size]
     if fitting := next((size for size in known if _failure(net, size, in_chans) is None), None):
-        advice.append(f"give img_size {str(fitting).replace(' ', '')}")
+        advice.append(f"give img_size {size_text(fitting)}")
     if architecture and "dynamic_img_size" in model_arguments(architecture) and not net.dynamic_img_size:
         advice.append("train it with --model.model_kwargs.dynamic_img_size true")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from relvit.models.depth import lack
 from relvit.models.sizes.run import run_once
 from relvit.ops import Grid, grid_from_naflex
+from relvit.utils.messages import size_text
 
 
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
@@ -108,10 +110,9 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
     embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
     own = getattr(embed, "patch_size", None)
     if own is not None and tuple(own) != tuple(patch_size):
-        given = own[0] if own[0] == own[1] else f"'[{own[0]},{own[1]}]'"
         raise ValueError(
             f"{name} has patches of {own[0]} x {own[1]} px, the data of {patch_size[0]} x {patch_size[1]} px: give "
-            f"--data.patch_size {given}"
+            f"--data.patch_size {shlex.quote(size_text(own))}"
         )
     like = next(net.parameters())
     coord = torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device)

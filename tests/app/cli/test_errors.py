@@ -216,7 +216,7 @@ def test_a_size_that_a_model_of_timm_does_not_take(best, tmp_path, fails):
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "vit_tiny_patch16_224", kwargs)
     wanted = (
         "vit_tiny_patch16_224 cannot take images of 24 x 24 px (Input height (24) doesn't match model (16)): give "
-        "img_size [16,16] or train it with --model.model_kwargs.dynamic_img_size true\n"
+        "img_size 16 or train it with --model.model_kwargs.dynamic_img_size true\n"
     )
     for command in (
         ["validate", "--data.img_size=24", "--trainer.accelerator=cpu"],

@@ -22,7 +22,7 @@ FIXED = (
         ("vit_tiny_patch16_224", VIT, (32, 48), (32, 40), FIXED),
         ("vit_tiny_patch16_224", DYNAMIC, (32, 48), (32, 44), "divisible by patch size (8)): give img_size [32,48]"),
         # timm declares no class of this model, so it is built for its own size.
-        ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size [224,224]"),
+        ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size 224"),
         # timm's own would leave out the pixels beyond the last whole patch.
         ("vit_tiny_patch16_224", VIT, (36, 48), (36, 48), "height 36 is not a multiple of the patch size 8: use 32 or"),
         ("vit_tiny_patch16_224", VIT, (32, 44), (32, 44), "width 44 is not a multiple of the patch size 8: use 40 or"),

@@ -20,7 +20,7 @@ from relvit.app.plots.style import save_figure
 from relvit.app.training import ImageClassifier, RunCheckpoints, load_classifier
 from relvit.app.training.run.send_results import send_results
 from relvit.app.utils.progress import rank_zero_print
-from relvit.utils.messages import one_line
+from relvit.utils.messages import one_line, size_text
 
 
 def describe_training(model: ImageClassifier, data: ImageData) -> str:
@@ -117,8 +117,8 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         patch = net.patch_embed.patch_size
         trained = list(data.img_size)
         larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]
-        first, second = (str(size).replace(" ", "") for size in (trained, larger))
-        lines.append(f"  relvit validate {path} --img_size '{second}'{named}")
-        lines.append(f"  relvit resolutions {path} --sizes '{first}' '{second}'{named}")
+        first, second = (shlex.quote(size_text(size)) for size in (trained, larger))
+        lines.append(f"  relvit validate {path} --img_size {second}{named}")
+        lines.append(f"  relvit resolutions {path} --sizes {first} {second}{named}")
     lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
     return [*lines, "Also of a checkpoint: relvit show, calibrate, probe, embed, export, publish; each has --help"]

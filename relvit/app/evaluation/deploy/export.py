@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import check_output, disk_errors_name, move_complete
 from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
-from relvit.utils.messages import MissingPackageError
+from relvit.utils.messages import MissingPackageError, size_text
 
 FORMATS = (".onnx", ".pt2")
 # The largest side of an image, in patches.
@@ -170,7 +171,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
         whole = [max(2, math.ceil(side / p)) * p for side, p in zip((height, width), patch, strict=True)]
         raise ValueError(
             f"img_size {[height, width]}: a file takes two whole patches of {patch[0]} x {patch[1]} pixels or more on "
-            f"each side; give another (--img_size '{whole}')"
+            f"each side; give another (--img_size {shlex.quote(size_text(whole))})"
         )
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
         dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 # A function of the optimiser step and, by name, of `total`, `warmup` and `floor`, as `warmup_cosine` is.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
+# A note tells of a learning rate that is smaller by this factor than the one that the user gave.
+SMALL = 8
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
@@ -146,14 +148,31 @@ def update_rates(scheduler: LambdaLR) -> None:
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None) -> str:
-    """Describe a plan in a line, with the factors of batch and learning rate, and in another line a shorter warm-up."""
+def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None, freeze_epochs: int = 0) -> str:
+    """Describe a plan in a line, with the factors of batch and learning rate, and in further lines what may surprise.
+
+    These are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
+    """
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
     text = (
         f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
         f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"
     )
+    if base_batch and plan.batch * SMALL <= base_batch:
+        accumulate = accumulated * base_batch // plan.batch
+        text += (
+            f"\nNote: the learning rate is small, since --model.lr {lr:g} is for batches of {base_batch} "
+            f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches, or give a higher "
+            "--model.lr"
+        )
+    # A loader that does not know its length has no number of epochs either.
+    known = freeze_epochs and math.isfinite(trainer.num_training_batches)
+    if known and steps_of(trainer, "freeze_epochs", freeze_epochs) >= plan.steps:
+        text += (
+            f"\nNote: the backbone stays frozen to the end, and the classifier alone is trained: freeze_epochs "
+            f"{freeze_epochs} is not less than the training; give --model.freeze_epochs 0 to train everything"
+        )
     if 0 < plan.warmup < plan.warmup_asked:
         text += (
             f"\nNote: the warm-up would take {plan.warmup_asked} steps: it takes {plan.warmup}, half of the training, "

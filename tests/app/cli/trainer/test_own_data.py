@@ -105,9 +105,7 @@ def test_every_command(cls, options, larger, module, photos, tmp_path, fails, ca
     run = only(tmp_path / "runs")
     out = capsys.readouterr().out
     assert "16 x 16 px" in out
-    assert (
-        f"relvit validate {run.relative_to(tmp_path)}/checkpoints/best.ckpt --img_size '[24,24]' --data {module}" in out
-    )
+    assert f"relvit validate {run.relative_to(tmp_path)}/checkpoints/best.ckpt --img_size 24 --data {module}" in out
     assert summary(run)["test/images"] == 9
     best = run / "checkpoints" / "best.ckpt"
     checkpoint = Checkpoint.read(best)

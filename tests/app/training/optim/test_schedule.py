@@ -63,5 +63,19 @@ def test_rate_for_a_batch_grows_with_the_batch(capsys):
     assert record.rates == pytest.approx([0.25 * rate for rate in curve(0.005, 0.001, 6, 0)])
     assert (
         "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
-        "warm-up 0"
+        "warm-up 0\n"
     ) in capsys.readouterr().out
+
+
+def test_a_small_rate_and_a_backbone_that_stays_frozen_are_noted(capsys):
+    few = {"limit_train_batches": 2, "limit_val_batches": 0}
+    given = {"lr": 0.01, "min_lr": 0, "warmup_epochs": 0, "freeze_epochs": 2}
+    train(build(**given, lr_base_batch=64), max_epochs=2, accumulate_grad_batches=2, **few)
+    out = capsys.readouterr().out
+    assert (
+        "Note: the learning rate is small, since --model.lr 0.01 is for batches of 64 (lr_base_batch): "
+        "--trainer.accumulate_grad_batches 16 makes such batches, or give a higher --model.lr\n"
+    ) in out
+    assert "Note: the backbone stays frozen to the end, and the classifier alone is trained: freeze_epochs 2 is" in out
+    train(build(**given, lr_base_batch=16), max_epochs=3, **few)
+    assert "Note:" not in capsys.readouterr().out

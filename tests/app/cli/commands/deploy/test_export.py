@@ -271,7 +271,7 @@ def test_native_shapes_of_timms_model(best, photos, tmp_path):
 def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(best, tmp_path, fails):
     kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "embed_dim": 16, "depth": 1}
     best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=[20, 40]))
-    expected = "two whole patches of 16 x 16 pixels or more on each side; give another (--img_size '[32, 48]')"
+    expected = "two whole patches of 16 x 16 pixels or more on each side; give another (--img_size '[32,48]')"
     assert expected in fails(["export", best, f"--output={tmp_path / 'model.pt2'}"])
     assert main(["export", best, f"--output={tmp_path / 'model.pt2'}", "--img_size", "[32, 48]"]) == 0
 
