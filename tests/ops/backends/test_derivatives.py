@@ -152,3 +152,24 @@ def test_compiled_vmap_and_one_table_for_both_axes():
     mapped = torch.func.vmap(lambda q: attend(q[None])[0])
     compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(queries), attend(queries), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_in_half_precision_is_as_close_to_the_formula_as_eager():
+    q, k, v, terms, grid = draw_case(3, 5, prefix=1, distance=(1, 2), which="kvb", per_head="b", dim=8)
+    expected = attended_with_gradients(relative_attention, leaves(q, k, v, terms), terms, grid, backend="reference")
+    half = [part.detach().bfloat16().requires_grad_() for part in leaves(q, k, v, terms)]
+    torch._dynamo.reset()
+    # The partitioner and the decompositions of the default compiler, without its code generation.
+    compiled = torch.compile(relative_attention, fullgraph=True, backend="aot_eager_decomp_partition")
+    for attend in (relative_attention, compiled):
+        found = attended_with_gradients(attend, half, terms, grid)
+        assert found[0].dtype == torch.bfloat16
+        assert max(relative_error(got, want) for got, want in zip(found, expected, strict=True)) < 0.015
+
+
+def attended_with_gradients(attend, inputs, terms, grid, **options):
+    """The output, and the gradients of queries, keys, values and all tables."""
+    tables = iter(inputs[3:])
+    out = attend(*inputs[:3], with_tables(terms, lambda _: next(tables)), grid, **options)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
