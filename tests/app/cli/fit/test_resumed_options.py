@@ -3,9 +3,11 @@
 import copy
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from processes import Ranks, as_torchrun
 
 from relvit.app.cli import main
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.fit.resumed_options import changed_options
+from relvit.app.cli.fit.resumed_options import FREE, PLACES, changed_options
 from relvit.app.plots import read_metrics
 from relvit.app.training import RunLock, read_checkpoint
+from relvit.app.training.checkpoints.file import EPOCH_NAME
 
 
 @pytest.fixture
@@ -426,3 +429,12 @@ def test_patience_ends_a_training_that_learns_nothing_and_may_change(run, photos
     # What it stopped at is no end.
     assert main(["fit", f"--resume={folder}", "--patience=3"]) == 0
     assert len(read_metrics(folder / "metrics.csv")["lr"]) == 4
+
+
+def test_the_page_names_all_that_may_change():
+    page = (Path(__file__).parents[4] / "docs" / "train_your_images.md").read_text()
+    writes, resume = (page.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("What a run writes", "Resume"))
+    named = {word.removeprefix("--") for word in re.findall(r"`([\w-]+)`", resume)}
+    free = {name.rpartition(".")[2] for name in FREE | PLACES if not name.startswith("trainer.")}
+    assert free <= named, free - named
+    assert EPOCH_NAME in writes
