@@ -45,6 +45,7 @@ def export_model(
     int8: bool = False,
     aot: bool = False,
     calibration: str | None = None,
+    tell: Callable[[str], object] = lambda step: None,
 ) -> list[tuple[int, ...]]:
     """Write the model to a file, read the file back and compare it with the model.
 
@@ -67,6 +68,7 @@ def export_model(
             environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
         calibration: with `int8`, a folder, file or pattern of images like those of the training, of which up to 256 fix
             the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
+        tell: called with a description of each step before the step begins.
 
     Returns:
         The shapes of the images that the two were compared with.
@@ -99,7 +101,10 @@ def export_model(
         disk_errors_name(output, Path(folder)),
     ):
         part = Path(folder) / output.name
+        how = "into an ONNX graph" if output.suffix == ".onnx" else "and compiling it" if aot else "by torch.export"
+        tell(f"Tracing the model {how}, which may take a minute")
         run = write(net, images, dynamic, part, describe(predictor, sides))
+        tell("Comparing the file with the model")
         for shape in shapes:
             images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
             with torch.no_grad():
@@ -110,6 +115,7 @@ def export_model(
                     f"for images {shape} the exported model differs from the model by {error:.1e}: not kept"
                 )
         if int8:
+            tell("Quantising the weights")
             exact, part = part, Path(folder) / "int8" / output.name
             part.parent.mkdir()
             quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))

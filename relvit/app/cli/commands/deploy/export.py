@@ -40,8 +40,7 @@ def export(
     check_export(output, int8, aot, calibration)
     data_type = named_data_module(data)
     predictor = Predictor(ckpt_path, img_size, reach)
-    print(f"Writing {output} and comparing it with the model ...", flush=True)
-    shapes = export_model(predictor, output, int8, aot, calibration)
+    shapes = export_model(predictor, output, int8, aot, calibration, lambda step: print(f"{step} ...", flush=True))
     checked = " and ".join(" x ".join(map(str, shape)) for shape in shapes)
     before = ", before its weights were quantised" if int8 else ""
     print(f"{output} computes what the model does (checked with images {checked}{before}).", flush=True)

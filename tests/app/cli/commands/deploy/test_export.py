@@ -197,6 +197,11 @@ def test_int8_and_what_it_costs(run, best, folder, photos, tmp_path, monkeypatch
     options = ["--int8", *(["--calibration", str(photos / "train")] if static else [])]
     assert main(["export", str(best), "--output", str(tmp_path / "model.onnx"), *options]) == 0
     out = capsys.readouterr().out
+    steps = ["Tracing the model into an ONNX graph", "Comparing the file with the model", "Quantising the weights"]
+    assert [line for line in out.splitlines() if line.endswith(" ...")] == [
+        f"{steps[0]}, which may take a minute ...",
+        *(f"{step} ..." for step in steps[1:]),
+    ]
     before, after, same = re.search(
         r"18 images of val: (\S+) before int8, (\S+) after; the same prediction for (\S+)%", out
     ).groups()
