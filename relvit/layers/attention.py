@@ -25,7 +25,7 @@ LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c",
 
 def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a layer's `position` and `prefix_bias` for tokens `x`, (B, N, dim) of `grid`."""
-    terms, prefix_bias = _position_terms(layer, x, grid, key_grid), layer._modules.get("prefix_bias")
+    terms, prefix_bias = _position_terms(layer, x, grid, key_grid), layer.bias_of_prefix()
     return terms if prefix_bias is None else add_channels(terms, prefix_bias(grid, key_grid))
 
 
@@ -69,7 +69,7 @@ def attend_with(
     # A module that `nn.Module` has to look up takes as long as a view of a tensor, so each is looked up once.
     keys, attn_drop = grid if key_grid is None else key_grid, layer.attn_drop
     dropout_p = attn_drop.p if layer.training else 0.0
-    terms, prefix_bias = _position_terms(layer, x, grid, keys), layer._modules.get("prefix_bias")
+    terms, prefix_bias = _position_terms(layer, x, grid, keys), layer.bias_of_prefix()
     usual = not is_causal and dropout_p == 0 and layer.trained_keys is None and rotate is None and keys is grid
     if usual and not wants_weights(attn_drop):
         biases = None if prefix_bias is None else prefix_bias.weight
@@ -123,6 +123,10 @@ class GridAttention(Mixer):
     trained_keys: int | None = None
     window: tuple[int, int] | None = None
     block_window: tuple[int, int] | None = None
+
+    def bias_of_prefix(self) -> nn.Module | None:
+        """Return the layer's `prefix_bias`; None: the layer has none, or lacks the attribute."""
+        return self._modules.get("prefix_bias")
 
     def attend(
         self,

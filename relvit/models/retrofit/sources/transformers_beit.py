@@ -113,9 +113,8 @@ class TransformersBeitAttention(GridAttention):
         """The tables as a position."""
         return BeitTables(self)
 
-    @property
-    def prefix_bias(self) -> ClassTokenBias:
-        """The bias of the class token."""
+    def bias_of_prefix(self) -> ClassTokenBias:
+        """Return the bias of the class token."""
         return ClassTokenBias(self.position.table()[-3:])
 
     @property
