@@ -11,13 +11,13 @@ from timm.layers import (
     RotaryEmbeddingDinoV3,
     apply_rot_embed_cat,
     freq_bands,
+    is_exporting,
 )
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
 
 from relvit.ops import Grid
 from relvit.ops.grid import batched_coords
-from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
