@@ -23,7 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from relvit.app.data import ImageFolderData, train_transform
-from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.loading.loader import identity_collate
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

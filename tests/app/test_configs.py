@@ -16,7 +16,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from relvit.app.cli import main
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.data import CIFAR10Data, CIFAR100Data, ImageFolderData
-from relvit.app.data.images.memory import InMemoryBatches
+from relvit.app.data.images.image_cache import InMemoryBatches
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = shipped_configs()

@@ -16,7 +16,7 @@ from relvit.app.cli import main
 TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed_dim=12", "depth=1")]
 # Learning rates that follow the batch come out smaller than the least one.
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
-# Several devices and machines: tests/app/training/run/test_launch.py, tests/app/training.
+# Several devices and machines: tests/app/training/run/test_processes.py, tests/app/training.
 # timm's weights: `test_fine_tuning`.
 OTHER_TESTS = ("docs/several_devices.md", "docs/fine_tune.md")
 # Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.

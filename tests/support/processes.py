@@ -148,7 +148,7 @@ def _run(function, arguments, folder, environment, out, err):
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from relvit.app.cli import main
-    from relvit.app.training.run.launch import leave_processes
+    from relvit.app.training.run.processes import leave_processes
 
     os.setsid()
     for name, path in (("stdout", out), ("stderr", err)):

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 from relvit.app.cli import COMMANDS, EXPORTED
-from relvit.app.cli.arguments import read_arguments
 from relvit.app.cli.functions import function_of
+from relvit.app.cli.typed_words import read_arguments
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relvit.app.cli.arguments import Arguments, read_arguments
 from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
+from relvit.app.cli.typed_words import Arguments, read_arguments
 from relvit.utils.messages import visible_lines
 from relvit_start import COMMANDS, answer, unknown_command
 

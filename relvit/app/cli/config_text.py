@@ -11,7 +11,7 @@ from jsonargparse import get_loader, set_loader
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.shipped_configs import shipped_configs
-from relvit.app.utils.descriptions import check_bounds
+from relvit.app.utils.nested_values import check_bounds
 from relvit.utils.messages import cut, did_you_mean
 
 # Parsers find `load_config` under this name.

@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.help import usage
 from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
+from relvit.app.cli.typed_words import Arguments
 from relvit.utils.ranges import check_ranges
 
 

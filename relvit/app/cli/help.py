@@ -11,11 +11,11 @@ from typing import Any, get_args, get_type_hints
 
 from lightning import Trainer
 
-from relvit.app.cli.arguments import positionals, short_names
 from relvit.app.cli.hints import choices, item_type, takes_one
 from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
+from relvit.app.cli.typed_words import positionals, short_names
 from relvit.app.data import ImageFolderData
 from relvit.app.data.registry import data_modules
 from relvit.app.training import ImageClassifier
@@ -23,15 +23,21 @@ from relvit_start import COMMANDS
 
 WIDTH, INDENT = 100, 34
 
-DATA, DEVICES = "root img_size batch_size num_workers data data.on_error", "devices accelerator precision"
+DATA = ("root", "img_size", "batch_size", "num_workers", "data", "data.on_error")
+DEVICES = ("devices", "accelerator", "precision")
 # `fit` has hundreds of options; its help shows the options that matter, by groups.
-FIT: dict[str, str] = {
-    "data": f"{DATA} data.augment data.cache",
-    "model": "model model.model_kwargs.X pretrained model.retrofit.X model.freeze_epochs model.ema_decay",
-    "optimisation": "epochs lr lr_find model.lr_base_batch model.warmup_epochs model.opt model.weight_decay "
-    "model.layer_decay model.label_smoothing model.mixup model.cutmix trainer.gradient_clip_val "
-    "trainer.accumulate_grad_batches patience",
-    "run and devices": f"config runs resume save_every seed_everything quiet {DEVICES}",
+FIT: dict[str, tuple[str, ...]] = {
+    "data": (*DATA, "data.augment", "data.cache"),
+    "model": (
+        *("model", "model.model_kwargs.X", "pretrained", "model.retrofit.X"),
+        *("model.freeze_epochs", "model.ema_decay"),
+    ),
+    "optimisation": (
+        *("epochs", "lr", "lr_find", "model.lr_base_batch", "model.warmup_epochs", "model.opt"),
+        *("model.weight_decay", "model.layer_decay", "model.label_smoothing", "model.mixup", "model.cutmix"),
+        *("trainer.gradient_clip_val", "trainer.accumulate_grad_batches", "patience"),
+    ),
+    "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
 }
 # These options have no docstring in relvit, or one that is too long for a command line.
 TEXTS: dict[str, str] = {
@@ -107,10 +113,10 @@ def shown_options(function: Callable[..., Any]) -> dict[str, list[str]]:
     """Return the options that the help of a command shows, by the titles of their groups."""
     own = list(inspect.signature(function).parameters)
     if "training" in own:
-        return {title: names.split() for title, names in FIT.items()}
+        return {title: list(names) for title, names in FIT.items()}
     if "evaluation" in own:
         own = [name for name in own if name not in ("evaluation", "verbose")]
-        return {"options": ["ckpt_path", *own], "data and devices": f"{DATA} {DEVICES}".split()}
+        return {"options": ["ckpt_path", *own], "data and devices": [*DATA, *DEVICES]}
     return {"options": own}
 
 

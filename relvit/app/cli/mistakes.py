@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import timm
 from jsonargparse import Namespace
 
-from relvit.app.cli.arguments import INSTEAD, OF_FIT, OF_TRAINER, SYNONYMS
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.hints import accepts, choices, in_words, subclasses
+from relvit.app.cli.typed_words import INSTEAD, OF_FIT, OF_TRAINER, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import cut, did_you_mean, listing, nearest

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+from relvit.app.data.class_labels import class_counts, label_text
 from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
-from relvit.app.data.labels import class_counts, label_text
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.utils.ranges import PositiveInt, check_ranges

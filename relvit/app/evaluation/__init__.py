@@ -5,6 +5,7 @@ from relvit.app.evaluation.deploy import ExportError, PublishError, export_model
 from relvit.app.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.app.evaluation.mirror import MirrorAverage
 from relvit.app.evaluation.outcomes import ClassMetrics, calibration_error, class_metrics, confusion_matrix
+from relvit.app.evaluation.prediction_table import PredictionTable
 from relvit.app.evaluation.predictor import Prediction, Predictor
 from relvit.app.evaluation.report import EvaluationReport
 from relvit.app.evaluation.resolutions import PROTOCOLS, Size, evaluate_size, evaluate_sizes
@@ -21,6 +22,7 @@ from relvit.app.evaluation.trust.robustness import Corruptions, RestrictedClasse
 __all__ = [
     "Predictor",
     "Prediction",
+    "PredictionTable",
     "Embeddings",
     "embed_folder",
     "write_embeddings",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from relvit.app.data.images.folders import image_files
-from relvit.app.data.modules.folder import find_splits
+from relvit.app.data.modules.image_folder import find_splits
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_write, check_output, write_csv

@@ -20,9 +20,9 @@ from torchvision.transforms import v2
 
 from relvit.app.data import eval_transform, parse_size
 from relvit.app.data.batches import ImageBatch, images_of
-from relvit.app.data.images.datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
+from relvit.app.data.images.file_datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.app.data.images.folders import image_files
-from relvit.app.data.images.inputs import ImageInput, InputImages
+from relvit.app.data.images.given_images import ImageInput, InputImages
 from relvit.app.data.shape import ImageShape
 from relvit.app.evaluation.mirror import average_with_mirror
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of

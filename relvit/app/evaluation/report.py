@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relvit.app.data import ImageData, UnreadableImageError
 from relvit.app.data.batches import image_of
-from relvit.app.data.images.datasets import LabelledFiles
+from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.evaluation.outcomes import AnyClassMetrics, Outcomes, outcomes_of
 from relvit.app.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.app.plots import picture_of, plot_confusion, plot_sheet

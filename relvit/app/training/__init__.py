@@ -2,7 +2,6 @@
 
 from relvit.app.training.callbacks.early_stopping import Patience
 from relvit.app.training.callbacks.history import History
-from relvit.app.training.callbacks.predictions import PredictionTable
 from relvit.app.training.callbacks.progress_bar import EpochLines, TrainingProgressBar
 from relvit.app.training.callbacks.telemetry import Telemetry
 from relvit.app.training.callbacks.training_images import TrainingImages
@@ -21,8 +20,8 @@ from relvit.app.training.optim.lr_finder import FindLearningRate
 from relvit.app.training.optim.optimizer import make_optimizer
 from relvit.app.training.optim.schedule import warmup_cosine
 from relvit.app.training.run.data_record import DataRecord
-from relvit.app.training.run.folder import RunLock, new_run_folder, remove_if_empty
 from relvit.app.training.run.record import record_run
+from relvit.app.training.run.run_folder import RunLock, new_run_folder, remove_if_empty
 
 __all__ = [
     "ImageClassifier",
@@ -53,7 +52,6 @@ __all__ = [
     "StoppedBySignalError",
     "ignore_stop_signals",
     "AtomicCheckpointIO",
-    "PredictionTable",
     "DataRecord",
     "RunLock",
     "record_run",

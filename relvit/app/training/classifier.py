@@ -14,12 +14,12 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from relvit.app.data.batches import ImageBatch, image_count
 from relvit.app.data.mixup import BatchMix
-from relvit.app.training.arguments import check_arguments, check_images
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
 from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.app.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
+from relvit.app.training.classifier_checks import check_arguments, check_images
 from relvit.app.training.compilation import compile_in_place
 from relvit.app.training.labels import Labels, labels_of
 from relvit.app.training.lightning_options import check_epsilon, check_trainer

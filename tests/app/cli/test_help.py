@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from relvit.app.cli import COMMANDS, main
-from relvit.app.cli.arguments import short_names
 from relvit.app.cli.functions import function_of
 from relvit.app.cli.help import WIDTH, shown_options
+from relvit.app.cli.typed_words import short_names
 
 
 def test_a_folder_is_no_file(capsys):

@@ -155,7 +155,7 @@ def test_a_checkpoint_of_a_model_beyond_measure(command, content, tmp_path, refu
 
 
 @pytest.mark.parametrize("command", ["validate", "resolutions"])
-@pytest.mark.parametrize("name", ["os.system", "relvit.app.data.images.datasets.os.system", ""])
+@pytest.mark.parametrize("name", ["os.system", "relvit.app.data.images.file_datasets.os.system", ""])
 def test_a_checkpoint_does_not_choose_what_is_imported(command, name, content, tmp_path, refused):
     content["relvit"]["data"]["class_path"] = name
     # Without a name there was no data module of relvit.

@@ -8,8 +8,8 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relvit.app.cli.arguments import read_arguments
 from relvit.app.cli.fit.fit import fit as fit_command
+from relvit.app.cli.typed_words import read_arguments
 from relvit.app.training.run.send_results import FIGURES, send_results
 
 

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 
 from relvit.app.data import CIFAR10Data, ImageFolderData, eval_transform, train_transform
 from relvit.app.data.batches import image_of, images_of, mirrored
-from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.shape import NativeShapes
 from relvit.app.utils.seeding import seeded
 

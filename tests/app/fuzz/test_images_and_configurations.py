@@ -15,10 +15,10 @@ from PIL import Image, ImageFilter
 from seeded import Tally, examples
 from spoil import damaged, foreign
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.fit.fit import fit
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.cli.trainer.lightning_cli import RelvitCLI
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.data import eval_transform, load_rgb
 
 pytestmark = pytest.mark.fuzz

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.trainer.folder import new_folder
+from relvit.app.cli.trainer.command_folder import new_folder
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
-from relvit.app.data.labels import counts_text
-from relvit.app.evaluation import MirrorAverage
-from relvit.app.training import PredictionTable
+from relvit.app.cli.typed_words import Arguments
+from relvit.app.data.class_labels import counts_text
+from relvit.app.evaluation import MirrorAverage, PredictionTable
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 

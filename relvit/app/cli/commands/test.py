@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 from lightning import Callback, Trainer
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.outputs import print_table
-from relvit.app.cli.trainer.folder import SCORES, baseline, files_line, new_folder, write_summary
+from relvit.app.cli.trainer.command_folder import SCORES, baseline, files_line, new_folder, write_summary
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation import Corruptions, EvaluationReport, MirrorAverage, RestrictedClasses
 from relvit.app.evaluation.outcomes import AnyClassMetrics
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
@@ -116,6 +116,6 @@ def main(given: Arguments) -> None:
         return
     refuse_other_images(given, ("data", "data.root", "split"), f"--robustness {root}")
     # The import is here, because the parser's help would list the class among the kinds of data.
-    from relvit.app.data.modules.robustness import RobustnessData
+    from relvit.app.data.modules.robustness_sets import RobustnessData
 
     evaluate(test, given, RobustnessData, root=root)

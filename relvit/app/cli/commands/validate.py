@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning import Trainer
 
-from relvit.app.cli.arguments import Arguments
-from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, evaluated_images
+from relvit.app.cli.trainer.command_folder import SCORES, baseline, class_counts, evaluated_images
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach

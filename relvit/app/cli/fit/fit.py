@@ -14,16 +14,16 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_options
 from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.app.cli.fit.start_and_end import describe_training, report_fit
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.secrets import CLASSES, mask_command
-from relvit.app.cli.trainer.folder import new_folder
+from relvit.app.cli.trainer.command_folder import new_folder
 from relvit.app.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.app.cli.trainer.own_data import data_in
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.registry import import_data_module
 from relvit.app.training import (
     AtomicCheckpointIO,
@@ -38,8 +38,8 @@ from relvit.app.training import (
 )
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA, Architecture
 from relvit.app.training.checkpoints.description import data_arguments
-from relvit.app.training.run.folder import RunLock
-from relvit.app.training.run.launch import leave_processes
+from relvit.app.training.run.processes import leave_processes
+from relvit.app.training.run.run_folder import RunLock
 from relvit.app.utils.devices import busy_note
 from relvit.app.utils.files import atomic_write
 from relvit.app.utils.masks import mask_secrets

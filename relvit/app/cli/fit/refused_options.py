@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
 from relvit.app.training.lightning_options import check_callback
-from relvit.app.training.run.launch import as_list
+from relvit.app.training.run.processes import as_list
 
 # Option of the trainer -> the value that is refused, why, and what to give instead.
 REFUSED: dict[str, tuple[bool, str]] = {

@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.secrets import CLASSES
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.app.training.checkpoints.file import EPOCH_NAME

@@ -11,7 +11,14 @@ from lightning import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
-from relvit.app.cli.trainer.folder import SCORES, baseline, class_counts, evaluated_images, files_line, write_summary
+from relvit.app.cli.trainer.command_folder import (
+    SCORES,
+    baseline,
+    class_counts,
+    evaluated_images,
+    files_line,
+    write_summary,
+)
 from relvit.app.data import ImageData
 from relvit.app.data.registry import class_path_of
 from relvit.app.evaluation.pictures import NotApplicableError, draw

@@ -12,16 +12,16 @@ from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from relvit.app.cli.arguments import Arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
-from relvit.app.cli.trainer.folder import check_runs, explained_failures
+from relvit.app.cli.trainer.command_folder import check_runs, explained_failures
+from relvit.app.cli.typed_words import Arguments
 from relvit.app.data import ImageData
 from relvit.app.data.registry import import_data_module
 from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
 from relvit.app.training.callbacks.progress_bar import progress_callbacks
 from relvit.app.training.checkpoints.normalisation import set_normalisation
-from relvit.app.training.run.launch import (
+from relvit.app.training.run.processes import (
     Launch,
     PatientLauncher,
     as_list,
@@ -41,12 +41,18 @@ TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": F
 
 # Lightning takes any number for these options of the trainer, or refuses it in other words.
 _RANGES = {
-    Range(1): "max_epochs min_epochs max_steps min_steps accumulate_grad_batches check_val_every_n_epoch num_nodes",
-    Range(0, above=True): "limit_train_batches limit_test_batches limit_predict_batches val_check_interval",
-    Range(0): "gradient_clip_val overfit_batches limit_val_batches log_every_n_steps reload_dataloaders_every_n_epochs",
-    Range(-1): "num_sanity_val_steps",
+    Range(1): (
+        *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches", "num_nodes"),
+        "check_val_every_n_epoch",
+    ),
+    Range(0, above=True): ("limit_train_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval"),
+    Range(0): (
+        *("gradient_clip_val", "overfit_batches", "limit_val_batches", "log_every_n_steps"),
+        "reload_dataloaders_every_n_epochs",
+    ),
+    Range(-1): ("num_sanity_val_steps",),
 }
-RANGES: dict[str, Range] = {f"trainer.{name}": found for found, names in _RANGES.items() for name in names.split()}
+RANGES: dict[str, Range] = {f"trainer.{name}": found for found, names in _RANGES.items() for name in names}
 RANGES |= {"seed_everything": Range(0, 2**32 - 1), "save_every": Range(1), "patience": Range(1)}
 
 

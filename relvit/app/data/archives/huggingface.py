@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from relvit.app.data.archives.reader import Content, Reader
+from relvit.app.data.class_labels import as_label
 from relvit.app.data.images.decode import StoredImage
 from relvit.app.data.images.manifest import file_size
-from relvit.app.data.labels import as_label
 from relvit.utils.messages import MissingPackageError, did_you_mean, listing, one_line
 
 

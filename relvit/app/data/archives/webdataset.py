@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.archives.tar import Member, members
-from relvit.app.data.labels import as_label
+from relvit.app.data.class_labels import as_label
 from relvit.app.utils.files import canonical_paths
 from relvit.utils.messages import did_you_mean, listing, one_line, visible
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from relvit.app.data.class_labels import check_printable
 from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
-from relvit.app.data.labels import check_printable
 from relvit.utils.messages import did_you_mean, listing, visible
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from relvit.app.data.images.memory import StackedImages
-from relvit.app.data.labels import label_of, label_text
+from relvit.app.data.class_labels import label_of, label_text
+from relvit.app.data.images.image_cache import StackedImages
 
 
 class ListedImage(NamedTuple):

@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
-from relvit.app.data.arguments import RecordedArguments
-from relvit.app.data.images.datasets import (
+from relvit.app.data.class_labels import Label, checked_classes
+from relvit.app.data.images.file_datasets import (
     OnError,
     SkipUnreadable,
     SkipUnreadableBatches,
     SkipUnreadableLoader,
     collate_readable,
 )
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import ListedImage, images_in_memory
-from relvit.app.data.images.memory import StackedImages
-from relvit.app.data.labels import Label, checked_classes
 from relvit.app.data.loading.deterministic import DeterministicDataset
 from relvit.app.data.loading.eval_shards import EvalShardLoader
 from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
-from relvit.app.data.loading.sizes import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
+from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
+from relvit.app.data.recorded_arguments import RecordedArguments
 from relvit.app.data.shape import ImageShape, image_shape
 from relvit.app.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.app.utils.seeding import run_seed

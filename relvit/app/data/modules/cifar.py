@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity
 
-from relvit.app.data.images.memory import StackedImages
-from relvit.app.data.labels import check_class_names
+from relvit.app.data.class_labels import check_class_names
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.data.transforms import Augment

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from relvit.app.data.images.memory import StackedImages
-from relvit.app.data.labels import check_class_names
+from relvit.app.data.class_labels import check_class_names
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.transforms import Augment
 

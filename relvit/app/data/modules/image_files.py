@@ -11,11 +11,11 @@ from typing import Any, get_args
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import Dataset
 
-from relvit.app.data.images.datasets import LabelledFiles, NamedFiles, OnError
+from relvit.app.data.class_labels import Label, class_counts, counts_text, doubtful_classes, label_text, rarest
 from relvit.app.data.images.decode import ImageSource
+from relvit.app.data.images.file_datasets import LabelledFiles, NamedFiles, OnError
+from relvit.app.data.images.image_cache import decode_into_memory, in_units
 from relvit.app.data.images.manifest import ListedImage, file_size
-from relvit.app.data.images.memory import decode_into_memory, in_units
-from relvit.app.data.labels import Label, class_counts, counts_text, doubtful_classes, label_text, rarest
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.data.transforms import Augment

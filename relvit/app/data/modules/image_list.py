@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from relvit.app.data.class_labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
 from relvit.app.data.images.folders import images_to_predict
-from relvit.app.data.labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import canonical_paths, kept_path

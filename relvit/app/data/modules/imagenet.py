@@ -10,7 +10,7 @@ import torch
 from scipy.io import loadmat
 
 from relvit.app.data.images.folders import class_folders
-from relvit.app.data.modules.folder import ImageFolderData, find_splits
+from relvit.app.data.modules.image_folder import ImageFolderData, find_splits
 from relvit.app.utils.files import kept_path
 from relvit.utils.messages import listing
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from relvit.app.data.images.datasets import NamedFiles, OnError
+from relvit.app.data.images.file_datasets import NamedFiles, OnError
 from relvit.app.data.images.folders import find_images
 from relvit.app.data.modules.base import ImageData, Split
 

@@ -9,9 +9,9 @@ from relvit.app.data.archives.huggingface import HuggingFace
 from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.archives.tar import TarFolders, images_in
 from relvit.app.data.archives.webdataset import IMAGE_PARTS, Shards, refuse_remote
+from relvit.app.data.class_labels import check_every_class, check_printable, classes_of, positions
 from relvit.app.data.images.decode import ImageSource, StoredImage
 from relvit.app.data.images.folders import images_to_predict
-from relvit.app.data.labels import check_every_class, check_printable, classes_of, positions
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path

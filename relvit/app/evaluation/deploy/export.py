@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from relvit.app.data.batches import images_of
 from relvit.app.data.images.folders import find_images
-from relvit.app.evaluation.deploy.description import EXTRA_FILE, KEY, describe
+from relvit.app.evaluation.deploy.exported_description import EXTRA_FILE, KEY, describe
 from relvit.app.evaluation.deploy.onnx_model import quantise
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults

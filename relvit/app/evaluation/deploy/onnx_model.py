@@ -17,7 +17,7 @@ from torch import Tensor
 from relvit.app.data import ImageData
 from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.shape import shape_of
-from relvit.app.evaluation.deploy.description import read_description
+from relvit.app.evaluation.deploy.exported_description import read_description
 from relvit.app.evaluation.outcomes import outcomes_of
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import Labels, labels_of

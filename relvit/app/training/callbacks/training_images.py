@@ -11,7 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.app.data import ImageData
 from relvit.app.data.batches import images_of
-from relvit.app.data.labels import label_text
+from relvit.app.data.class_labels import label_text
 from relvit.app.plots import picture_of, plot_sheet
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seeded

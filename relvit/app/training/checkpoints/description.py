@@ -8,7 +8,7 @@ import timm
 from lightning import LightningDataModule
 
 from relvit.app.data import ImageData, parse_size
-from relvit.app.data.arguments import plain_values
+from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.data.registry import class_path_of
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT

@@ -22,8 +22,8 @@ from torch import Tensor
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
-from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import atomic_write, has_links, is_address, remove_parts
+from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 

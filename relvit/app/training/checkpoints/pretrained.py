@@ -18,9 +18,9 @@ from relvit.app.data import parse_size
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_is_file, nearest_hint
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
-from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import is_address
 from relvit.app.utils.hub import hub_access
+from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
 from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size

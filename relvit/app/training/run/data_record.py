@@ -1,4 +1,4 @@
-"""Record a run's images: `images.csv.gz` (all), `val_split.csv` (held out for validation), `unreadable.csv` (skipped).
+"""Callback that records a run's images, by `images_csv.py`, those held out for validation, and those skipped.
 
 A resumed training compares its images with digests in the checkpoint.
 """
@@ -13,7 +13,7 @@ import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 
 from relvit.app.data import ImageData, ImageFilesData
-from relvit.app.data.labels import label_text
+from relvit.app.data.class_labels import label_text
 from relvit.app.training.run.images_csv import FILE, Digests, compute_digests, describe_difference, write_manifest
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import rank_zero_print

@@ -9,7 +9,7 @@ from cifar_archive import make_archive
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from relvit.app.data import CIFAR10Data, CIFAR100Data
-from relvit.app.data.images.memory import InMemoryBatches
+from relvit.app.data.images.image_cache import InMemoryBatches
 
 
 @pytest.fixture

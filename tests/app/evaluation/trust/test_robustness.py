@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 
 import relvit
 from relvit.app.cli import main
-from relvit.app.data.modules.robustness import RobustnessData
+from relvit.app.data.modules.robustness_sets import RobustnessData
 from relvit.app.evaluation import evaluate_corruptions
 from relvit.app.evaluation.trust.robustness import ALEXNET
 

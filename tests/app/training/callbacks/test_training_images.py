@@ -10,7 +10,7 @@ import torch
 from small_training import KWARGS, record_steps, train
 
 from relvit.app.data import CIFAR10Data, ImageFolderData
-from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.training import ImageClassifier, TrainingImages
 from relvit.app.training.callbacks import training_images
 

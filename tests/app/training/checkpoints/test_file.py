@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from sample_files import write_sample
 
 import relvit
-from relvit.app.cli.trainer.folder import explain_full_disk
+from relvit.app.cli.trainer.command_folder import explain_full_disk
 from relvit.app.evaluation import calibrate
 from relvit.app.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
 from relvit.app.training.checkpoints.file import DiskSpaceError, check_disk_space
 from relvit.app.training.checkpoints.pretrained import Pretrained
-from relvit.app.utils.descriptions import check_bounds
 from relvit.app.utils.files import has_links, remove_parts
+from relvit.app.utils.nested_values import check_bounds
 
 OLD, NEW = {"weights": torch.arange(3.0)}, {"weights": torch.arange(5.0), "epoch": 2}
 

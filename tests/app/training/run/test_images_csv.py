@@ -12,8 +12,8 @@ from stored_images import KINDS, grey_files, png, write
 from stored_images import data_of as reader_of
 
 from relvit.app.data import DigitsData, ImageListData
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import images_in_memory
-from relvit.app.data.images.memory import StackedImages
 from relvit.app.training.run.images_csv import FILE, compute_digests, describe_difference, write_manifest
 
 

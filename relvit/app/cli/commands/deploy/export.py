@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relvit.app.cli.trainer.folder import SCORES
+from relvit.app.cli.trainer.command_folder import SCORES
 from relvit.app.data import ImageData
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation import Predictor, Size, export_model

@@ -5,13 +5,13 @@ from __future__ import annotations
 from lightning import Trainer
 
 from relvit.app.cli.commands.predict import report
-from relvit.app.cli.trainer.folder import explained_failures, new_folder
+from relvit.app.cli.trainer.command_folder import explained_failures, new_folder
 from relvit.app.data import parse_size
-from relvit.app.data.images.datasets import OnError
+from relvit.app.data.images.file_datasets import OnError
 from relvit.app.data.modules.paths import ImagePathsData
-from relvit.app.evaluation import Size
+from relvit.app.evaluation import PredictionTable, Size
 from relvit.app.evaluation.deploy import OnnxClassifier
-from relvit.app.training import DataRecord, PredictionTable
+from relvit.app.training import DataRecord
 from relvit.app.training.callbacks.progress_bar import progress_callbacks
 from relvit.utils.ranges import BatchSize, Workers
 

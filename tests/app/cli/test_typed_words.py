@@ -4,9 +4,9 @@ import pytest
 from photos import TINY
 
 from relvit.app.cli import COMMANDS
-from relvit.app.cli.arguments import read_arguments
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.functions import function_of
+from relvit.app.cli.typed_words import read_arguments
 
 
 def read(command, words):

@@ -14,8 +14,8 @@ from grey_folders import data_of, make, spoil
 from PIL import Image
 
 from relvit.app.data import ImageFolderData, UnreadableImageError, load_rgb
-from relvit.app.data.images.datasets import LabelledFiles, NamedFiles
-from relvit.app.data.images.memory import AnySizeImages, InMemoryBatches, StackedImages, in_units
+from relvit.app.data.images.file_datasets import LabelledFiles, NamedFiles
+from relvit.app.data.images.image_cache import AnySizeImages, InMemoryBatches, StackedImages, in_units
 from relvit.app.data.inspect import check_data
 from relvit.app.utils.seeding import seeded
 
@@ -165,7 +165,7 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
     areas = [np.prod(Image.open(path).size) for split in ("train", "val") for path, _ in data.samples(split)]
     needed = 3 * int(sum(areas))
     enough = -(-needed * copies * 5 // 4)
-    monkeypatch.setattr("relvit.app.data.images.memory.available_memory", lambda: enough - 2)
+    monkeypatch.setattr("relvit.app.data.images.image_cache.available_memory", lambda: enough - 2)
     text = rf"cache: the {len(areas)} images of train and val take {in_units(needed)} .*, 80% of .*cache false"
     with pytest.raises(ValueError, match=text) as caught:
         data.setup("fit")
@@ -173,7 +173,7 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
     assert not decoded
     # None stands for a system that does not report its memory.
     for available in (enough, None):
-        monkeypatch.setattr("relvit.app.data.images.memory.available_memory", lambda amount=available: amount)
+        monkeypatch.setattr("relvit.app.data.images.image_cache.available_memory", lambda amount=available: amount)
         pair(str(tmp_path))[1].setup("fit")
         assert len(decoded) == len(areas)
 
@@ -220,7 +220,7 @@ def test_threads_find_what_one_finds(tmp_path, monkeypatch):
     spoil(tmp_path / "train" / "a" / "3.png")
     found = {}
     for threads in (1, 3):
-        monkeypatch.setattr("relvit.app.data.images.memory.cores", lambda count=threads: count)
+        monkeypatch.setattr("relvit.app.data.images.image_cache.cores", lambda count=threads: count)
         found[threads] = pair(root, on_error="skip")[1].dataset("train")
     assert torch.equal(found[1].pixels, found[3].pixels)
     assert list(found[1].unreadable) == [3]

@@ -14,7 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.app.data.batches import ImageBatch, images_of
-from relvit.app.data.images.datasets import NamedFiles
+from relvit.app.data.images.file_datasets import NamedFiles
 from relvit.app.plots import picture_of, plot_steps
 from relvit.app.training.labels import Labels
 from relvit.app.utils.files import atomic_write

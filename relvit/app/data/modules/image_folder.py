@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from relvit.app.data.class_labels import check_every_class
 from relvit.app.data.images.folders import class_folders, has_images, images_to_predict, labelled_files, look_into
-from relvit.app.data.labels import check_every_class
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path

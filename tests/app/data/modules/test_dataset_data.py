@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import relvit
 from relvit.app.data import DatasetData, eval_transform
 from relvit.app.data.loading.deterministic import SeededIndex
-from relvit.app.evaluation import EvaluationReport
-from relvit.app.training import ImageClassifier, PredictionTable
+from relvit.app.evaluation import EvaluationReport, PredictionTable
+from relvit.app.training import ImageClassifier
 
 NAMES = ["ant", "bee", "cat"]
 GENERATOR = np.random.default_rng(0)

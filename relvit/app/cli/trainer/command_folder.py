@@ -18,8 +18,8 @@ from relvit.app.data import ImageData
 from relvit.app.data.modules.base import Split
 from relvit.app.training import DataRecord, StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
 from relvit.app.training.checkpoints.file import DiskSpaceError, describe_last
-from relvit.app.training.run.folder import missing_folders
-from relvit.app.training.run.launch import explain_lost_process
+from relvit.app.training.run.processes import explain_lost_process
+from relvit.app.training.run.run_folder import missing_folders
 from relvit.app.utils.files import DISK_ERRORS, is_address, write_json
 from relvit.app.utils.progress import rank_zero_print
 

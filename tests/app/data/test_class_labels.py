@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from relvit.app.data.labels import (
+from relvit.app.data.class_labels import (
     check_printable,
     checked_classes,
     class_counts,

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from relvit.app.data.images.inputs import ImageInput, to_pil
+from relvit.app.data.class_labels import Label, label_of, label_text, rarest
+from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
-from relvit.app.data.labels import Label, label_of, label_text, rarest
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.utils.ranges import OpenShare, check_ranges

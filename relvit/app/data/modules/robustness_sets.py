@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from relvit.app.data.images.datasets import LabelledFiles
+from relvit.app.data.class_labels import positions
+from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.images.folders import class_folders, folders_of_classes, labelled_files
-from relvit.app.data.labels import positions
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.paths import ImagePathsData
 from relvit.app.utils.files import kept_path

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
-from relvit.app.data.images.datasets import LabelledFiles
 from relvit.app.data.images.decode import UnreadableImageError, load_rgb, open_image
+from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.transforms import BatchTransform
 from relvit.app.utils.devices import cores
 from relvit.utils.memory import available_memory

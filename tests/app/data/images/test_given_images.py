@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from relvit.app.data import load_rgb
-from relvit.app.data.images.inputs import to_pil
+from relvit.app.data.images.given_images import to_pil
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import are_thresholds
-from relvit.app.utils.descriptions import check_bounds
+from relvit.app.utils.nested_values import check_bounds
 from relvit.utils.messages import one_line
 
 # The name of the description in an ONNX file's metadata, and in that of a package of AOTInductor.

@@ -10,7 +10,7 @@ from photos import TINY
 from processes import ROOT, as_srun
 
 from relvit.app.cli import main
-from relvit.app.training.run.launch import Launch, environment_of, launched
+from relvit.app.training.run.processes import Launch, environment_of, launched
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 JOB |= {"SLURM_LOCALID": "0"}

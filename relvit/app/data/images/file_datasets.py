@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
+from relvit.app.data.class_labels import Label, target_of
 from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
-from relvit.app.data.labels import Label, target_of
 from relvit.app.data.loading.loader import SignalSafeDataLoader
 from relvit.app.utils.files import from_here
 

@@ -12,9 +12,9 @@ from lightning import Callback, Trainer
 from PIL import Image
 
 from relvit.app.data import ImageFolderData, SizePlan
-from relvit.app.data.images.memory import StackedImages
+from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.loading.sampler import TrainSampler
-from relvit.app.data.loading.sizes import SizedBatchSampler
+from relvit.app.data.loading.size_plan import SizedBatchSampler
 from relvit.app.data.transforms import BatchTransform, ResizeToCover, train_transform
 from relvit.app.training import ImageClassifier
 
