@@ -5,9 +5,11 @@ import ctypes
 import os
 import stat
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -100,7 +102,7 @@ class StoredImage(ABC):
 ImageSource = str | os.PathLike[str] | StoredImage
 
 
-def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
+def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: float | None = None) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
@@ -112,18 +114,20 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None) -> Image.Image:
         source: The path of an image file, or a stored image.
         max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: the value of the variable
             RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
+        max_seconds: Give up an image that takes longer, once its decoder reads on in the file, which it does every
+            64 kB; None: never.
 
     Returns:
         An image of mode 'RGB' that holds its pixels.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than `max_pixels`, costs far more time than its pixels explain, or holds 32-bit grey.
+            than `max_pixels`, costs far more time than its pixels explain or `max_seconds`, or holds 32-bit grey.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
         # What Pillow remarks about an odd file, such as broken metadata, names no file, and changes no pixel.
-        with warnings.catch_warnings(action="ignore"), open_image(source) as image:
+        with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
             _check_cost(image, max_pixels)
             return as_rgb(image)
     except MemoryError:
@@ -175,7 +179,21 @@ class _RefusedError(Exception):
     """The reason, in plain words, why relvit itself refuses a file."""
 
 
-def open_image(source: ImageSource) -> Image.Image:
+class _TimedFile(BytesIO):
+    """A file in memory from which nothing is read after its time, as nothing else can stop a decoder."""
+
+    def __init__(self, content: bytes, seconds: float) -> None:
+        super().__init__(content)
+        self.seconds = seconds
+        self.start = time.monotonic()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() - self.start > self.seconds:
+            raise _RefusedError(f"decoding it takes more than {self.seconds:g} seconds")
+        return super().read(size)
+
+
+def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.Image:
     """Open an image file, not yet decoded; what is no file, such as a pipe, is never opened."""
     if isinstance(source, StoredImage):
         content = source.read()
@@ -188,6 +206,9 @@ def open_image(source: ImageSource) -> Image.Image:
         file, size = source, found.st_size
     if size == 0:
         raise _RefusedError("the file is empty (zero bytes)")
+    if max_seconds is not None:
+        content = file.getvalue() if isinstance(file, BytesIO) else Path(file).read_bytes()
+        file = _TimedFile(content, max_seconds)
     _check_comments(file)
     # Pillow's limit is a global variable, and its images of more pixels are refused by `_check_cost` in plain words.
     with _pillows_limit, warnings.catch_warnings(action="ignore"):

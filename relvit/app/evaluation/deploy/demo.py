@@ -30,6 +30,8 @@ from relvit.utils.messages import MissingPackageError, one_line
 MOST_PATCHES = 4096
 # Pixels of the longer side of the picture that the user clicks on.
 SIDE = 480
+# A decoder that works longer than this on one image is stopped, so that others need not wait for it.
+MAX_SECONDS = 20.0
 HINT = "Drop an image, then click on a patch of it here."
 # By this policy the browser asks no other machine for anything.
 POLICY = (
@@ -89,7 +91,7 @@ class Viewer:
             ValueError: an image that cannot be read or is too large, a size that the model or the page does not take.
         """
         try:
-            image = load_rgb(path, self.max_pixels)
+            image = load_rgb(path, self.max_pixels, MAX_SECONDS)
         except UnreadableImageError as error:
             raise ValueError(f"this image cannot be read: {error.reason}") from error
         predictor = self.at_size(self.img_size(size, image) if size else None)

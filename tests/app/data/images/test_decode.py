@@ -140,6 +140,21 @@ def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
         load_rgb(path, max_pixels=599)
 
 
+@pytest.mark.parametrize("ending", ["jpg", "png", "gif", "tif", "webp", "bmp"])
+def test_a_decoder_that_reads_on_after_its_time_is_stopped(ending, tmp_path, monkeypatch):
+    path, clock = tmp_path / f"a.{ending}", [0.0]
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    monkeypatch.setattr("relvit.app.data.images.decode.time.monotonic", lambda: clock[0])
+    assert load_rgb(path, max_seconds=5).tobytes() == load_rgb(path).tobytes()
+    # Each question for the time takes two seconds.
+    monkeypatch.setattr(
+        "relvit.app.data.images.decode.time.monotonic", lambda: clock.append(clock.pop() + 2) or clock[0]
+    )
+    with pytest.raises(UnreadableImageError, match="decoding it takes more than 5 seconds"):
+        load_rgb(path, max_seconds=5)
+
+
 def test_odd_files_print_nothing(tmp_path, capfd, recwarn):
     """libtiff and Pillow remark on them without their names."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8))
