@@ -34,9 +34,10 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     spelt = {each: _letters(each) for each in allowed}
     found = [(_edits(typed, other), each) for each, other in spelt.items() if abs(len(typed) - len(other)) <= 2]
     # Two faults and another first letter are another word.
-    near = [(edits, each) for edits, each in found if edits <= min(1 + (spelt[each][:1] == typed[:1]), len(typed) // 3)]
+    alike = [(edits, spelt[each][:1] != typed[:1], allowed.index(each)) for edits, each in found]
+    near = [pair for pair in alike if pair[0] <= min(2 - pair[1], len(typed) // 3)]
     if near:
-        return min(near, key=lambda pair: pair[0])[1]
+        return allowed[min(near)[2]]
     long = [each for each, other in spelt.items() if _is_longer(*sorted((typed, other), key=len))]
     return min(long, key=len, default=None)
 

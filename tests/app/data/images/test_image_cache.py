@@ -130,7 +130,7 @@ def decoded(monkeypatch):
         counts[path] += 1
         return load_rgb(path)
 
-    for module in ("memory", "datasets"):
+    for module in ("image_cache", "file_datasets"):
         monkeypatch.setattr(f"relvit.app.data.images.{module}.load_rgb", counting)
     return counts
 
