@@ -182,7 +182,7 @@ def test_when_the_time_is_over_no_cell_begins_and_rounds_end(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--names=relvit_smal", "layer is 'relvit_smal'; allowed are 'plain', .*did you mean 'relvit_"),
+        ("--names=relvit_fuse", "layer is 'relvit_fuse'; allowed are 'plain', .*did you mean 'relvit_fused'"),
         ("--size=100", "multiple of 16, got 100"),
     ],
 )
