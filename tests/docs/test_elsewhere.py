@@ -18,9 +18,10 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 def requirements(page):
-    """Return the requirements of the extras that a page has installed."""
+    """Return the requirements of the extras that a page has installed, without those of relvit's own."""
     extras = re.findall(r'pip install -e "\.\[([\w,]+)\]"', text(page))
-    return [requirement for given in extras for extra in given.split(",") for requirement in EXTRAS[extra]]
+    found = [requirement for given in extras for extra in given.split(",") for requirement in EXTRAS[extra]]
+    return [requirement for requirement in found if not requirement.startswith("relvit[")]
 
 
 def skip_without(page):
