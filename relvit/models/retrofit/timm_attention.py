@@ -84,8 +84,10 @@ class TimmRelativeAttention(GridAttention):
 class TimmRelativePlain(TimmRelativeAttention, Attention):
     """timm's `Attention` after a retrofit, see `TimmRelativeAttention`."""
 
-    # One projection with a common bias needs no look-up of others, which takes as long as an operation.
-    project = GridAttention.project
+    def project(self, x: Tensor) -> Projected:
+        """Compute queries, keys and values of (B, N, dim) tokens by one projection with one bias."""
+        # Looking the biases of other models up would take as long as an operation.
+        return GridAttention.project(self, x)
 
 
 class TimmRelativeRope(TimmRelativeAttention, AttentionRope):

@@ -33,11 +33,6 @@ class TimmOwnRelative(TimmRelativeAttention):
         return self.proj.in_features // self.num_heads
 
 
-def _without_norms(projected: Projected) -> Projected:
-    """Return what the projection returns, in the place of `GridAttention.heads`: the source has no norms."""
-    return projected
-
-
 class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
     """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
 
@@ -49,7 +44,9 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    heads = staticmethod(_without_norms)
+    def heads(self, projected: Projected) -> Projected:
+        """Return what the projection returns: the source has no norms."""
+        return projected
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
@@ -79,7 +76,9 @@ class TimmRelativeWindows(TimmOwnRelative):
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
-    heads = staticmethod(_without_norms)
+    def heads(self, projected: Projected) -> Projected:
+        """Return what the projection returns: the source has no norms."""
+        return projected
 
     def reset_parameters(self) -> None:
         """Do nothing: timm's method initialises the table, which the position module has taken over."""

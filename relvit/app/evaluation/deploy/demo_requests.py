@@ -50,7 +50,7 @@ class OwnPageOnly:
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
         # Bytes of uploads that have begun and may not be in the folder yet.
-        self.arriving = 0
+        self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
