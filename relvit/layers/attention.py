@@ -207,10 +207,11 @@ class RelativeAttention(GridAttention, Attention):
     All parameters and options are those of `timm.layers.Attention` (so timm's weights load), plus a position module.
     Tables act on queries after `q_norm`.
 
-    >>> position = RelativePosition2d(head_dim=64, num_heads=3, rel_terms="kv", max_distance=3)
-    >>> attention = RelativeAttention(192, num_heads=3, position=position)
-    >>> attention(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> position = RelativePosition2d(head_dim=64, num_heads=3, rel_terms="kv", max_distance=3)
+        >>> attention = RelativeAttention(192, num_heads=3, position=position)
+        >>> attention(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.

@@ -18,9 +18,10 @@ from relvit.ops import Grid
 class GridBlock(Block):
     """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer.
 
-    >>> block = RelativeBlock(192, num_heads=3, position=RelativePosition2d)
-    >>> isinstance(block, GridBlock)
-    True
+    Examples:
+        >>> block = RelativeBlock(192, num_heads=3, position=RelativePosition2d)
+        >>> isinstance(block, GridBlock)
+        True
 
     Attributes:
         mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all.
@@ -65,10 +66,11 @@ class GridBlock(Block):
 class MixerBlock(GridBlock):
     """`GridBlock` with a mixer instead of attention.
 
-    >>> from relvit.families.aft import AFTConv2d
-    >>> block = MixerBlock(192, num_heads=3, mixer=partial(AFTConv2d, kernel_size=7))
-    >>> block(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> from relvit.families.aft import AFTConv2d
+        >>> block = MixerBlock(192, num_heads=3, mixer=partial(AFTConv2d, kernel_size=7))
+        >>> block(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.
@@ -104,9 +106,10 @@ class MixerBlock(GridBlock):
 class RelativeBlock(GridBlock):
     """`GridBlock` with `RelativeAttention`.
 
-    >>> block = RelativeBlock(192, num_heads=3, position=partial(RelativePosition2d, max_distance=3))
-    >>> block(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> block = RelativeBlock(192, num_heads=3, position=partial(RelativePosition2d, max_distance=3))
+        >>> block(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.

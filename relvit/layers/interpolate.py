@@ -21,8 +21,9 @@ def resample_embedding(
     The backward of PyTorch's bicubic interpolation cannot be compiled for sizes that vary (PyTorch 2.15). Two products
     with weights (new, old) can.
 
-    >>> resample_embedding(torch.randn(1, 1 + 14 * 14, 192), (14, 14), (20, 30), prefix=1).shape
-    torch.Size([1, 601, 192])
+    Examples:
+        >>> resample_embedding(torch.randn(1, 1 + 14 * 14, 192), (14, 14), (20, 30), prefix=1).shape
+        torch.Size([1, 601, 192])
 
     Args:
         embedding: (1, prefix + h w, dim), patches in raster order.

@@ -18,9 +18,10 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
     timm formats its error messages in advance, which makes sizes constants of a compiled graph. For arguments see
     `timm.layers.PatchEmbed`.
 
-    >>> embed = AnySizePatchEmbed(img_size=224, patch_size=16, embed_dim=192, output_fmt="NHWC")
-    >>> embed(torch.randn(2, 3, 64, 96)).shape  # rows and columns of patches stay apart
-    torch.Size([2, 4, 6, 192])
+    Examples:
+        >>> embed = AnySizePatchEmbed(img_size=224, patch_size=16, embed_dim=192, output_fmt="NHWC")
+        >>> embed(torch.randn(2, 3, 64, 96)).shape  # rows and columns of patches stay apart
+        torch.Size([2, 4, 6, 192])
 
     Attributes:
         cropped_size: one size that is allowed although it is no multiple of the patch: the convolution leaves out the

@@ -12,10 +12,11 @@ class PrefixBias(nn.Module):
     Source: the last three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254),
     there for the class token alone.
 
-    >>> attention = RelativeAttention(192, num_heads=3)
-    >>> attention.prefix_bias = PrefixBias(num_heads=3)
-    >>> attention(torch.randn(2, 25, 192), make_grid(4, 6, prefix=1)).shape
-    torch.Size([2, 25, 192])
+    Examples:
+        >>> attention = RelativeAttention(192, num_heads=3)
+        >>> attention.prefix_bias = PrefixBias(num_heads=3)
+        >>> attention(torch.randn(2, 25, 192), make_grid(4, 6, prefix=1)).shape
+        torch.Size([2, 25, 192])
 
     Args:
         num_heads: number of heads.

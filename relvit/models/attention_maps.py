@@ -38,10 +38,11 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
     Each layer takes N x N numbers per head and image. The model is not changed. A block that runs several times, as in
     `relvit_universal_*`, returns the weights of its last run.
 
-    >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
-    >>> maps = attention_maps(model, torch.randn(1, 3, 64, 96))
-    >>> len(maps.weights), maps.weights[-1].shape, maps.grid
-    (2, torch.Size([1, 3, 24, 24]), (4, 6))
+    Examples:
+        >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
+        >>> maps = attention_maps(model, torch.randn(1, 3, 64, 96))
+        >>> len(maps.weights), maps.weights[-1].shape, maps.grid
+        (2, torch.Size([1, 3, 24, 24]), (4, 6))
 
     Args:
         model: in evaluation mode: a relvit model with attention, a retrofitted model, or a model of timm whose blocks
@@ -101,9 +102,10 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     It is the product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and
     I the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
 
-    >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
-    >>> attention_rollout(model, torch.randn(1, 3, 64, 96)).shape
-    torch.Size([1, 24, 24])
+    Examples:
+        >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
+        >>> attention_rollout(model, torch.randn(1, 3, 64, 96)).shape
+        torch.Size([1, 24, 24])
 
     Args: see `attention_maps`.
 

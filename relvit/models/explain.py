@@ -28,9 +28,10 @@ def explain(
 
     Only position tables are computed.
 
-    >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]
-    >>> plan.layer, plan.position, plan.terms, plan.backend
-    ('blocks.0.attn', 'RelativePosition2d', 'kv', 'lean')
+    Examples:
+        >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]
+        >>> plan.layer, plan.position, plan.terms, plan.backend
+        ('blocks.0.attn', 'RelativePosition2d', 'kv', 'lean')
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.

@@ -42,9 +42,10 @@ def build_model(
 ) -> nn.Module:
     """Create a relvit or timm model.
 
-    >>> model = build_model("vit_tiny_patch16_224", num_classes=5, img_size=64, retrofit={"rel_terms": "kb"})
-    >>> model(torch.randn(1, 3, 64, 64)).shape
-    torch.Size([1, 5])
+    Examples:
+        >>> model = build_model("vit_tiny_patch16_224", num_classes=5, img_size=64, retrofit={"rel_terms": "kb"})
+        >>> model(torch.randn(1, 3, 64, 64)).shape
+        torch.Size([1, 5])
 
     Args:
         name: any name that `timm.create_model` knows.

@@ -33,9 +33,10 @@ class RelVisionTransformer(GridVisionTransformer):
     of any size whose sides are multiples of the patch work in `forward`, without `set_input_size` and without
     interpolation. By default: no absolute embedding, no class token, average pooling.
 
-    >>> model = RelVisionTransformer(img_size=64, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=10)
-    >>> model(torch.randn(2, 3, 64, 96)).shape  # any size whose sides are multiples of the patch
-    torch.Size([2, 10])
+    Examples:
+        >>> model = RelVisionTransformer(img_size=64, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=10)
+        >>> model(torch.randn(2, 3, 64, 96)).shape  # any size whose sides are multiples of the patch
+        torch.Size([2, 10])
 
     Args:
         position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),

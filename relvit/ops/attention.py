@@ -74,11 +74,12 @@ def relative_attention(
     with a_ij = rows[clip(y_j - y_i)] + cols[clip(x_j - x_i)], and a_ij = 0 where i or j is a prefix token. Source: Shaw
     et al. 2018 (arXiv 1803.02155), eq. 3 and 4, for rows and columns separately; `RelativeTerms` describes all terms.
 
-    >>> grid = make_grid(4, 6, prefix=1)  # 24 patches and a class token
-    >>> query, key, value = torch.randn(3, 2, 12, 25, 64).unbind()  # (B, heads, N, head_dim) each
-    >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))  # offsets from -7 to 7 for rows, and for columns
-    >>> relative_attention(query, key, value, RelativeTerms(key=tables, value=tables), grid).shape
-    torch.Size([2, 12, 25, 64])
+    Examples:
+        >>> grid = make_grid(4, 6, prefix=1)  # 24 patches and a class token
+        >>> query, key, value = torch.randn(3, 2, 12, 25, 64).unbind()  # (B, heads, N, head_dim) each
+        >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))  # offsets from -7 to 7, on each axis
+        >>> relative_attention(query, key, value, RelativeTerms(key=tables, value=tables), grid).shape
+        torch.Size([2, 12, 25, 64])
 
     Args:
         query: (B, heads, Nq, head_dim), any floating dtype.
@@ -265,10 +266,11 @@ def choose(
 ) -> Choice:
     """Return which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
 
-    >>> q = torch.randn(1, 12, 24, 64)
-    >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))
-    >>> choose(q, q, q, RelativeTerms(key=tables), make_grid(4, 6), device="cuda").backend
-    'lean'
+    Examples:
+        >>> q = torch.randn(1, 12, 24, 64)
+        >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))
+        >>> choose(q, q, q, RelativeTerms(key=tables), make_grid(4, 6), device="cuda").backend
+        'lean'
 
     Arguments and errors are those of `relative_attention`, without `backend`, but for one:
 
@@ -363,10 +365,11 @@ def relative_logits(
     The N x N logits never have to exist: q_i . a^K_ij = rows[..., i, y_j] + cols[..., i, x_j], unscaled. This is Shaw
     et al. 2018 (arXiv 1803.02155), eq. 4, second summand, with H + W instead of H W numbers per query.
 
-    >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))
-    >>> rows, cols = relative_logits(torch.randn(2, 12, 24, 64), RelativeTerms(key=tables), make_grid(4, 6))
-    >>> rows.shape, cols.shape
-    (torch.Size([2, 12, 24, 4]), torch.Size([2, 12, 24, 6]))
+    Examples:
+        >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))
+        >>> rows, cols = relative_logits(torch.randn(2, 12, 24, 64), RelativeTerms(key=tables), make_grid(4, 6))
+        >>> rows.shape, cols.shape
+        (torch.Size([2, 12, 24, 4]), torch.Size([2, 12, 24, 6]))
 
     Args:
         query, grid, key_grid: see `relative_attention`.

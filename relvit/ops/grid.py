@@ -19,8 +19,9 @@ class Grid(NamedTuple):
     and optional tensors passes through tracing, checkpointing, compilation and export. `make_grid` checks its
     arguments; building a `Grid` directly checks nothing.
 
-    >>> Grid(height=4, width=6, prefix=1)
-    Grid(height=4, width=6, prefix=1, coords=None, valid=None)
+    Examples:
+        >>> Grid(height=4, width=6, prefix=1)
+        Grid(height=4, width=6, prefix=1, coords=None, valid=None)
 
     Attributes:
         height: number of patch rows, H. Key coordinates are in 0 ... H - 1.
@@ -44,11 +45,12 @@ def make_grid(
 ) -> Grid:
     """Build a `Grid` and check it; outside of compiled and exported graphs, also coordinates against the bounds.
 
-    >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches behind a class token
-    >>> num_tokens(grid)
-    25
-    >>> make_grid(4, 6, coords=torch.tensor([[0, 0], [3, 5]]))[:3]  # two patches are left of 24
-    (4, 6, 0)
+    Examples:
+        >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches behind a class token
+        >>> num_tokens(grid)
+        25
+        >>> make_grid(4, 6, coords=torch.tensor([[0, 0], [3, 5]]))[:3]  # two patches are left of 24
+        (4, 6, 0)
 
     Args: see `Grid`.
 
@@ -78,10 +80,11 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
     Padding moves to row 0, column 0. The sizes of the single images are not needed, because attention depends only on
     offsets. The backend 'fused' appends a channel for each row and column of the bounds.
 
-    >>> coords = torch.tensor([[[0, 0], [0, 1], [1, 0]], [[0, 0], [1, 0], [-1, -1]]])  # images of 3 and 2 patches
-    >>> valid = torch.tensor([[True, True, True], [True, True, False]])
-    >>> grid_from_naflex(coords, valid, height=2, width=2).coords[1, 2]
-    tensor([0, 0])
+    Examples:
+        >>> coords = torch.tensor([[[0, 0], [0, 1], [1, 0]], [[0, 0], [1, 0], [-1, -1]]])  # images of 3 and 2 patches
+        >>> valid = torch.tensor([[True, True, True], [True, True, False]])
+        >>> grid_from_naflex(coords, valid, height=2, width=2).coords[1, 2]
+        tensor([0, 0])
 
     Args:
         patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
@@ -109,8 +112,9 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
 def num_tokens(grid: Grid) -> int:
     """Return the length N of the sequence that `grid` lays out, prefix tokens included.
 
-    >>> num_tokens(make_grid(4, 6, prefix=1))
-    25
+    Examples:
+        >>> num_tokens(make_grid(4, 6, prefix=1))
+        25
     """
     patches = grid.height * grid.width if grid.coords is None else grid.coords.shape[-2]
     return grid.prefix + patches
@@ -119,8 +123,9 @@ def num_tokens(grid: Grid) -> int:
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
     """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, of a raster too.
 
-    >>> patch_coords(make_grid(2, 3)).tolist()
-    [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    Examples:
+        >>> patch_coords(make_grid(2, 3)).tolist()
+        [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     """
     if grid.coords is not None:
         return grid.coords.to(torch.int64)
@@ -207,8 +212,9 @@ def check_tokens(
 def key_mask(grid: Grid) -> Tensor | None:
     """Return which tokens may be attended to, (1 or B, N) booleans, prefix tokens True; None where all may.
 
-    >>> key_mask(make_grid(1, 3, prefix=1, valid=torch.tensor([True, True, False]))).tolist()
-    [[True, True, True, False]]
+    Examples:
+        >>> key_mask(make_grid(1, 3, prefix=1, valid=torch.tensor([True, True, False]))).tolist()
+        [[True, True, True, False]]
     """
     if grid.valid is None:
         return None

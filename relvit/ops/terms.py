@@ -12,10 +12,11 @@ class AxisTables(NamedTuple):
     Offsets are key minus query, clipped to -k ... k (Shaw et al. 2018, arXiv 1803.02155, eq. 3-4, on each axis of the
     image apart), so a table always has an odd number of rows, 2k + 1; k may differ between the axes.
 
-    >>> tables = AxisTables(torch.randn(7, 64), torch.randn(9, 64))  # k is 3 for rows and 4 for columns
-    >>> above_left = tables.rows[3 - 2] + tables.cols[4 - 1]  # the vector of a key two rows above and one column left
-    >>> above_left.shape
-    torch.Size([64])
+    Examples:
+        >>> tables = AxisTables(torch.randn(7, 64), torch.randn(9, 64))  # k is 3 for rows and 4 for columns
+        >>> above_left = tables.rows[3 - 2] + tables.cols[4 - 1]  # of a key two rows above and one column left
+        >>> above_left.shape
+        torch.Size([64])
 
     Attributes:
         rows: (2k + 1, head_dim), shared by all heads, or (heads, 2k + 1, head_dim), for vertical offsets (without
@@ -33,9 +34,10 @@ class JointTable(NamedTuple):
     The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can distinguish what sums of rows and columns
     cannot, at (2k + 1)^2 instead of 2 (2k + 1) vectors.
 
-    >>> bias = JointTable(torch.randn(12, 7, 9))  # 12 heads; k is 3 for rows and 4 for columns
-    >>> bias.table[:, 3 - 2, 4 - 1].shape  # the numbers of a key two rows above and one column left
-    torch.Size([12])
+    Examples:
+        >>> bias = JointTable(torch.randn(12, 7, 9))  # 12 heads; k is 3 for rows and 4 for columns
+        >>> bias.table[:, 3 - 2, 4 - 1].shape  # the numbers of a key two rows above and one column left
+        torch.Size([12])
 
     Attributes:
         table: (2k_row + 1, 2k_col + 1, head_dim), shared by all heads, or (heads, 2k_row + 1, 2k_col + 1, head_dim);
@@ -51,8 +53,9 @@ class Channels(NamedTuple):
     They are appended to queries and keys as they are, without tables, so any bias of rank r costs r channels, whatever
     the size of the image. Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3).
 
-    >>> place = torch.randn(1, 12, 196, 4)
-    >>> terms = RelativeTerms(channels=Channels(query=place, key=place))  # adds place_i . place_j to each logit
+    Examples:
+        >>> place = torch.randn(1, 12, 196, 4)
+        >>> terms = RelativeTerms(channels=Channels(query=place, key=place))  # adds place_i . place_j to each logit
 
     Attributes:
         query: (1 or B, 1 or heads, Nq, r), rows of prefix tokens included, zeros where they have no position.
@@ -69,9 +72,10 @@ class AxisLogits(NamedTuple):
     They serve positions that no table of offsets describes, such as those of pooled tokens, whose queries and keys have
     grids of different steps. `relvit.ops.relative_logits` computes the same numbers from tables.
 
-    >>> logits = AxisLogits(rows=torch.randn(2, 12, 6, 2), cols=torch.randn(2, 12, 6, 3))  # keys on a grid of 2 x 3
-    >>> (logits.rows[..., :, None] + logits.cols[..., None, :]).flatten(-2).shape  # what attention adds
-    torch.Size([2, 12, 6, 6])
+    Examples:
+        >>> logits = AxisLogits(rows=torch.randn(2, 12, 6, 2), cols=torch.randn(2, 12, 6, 3))  # keys on a grid of 2 x 3
+        >>> (logits.rows[..., :, None] + logits.cols[..., None, :]).flatten(-2).shape  # what attention adds
+        torch.Size([2, 12, 6, 6])
 
     Attributes:
         rows: (B, heads, Nq, H) for the H rows of the key grid; also for prefix queries, zeros without a position.
@@ -93,11 +97,12 @@ class RelativeTerms(NamedTuple):
     Source: key and value terms Shaw et al. 2018 (arXiv 1803.02155), eq. 3 and 4; query term iRPE (Wu et al. 2021, arXiv
     2107.14222), contextual mode; bias Raffel et al. 2020 (arXiv 1910.10683, section 2.1), here per axis.
 
-    >>> keys = AxisTables(torch.randn(15, 64), torch.randn(15, 64))  # offsets from -7 to 7, shared by heads
-    >>> bias = AxisTables(torch.randn(12, 15), torch.randn(12, 15))  # a number for each of 12 heads
-    >>> terms = RelativeTerms(key=keys, bias=bias)
-    >>> terms.value is None
-    True
+    Examples:
+        >>> keys = AxisTables(torch.randn(15, 64), torch.randn(15, 64))  # offsets from -7 to 7, shared by heads
+        >>> bias = AxisTables(torch.randn(12, 15), torch.randn(12, 15))  # a number for each of 12 heads
+        >>> terms = RelativeTerms(key=keys, bias=bias)
+        >>> terms.value is None
+        True
 
     Attributes:
         query: a^Q, multiplied by the keys.

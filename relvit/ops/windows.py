@@ -31,12 +31,13 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
     cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the mask separates the parts that
     the roll brings together in one window, here these parts are in different windows.
 
-    >>> tokens, grid = torch.randn(2, 5 * 7, 8), make_grid(5, 7)
-    >>> windows, window_grid = to_windows(tokens, grid, size=4)  # 2 x 2 windows cover each image
-    >>> windows.shape
-    torch.Size([8, 16, 8])
-    >>> torch.equal(from_windows(windows, grid, size=4), tokens)
-    True
+    Examples:
+        >>> tokens, grid = torch.randn(2, 5 * 7, 8), make_grid(5, 7)
+        >>> windows, window_grid = to_windows(tokens, grid, size=4)  # 2 x 2 windows cover each image
+        >>> windows.shape
+        torch.Size([8, 16, 8])
+        >>> torch.equal(from_windows(windows, grid, size=4), tokens)
+        True
 
     Args:
         x: (B, H W, C) tokens, all patches of the grid in raster order, without prefix tokens.
@@ -75,9 +76,10 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
 def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> Tensor:
     """Join windows, the inverse of `to_windows`, without the places beyond the border.
 
-    >>> tokens, grid = torch.randn(1, 6, 8), make_grid(2, 3)
-    >>> torch.equal(from_windows(to_windows(tokens, grid, size=2)[0], grid, size=2), tokens)
-    True
+    Examples:
+        >>> tokens, grid = torch.randn(1, 6, 8), make_grid(2, 3)
+        >>> torch.equal(from_windows(to_windows(tokens, grid, size=2)[0], grid, size=2), tokens)
+        True
 
     Args:
         windows: (B n, rows columns, C), as `to_windows` returns them.

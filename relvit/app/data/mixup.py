@@ -26,10 +26,11 @@ class BatchMix(nn.Module):
     spread over all classes. The work is torchvision's, on the device of the images; random numbers come from PyTorch's
     generator of the CPU. The defaults are DeiT's. For training only:
 
-    >>> mix = BatchMix(num_classes=10)
-    >>> images, targets = mix(torch.rand(4, 3, 24, 32), torch.tensor([1, 2, 3, 4]))
-    >>> targets.sum(1)
-    tensor([1., 1., 1., 1.])
+    Examples:
+        >>> mix = BatchMix(num_classes=10)
+        >>> images, targets = mix(torch.rand(4, 3, 24, 32), torch.tensor([1, 2, 3, 4]))
+        >>> targets.sum(1)
+        tensor([1., 1., 1., 1.])
 
     Args:
         num_classes: Number of classes.

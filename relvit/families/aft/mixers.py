@@ -31,8 +31,9 @@ class AFTSimple(Mixer):
 
     It can replace attention: `forward` has the arguments of `RelativeAttention`'s.
 
-    >>> AFTSimple(192, num_heads=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> AFTSimple(192, num_heads=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.
@@ -100,8 +101,9 @@ class AFTSimple(Mixer):
 class AFTFull(AFTSimple):
     """AFT-full (arXiv 2105.14103, eq. 2): a learned bias for every pair of places, w = u v^T; see `aft_full`.
 
-    >>> AFTFull(192, grid_size=(4, 6), bias_dim=32)(torch.randn(2, 70, 192), make_grid(7, 10)).shape
-    torch.Size([2, 70, 192])
+    Examples:
+        >>> AFTFull(192, grid_size=(4, 6), bias_dim=32)(torch.randn(2, 70, 192), make_grid(7, 10)).shape
+        torch.Size([2, 70, 192])
 
     Args:
         dim: width of the tokens.
@@ -186,8 +188,9 @@ class AFTFull(AFTSimple):
 class AFTLocal(AFTFull):
     """AFT-local (arXiv 2105.14103, eq. 3): `AFTFull` whose bias is zero between places that are far apart.
 
-    >>> AFTLocal(192, grid_size=(4, 6), window=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> AFTLocal(192, grid_size=(4, 6), window=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         window: see `aft_local`.
@@ -209,8 +212,9 @@ class AFTConv2d(AFTSimple):
     start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
     for sequences.
 
-    >>> AFTConv2d(192, num_heads=12, kernel_size=(5, 7))(torch.randn(2, 24, 192), make_grid(4, 6)).shape
-    torch.Size([2, 24, 192])
+    Examples:
+        >>> AFTConv2d(192, num_heads=12, kernel_size=(5, 7))(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
 
     Args:
         dim: width of the tokens.

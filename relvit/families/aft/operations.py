@@ -39,9 +39,10 @@ def aft_full(
 
     with all products by element. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
 
-    >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
-    >>> aft_full(query, key, value, torch.randn(24, 24), make_grid(4, 6)).shape
-    torch.Size([2, 4, 24, 16])
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
+        >>> aft_full(query, key, value, torch.randn(24, 24), make_grid(4, 6)).shape
+        torch.Size([2, 4, 24, 16])
 
     Args:
         query: (B, heads, N, head_dim), any floating dtype; the paper has one head.
@@ -105,9 +106,10 @@ def aft_local(
     Every token still sees all others. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
     Arguments that are not listed here are those of `aft_full`.
 
-    >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
-    >>> aft_local(query, key, value, torch.randn(24, 24), 3, make_grid(4, 6)).shape
-    torch.Size([2, 4, 24, 16])
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
+        >>> aft_local(query, key, value, torch.randn(24, 24), 3, make_grid(4, 6)).shape
+        torch.Size([2, 4, 24, 16])
 
     Args:
         window: the bias is kept where rows and columns are both less than this apart: one number or (rows, columns).
@@ -142,9 +144,10 @@ def aft_simple(
     Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. Arguments that are not listed here are those of
     `aft_full`.
 
-    >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
-    >>> aft_simple(query, key, value, make_grid(4, 6)).shape
-    torch.Size([2, 4, 24, 16])
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
+        >>> aft_simple(query, key, value, make_grid(4, 6)).shape
+        torch.Size([2, 4, 24, 16])
 
     Args:
         is_causal: leave out keys that come later in the sequence than the query: an average of its own for each.
@@ -179,10 +182,11 @@ def aft_conv(
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's
     channels share their key. Arguments that are not listed here are those of `aft_full`.
 
-    >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
-    >>> weight = torch.randn(4, 5, 5)  # a window of 5 x 5 offsets for each head
-    >>> aft_conv(query, key[..., :1], value, weight, make_grid(4, 6)).shape
-    torch.Size([2, 4, 24, 16])
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
+        >>> weight = torch.randn(4, 5, 5)  # a window of 5 x 5 offsets for each head
+        >>> aft_conv(query, key[..., :1], value, weight, make_grid(4, 6)).shape
+        torch.Size([2, 4, 24, 16])
 
     Args:
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx

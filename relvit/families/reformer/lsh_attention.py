@@ -37,8 +37,9 @@ class LSHAttention(Mixer, KeepConstants):
     same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2; see
     `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
 
-    >>> LSHAttention(64, num_heads=4, bucket_size=16)(torch.randn(2, 400, 64), make_grid(20, 20)).shape
-    torch.Size([2, 400, 64])
+    Examples:
+        >>> LSHAttention(64, num_heads=4, bucket_size=16)(torch.randn(2, 400, 64), make_grid(20, 20)).shape
+        torch.Size([2, 400, 64])
 
     Args:
         dim: width of the tokens.

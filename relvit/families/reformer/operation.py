@@ -44,9 +44,10 @@ def lsh_attention(
     (arXiv 2001.04451), section 2 and appendix A; a key has unit length and the logits no further divisor, as in the
     authors' code.
 
-    >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each
-    >>> lsh_attention(query_key, value, make_grid(20, 20), lsh_rotations(rounds=2, head_dim=16, buckets=8)).shape
-    torch.Size([2, 4, 400, 16])
+    Examples:
+        >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each
+        >>> lsh_attention(query_key, value, make_grid(20, 20), lsh_rotations(rounds=2, head_dim=16, buckets=8)).shape
+        torch.Size([2, 4, 400, 16])
 
     Args:
         query_key: (B, heads, N, head_dim), any floating dtype: queries, and keys before they are normalised.
@@ -197,8 +198,9 @@ def lsh_rotations(
 ) -> Tensor:
     """Draw the random rotations of LSH attention, (rounds, head_dim, buckets / 2) normal numbers in float32.
 
-    >>> lsh_rotations(rounds=2, head_dim=16, buckets=8).shape
-    torch.Size([2, 16, 4])
+    Examples:
+        >>> lsh_rotations(rounds=2, head_dim=16, buckets=8).shape
+        torch.Size([2, 16, 4])
 
     Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2, after Andoni et al. 2015 (arXiv 1509.02897).
 

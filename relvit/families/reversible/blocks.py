@@ -38,10 +38,11 @@ def reversible_blocks(
     Streams are in float32 at least, also in models of half precision: backward meets the rounding errors of each block
     again.
 
-    >>> blocks = [RelativeBlock(96, num_heads=3, position=RelativePosition2d) for _ in range(2)]
-    >>> tokens, taken = reversible_blocks(blocks, torch.randn(2, 24, 96), make_grid(4, 6))
-    >>> tokens.shape, taken
-    (torch.Size([2, 24, 96]), [])
+    Examples:
+        >>> blocks = [RelativeBlock(96, num_heads=3, position=RelativePosition2d) for _ in range(2)]
+        >>> tokens, taken = reversible_blocks(blocks, torch.randn(2, 24, 96), make_grid(4, 6))
+        >>> tokens.shape, taken
+        (torch.Size([2, 24, 96]), [])
 
     Args:
         blocks: `relvit.layers.GridBlock`s; their `forward` is called with `branch='mixer'` and `branch='mlp'`. It may

@@ -110,9 +110,10 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     hides from a query the rows below its band, and the rows more than `memory_rows` above the band; `torch.export` uses
     this mask. Nothing is kept between two calls of the model.
 
-    >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
-    >>> set_bands(model, band_rows=2, memory_rows=2)(torch.randn(1, 3, 160, 64)).shape  # 10 rows of patches
-    torch.Size([1, 1000])
+    Examples:
+        >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
+        >>> set_bands(model, band_rows=2, memory_rows=2)(torch.randn(1, 3, 160, 64)).shape  # 10 rows of patches
+        torch.Size([1, 1000])
 
     Args:
         model: A `relvit_*` model with attention, without class token, registers and absolute embedding. Its position
@@ -190,11 +191,12 @@ def forward_segment(
 ) -> tuple[Tensor, Memory]:
     """Compute the features of a segment, which also attends to earlier segments, and the memory for the next one.
 
-    >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
-    >>> features, memory = forward_segment(model, torch.randn(1, 3, 32, 64))
-    >>> features, memory = forward_segment(model, torch.randn(1, 3, 32, 64), memory)  # the band below
-    >>> features.shape, memory.states[0].shape
-    (torch.Size([1, 8, 384]), torch.Size([1, 16, 384]))
+    Examples:
+        >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
+        >>> features, memory = forward_segment(model, torch.randn(1, 3, 32, 64))
+        >>> features, memory = forward_segment(model, torch.randn(1, 3, 32, 64), memory)  # the band below
+        >>> features.shape, memory.states[0].shape
+        (torch.Size([1, 8, 384]), torch.Size([1, 16, 384]))
 
     Args:
         model: See `set_bands`; the bands that are set do not matter here.
@@ -285,9 +287,10 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
 def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int | None = None) -> Tensor:
     """Compute the logits (B, num_classes) of images that come band by band, from the top, by average pooling.
 
-    >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
-    >>> classify_bands(model, (torch.randn(1, 3, 32, 64) for _ in range(3))).shape
-    torch.Size([1, 1000])
+    Examples:
+        >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
+        >>> classify_bands(model, (torch.randn(1, 3, 32, 64) for _ in range(3))).shape
+        torch.Size([1, 1000])
 
     Args:
         model: A model with average pooling, see `forward_segment`.

@@ -24,9 +24,10 @@ class TransformerXLPosition2d(LearnedPosition, Position):
     The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias, so
     that queries to which u has been added meet W_R as q + v.
 
-    >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
-    >>> terms.key.rows.shape, terms.query_bias.shape
-    (torch.Size([3, 7, 64]), torch.Size([3, 64]))
+    Examples:
+        >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
+        >>> terms.key.rows.shape, terms.query_bias.shape
+        (torch.Size([3, 7, 64]), torch.Size([3, 64]))
 
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5.

@@ -26,9 +26,10 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
     Each axis serves every size: a grid with no more rows than the table uses the table's first rows; for a larger grid
     the table is stretched as by `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
 
-    >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
-    >>> embedding(make_grid(3, 12)).shape
-    torch.Size([36, 8])
+    Examples:
+        >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
+        >>> embedding(make_grid(3, 12)).shape
+        torch.Size([36, 8])
 
     Args:
         dim: width of the tokens.

@@ -28,9 +28,10 @@ class ContinuousPosition2d(LearnedPosition, Position):
     Both axes enter G, so the table is joint, and is computed for each grid. Parameters have the names of timm's
     `RelPosMlp`; `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2` of the authors.
 
-    >>> position = ContinuousPosition2d(head_dim=32, num_heads=3, mode="swin", window=8)
-    >>> position(make_grid(4, 6)).bias.table.shape
-    torch.Size([3, 7, 11])
+    Examples:
+        >>> position = ContinuousPosition2d(head_dim=32, num_heads=3, mode="swin", window=8)
+        >>> position(make_grid(4, 6)).bias.table.shape
+        torch.Size([3, 7, 11])
 
     Args:
         head_dim: not used, see `Position`.

@@ -17,9 +17,10 @@ class FirePosition2d(LearnedPosition, Position):
     u has the same range at all sizes, so large images interpolate. The divisor is the paper's for the last token of a
     sequence, at position size - 1; here all tokens share it, and the sign distinguishes keys before and after a query.
 
-    >>> position = FirePosition2d(head_dim=64, num_heads=12)
-    >>> [position(make_grid(*size)).bias.cols.shape for size in ((4, 6), (20, 30))]
-    [torch.Size([12, 11]), torch.Size([12, 59])]
+    Examples:
+        >>> position = FirePosition2d(head_dim=64, num_heads=12)
+        >>> [position(make_grid(*size)).bias.cols.shape for size in ((4, 6), (20, 30))]
+        [torch.Size([12, 11]), torch.Size([12, 59])]
 
     Args:
         head_dim: not used, see `Position`.

@@ -40,9 +40,10 @@ class LookHerePosition2d(KeepConstants, Position):
     4 (n // 6) are directed, at least four, and the rest see everything; their slopes continue in the same way. The
     paper has no layout for four heads: here all four are directed.
 
-    >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))
-    >>> position(make_grid(4, 6)).bias.table.shape
-    torch.Size([12, 7, 11])
+    Examples:
+        >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))
+        >>> position(make_grid(4, 6)).bias.table.shape
+        torch.Size([12, 7, 11])
 
     Args:
         head_dim, dtype: not used, see `Position`.

@@ -23,9 +23,10 @@ class LowRankPosition2d(LearnedPosition, Position):
     a larger grid the factors are interpolated linearly, each axis on its own, which stretches the bias over the image.
     The paper has one size.
 
-    >>> position, grid = LowRankPosition2d(head_dim=64, num_heads=3, rank=4, grid_size=14), make_grid(4, 6)
-    >>> position.terms(torch.randn(2, 24, 192), grid, grid).channels.key.shape
-    torch.Size([1, 3, 24, 4])
+    Examples:
+        >>> position, grid = LowRankPosition2d(head_dim=64, num_heads=3, rank=4, grid_size=14), make_grid(4, 6)
+        >>> position.terms(torch.randn(2, 24, 192), grid, grid).channels.key.shape
+        torch.Size([1, 3, 24, 4])
 
     Args:
         head_dim: not used, see `Position`.
@@ -102,9 +103,10 @@ class LowRankPosition2d(LearnedPosition, Position):
 def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
     """Compute the best factors of rank r of a bias by singular values: FlashBias (arXiv 2505.12044, section 3.2).
 
-    >>> channels, error = factorise_bias(torch.randn(3, 24, 24), rank=4)
-    >>> channels.query.shape, channels.key.shape
-    (torch.Size([1, 3, 24, 4]), torch.Size([1, 3, 24, 4]))
+    Examples:
+        >>> channels, error = factorise_bias(torch.randn(3, 24, 24), rank=4)
+        >>> channels.query.shape, channels.key.shape
+        (torch.Size([1, 3, 24, 4]), torch.Size([1, 3, 24, 4]))
 
     Args:
         bias: (heads, Nq, Nk), any floating dtype; computed in float64.

@@ -21,10 +21,11 @@ class ParabolicPosition2d(LearnedPosition, Position):
     middle of the grid, which changes rounding alone. Prefix tokens have no parabola; the authors put the class token at
     (0, 0) and patches from (1, 1) on.
 
-    >>> position, grid = ParabolicPosition2d(head_dim=64, num_heads=3), make_grid(4, 6)
-    >>> tokens = torch.randn(2, 24, 192)  # its channels depend on the tokens
-    >>> position.terms(tokens, grid, grid).channels.query.shape
-    torch.Size([2, 3, 24, 6])
+    Examples:
+        >>> position, grid = ParabolicPosition2d(head_dim=64, num_heads=3), make_grid(4, 6)
+        >>> tokens = torch.randn(2, 24, 192)  # its channels depend on the tokens
+        >>> position.terms(tokens, grid, grid).channels.query.shape
+        torch.Size([2, 3, 24, 6])
 
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.

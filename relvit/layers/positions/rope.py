@@ -38,10 +38,11 @@ class RotaryEmbedding2d(KeepConstants):
 
     Angles count patches, at every image size.
 
-    >>> rope, grid = RotaryEmbedding2d(head_dim=64, num_heads=12, kind="mixed"), make_grid(4, 6, prefix=1)
-    >>> query, key = torch.randn(2, 2, 12, 25, 64).unbind()
-    >>> rope(query, grid).shape, rope(key, grid).shape
-    (torch.Size([2, 12, 25, 64]), torch.Size([2, 12, 25, 64]))
+    Examples:
+        >>> rope, grid = RotaryEmbedding2d(head_dim=64, num_heads=12, kind="mixed"), make_grid(4, 6, prefix=1)
+        >>> query, key = torch.randn(2, 2, 12, 25, 64).unbind()
+        >>> rope(query, grid).shape, rope(key, grid).shape
+        (torch.Size([2, 12, 25, 64]), torch.Size([2, 12, 25, 64]))
 
     Args:
         head_dim: d, a multiple of 4.

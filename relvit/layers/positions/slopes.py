@@ -20,11 +20,12 @@ class SlopePosition2d(KeepConstants, Position):
     scaled. The Manhattan distance is a sum over rows and columns. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA
     (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no such sum, and takes a joint table.
 
-    >>> bias = SlopePosition2d(head_dim=64, num_heads=8)(make_grid(4, 6)).bias
-    >>> bias.rows.shape  # offsets from -3 to 3
-    torch.Size([8, 7])
-    >>> bias.rows[0, -3:].tolist()  # of keys 1, 2 and 3 rows below
-    [-0.5, -1.0, -1.5]
+    Examples:
+        >>> bias = SlopePosition2d(head_dim=64, num_heads=8)(make_grid(4, 6)).bias
+        >>> bias.rows.shape  # offsets from -3 to 3
+        torch.Size([8, 7])
+        >>> bias.rows[0, -3:].tolist()  # of keys 1, 2 and 3 rows below
+        [-0.5, -1.0, -1.5]
 
     Args:
         head_dim, dtype: not used, see `Position`.

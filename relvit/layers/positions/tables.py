@@ -23,10 +23,11 @@ class RelativePosition2d(LearnedPosition, Position):
     `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k. The bias has one
     number per head, (num_heads, 2k + 1). The same tables serve every grid; with `trained_grid` they are stretched.
 
-    >>> position = RelativePosition2d(head_dim=64, num_heads=12, rel_terms="kb", max_distance=(3, 5))
-    >>> terms = position(make_grid(4, 6))
-    >>> terms.key.rows.shape, terms.key.cols.shape, terms.bias.rows.shape
-    (torch.Size([7, 64]), torch.Size([11, 64]), torch.Size([12, 7]))
+    Examples:
+        >>> position = RelativePosition2d(head_dim=64, num_heads=12, rel_terms="kb", max_distance=(3, 5))
+        >>> terms = position(make_grid(4, 6))
+        >>> terms.key.rows.shape, terms.key.cols.shape, terms.bias.rows.shape
+        (torch.Size([7, 64]), torch.Size([11, 64]), torch.Size([12, 7]))
 
     Args:
         head_dim: width of one attention head.

@@ -48,14 +48,15 @@ def retrofit(
     that they were trained for, and at other sizes offsets beyond a table use its edge. Of the arguments, `abs_pos` and
     `backend` are for these models, too. `relvit.restore` undoes the retrofit of these models.
 
-    >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
-    >>> images = torch.randn(1, 3, 224, 224)
-    >>> before = model(images)
-    >>> model = retrofit(model, rel_terms="kv", max_distance=4)
-    >>> torch.allclose(model(images), before, atol=1e-5)  # tables begin at zero
-    True
-    >>> model(torch.randn(1, 3, 160, 240)).shape
-    torch.Size([1, 5])
+    Examples:
+        >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
+        >>> images = torch.randn(1, 3, 224, 224)
+        >>> before = model(images)
+        >>> model = retrofit(model, rel_terms="kv", max_distance=4)
+        >>> torch.allclose(model(images), before, atol=1e-5)  # tables begin at zero
+        True
+        >>> model(torch.randn(1, 3, 160, 240)).shape
+        torch.Size([1, 5])
 
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions

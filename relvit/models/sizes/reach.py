@@ -52,9 +52,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     Your own position can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and its `forward`
     follows this attribute.
 
-    >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
-    >>> set_reach(model, "stretch")(torch.randn(1, 3, 96, 128)).shape
-    torch.Size([1, 1000])
+    Examples:
+        >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
+        >>> set_reach(model, "stretch")(torch.randn(1, 3, 96, 128)).shape
+        torch.Size([1, 1000])
 
     Args:
         model: a `relvit_*` model with attention, or a retrofitted timm model, except NaFlexVit.
