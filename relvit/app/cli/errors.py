@@ -11,7 +11,7 @@ from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
 from relvit.utils.messages import LostProcessError, MissingPackageError
 
-# What PyTorch says where a process of a data loader has ended.
+# PyTorch's message has these words where a process of a data loader has ended.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
 
 

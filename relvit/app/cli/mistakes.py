@@ -171,7 +171,7 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # What another library calls an option is not a misspelling of an option that looks like it.
+    # A name that another library has for an option is no misspelling of an option that looks like the name.
     spelt = nearest(last, [*others, *of_command])
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]

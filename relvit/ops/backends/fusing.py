@@ -101,7 +101,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
-        # Those of slices would be padded and added up.
+        # Autograd would pad and add up the gradients of slices.
         return grads
 
 

@@ -66,7 +66,7 @@ def pair_index(
 
 
 class PairPlan(NamedTuple):
-    """What follows from the shapes of an attention whose only term is a joint bias.
+    """Values that the shapes of an attention with a joint bias alone determine, remembered for all its calls.
 
     Attributes:
         heads: number of heads.

@@ -97,7 +97,7 @@ def test_relative_error():
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_without_a_gpu_it_names_the_option(device):
     if getattr(torch, device).is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip(f"this machine has a GPU ({device}), so the refusal cannot be seen")
     with pytest.raises(ValueError, match=f"device '{device}' needs a GPU, torch sees none: use --device cpu"):
         gpu_check.main([f"--device={device}", "--quick"])
 

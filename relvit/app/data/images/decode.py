@@ -126,7 +126,7 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        # What Pillow remarks about an odd file, such as broken metadata, names no file, and changes no pixel.
+        # Pillow's warnings about an odd file, such as broken metadata, name no file, and no pixel depends on them.
         with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
             _check_cost(image, max_pixels)
             return as_rgb(image)

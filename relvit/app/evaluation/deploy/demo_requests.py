@@ -21,7 +21,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
-# What the page asks for of Gradio's many routes, beside files.
+# The page asks for these of Gradio's many routes, and for files.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
 NOT_OURS = "This request is not one of the page."
