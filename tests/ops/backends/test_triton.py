@@ -1,6 +1,9 @@
 """The backend 'triton': its numbers in Triton's interpreter, in a process of its own, and what is refused."""
 
+import ast
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,30 @@ def test_in_the_interpreter(tests):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stdout[-6000:]
+
+
+def test_the_kernels_have_no_nested_targets_which_the_oldest_triton_refuses():
+    # Triton 3.6, which comes with the lowest PyTorch that relvit allows, ends at `(a, b), c = ...` with a `TypeError`.
+    from triton import JITFunction
+
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(triton.__path__, "relvit.ops.backends.triton.")
+    ]
+    kernels = {
+        function for module in modules for function in vars(module).values() if isinstance(function, JITFunction)
+    }
+    targets = [
+        (kernel.fn.__name__, part)
+        for kernel in kernels
+        for node in ast.walk(kernel.parse())
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+        for part in target.elts
+    ]
+    assert targets
+    assert {name for name, part in targets if isinstance(part, ast.Tuple)} == set()
 
 
 COORDS = torch.cartesian_prod(torch.arange(2), torch.arange(3))

@@ -37,7 +37,9 @@ def store_vectors(pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, MAI
 @triton.jit
 def add_products_of(total, left, right, REST: tl.constexpr, PRECISION: tl.constexpr):
     """Add the product of each vector on the left with each on the right, both in two parts."""
-    (left, left_rest), (right, right_rest) = left, right
+    # Triton 3.6 refuses nested targets, as in `(a, b), (c, d) = left, right`.
+    left, left_rest = left
+    right, right_rest = right
     total = add_product(total, left, right.trans(), PRECISION)
     if REST:
         total = add_product(total, left_rest, right_rest.trans(), PRECISION)
@@ -47,7 +49,8 @@ def add_products_of(total, left, right, REST: tl.constexpr, PRECISION: tl.conste
 @triton.jit
 def add_vectors(total, weights, vectors, REST: tl.constexpr, PRECISION: tl.constexpr):
     """Add vectors times their weights to a total, both in two parts."""
-    (main, rest), (vectors, vectors_rest) = total, vectors
+    main, rest = total
+    vectors, vectors_rest = vectors
     weights = weights.to(vectors.dtype)
     main = add_product(main, weights, vectors, PRECISION)
     if REST:
