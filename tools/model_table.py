@@ -1,6 +1,6 @@
 """Print a table of the parameters and MACs of all relvit models: `python tools/model_table.py`.
 
-With `--write` docs/models.md gets this table, and README.md fewer columns of the main models.
+With `--write` docs/models.md gets this table.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ HEAD = [
     "relative MACs, M",
     "relative part of MACs",
 ]
-MAIN = ("tiny", "small", "base", "large", "aft_conv_small")
-MAIN += ("xl_small", "rev_small", "universal_base", "lsh_small")
 
 
 class Cost(NamedTuple):
@@ -123,43 +121,35 @@ def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, in
     return 0, 0, 0
 
 
-def tables() -> dict[str, str]:
-    """Return the Markdown table of each document; models by mixer, image size and parameters."""
+def table() -> str:
+    """Return the Markdown table of all models by mixer, image size and parameters."""
     rows = []
     for name in timm.list_models("relvit_*"):
         with torch.device("meta"):
             model = timm.create_model(name)
         height, width = model.patch_embed.img_size
         rows.append((isinstance(model, AFTVisionTransformer), height * width, cost(model), name, f"{height} x {width}"))
-    cells = {
-        name: [
+    cells = [
+        [
             *(f"`{name}`", image, f"{taken.parameters / 1e6:.3f}", f"{taken.macs / 1e9:.2f}"),
             *(f"{taken.relative_parameters / 1e3:.1f}", f"{taken.relative_macs / 1e6:.1f}"),
             f"{taken.relative_macs / taken.macs:.1%}",
         ]
         for _, _, taken, name, image in sorted(rows)
-    }
-    main = [cells[f"relvit_{name}"] for name in MAIN]
-    shorter = [[*row[:4], row[-1]] for row in (HEAD, *main)]
-    return {"docs/models.md": _markdown([HEAD, *cells.values()]), "README.md": _markdown(shorter)}
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *others = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join((head, "|---" * len(rows[0]) + "|", *others))
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in (HEAD, *cells)]
+    return "\n".join((lines[0], "|---" * len(HEAD) + "|", *lines[1:]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table of all models, or write both tables."""
+    """Print the table of all models, or write it."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--write", action="store_true", help="into README.md and docs/models.md, between their markers")
-    given = parser.parse_args(arguments)
-    for name, table in tables().items():
-        if given.write:
-            path = ROOT / name
-            path.write_text(replaced(path.read_text(), table, BEGIN))
-        elif name == "docs/models.md":
-            print(table)
+    parser.add_argument("--write", action="store_true", help="into docs/models.md, between its markers")
+    path = ROOT / "docs" / "models.md"
+    if parser.parse_args(arguments).write:
+        path.write_text(replaced(path.read_text(), table(), BEGIN))
+    else:
+        print(table())
 
 
 if __name__ == "__main__":

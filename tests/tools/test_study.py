@@ -58,23 +58,60 @@ def test_differences_are_paired_by_seed_and_precision():
     assert every.mean == pytest.approx((43 + 70 + 90) / 3)
 
 
-def test_page_and_figure(tmp_path):
-    file = tmp_path / "runs" / "several.jsonl"
+def photograph(part, model, seed, low):
+    """Accuracy `low` in all tests."""
+    sides = REPORT.study_questions.FIELDS if part == "field" else REPORT.study_questions.SIDES
+    protocol = "field" if part == "field" else "resize"
+    tests = [(protocol, [side, side]) for side in sides] + [("shape", [112, 160])] * (part != "field")
+    rows = [{"protocol": name, "size": size, "reach": "trained", "acc1": low} for name, size in tests]
+    epochs = 20 if part in ("scratch", "field") else 5
+    return {"setting": "imagenette", "part": part, "model": model, "seed": seed, "epochs": epochs, "rows": rows}
+
+
+def write(file, lines):
     file.parent.mkdir()
-    lines = [*LINES, *(line(name, 0, 0.3, "one") for name in ("learned", LINES_OF.OURS))]
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def test_report(tmp_path):
+    lines = [*LINES, *(line(name, 0, 0.3, "one") for name in (LINES_OF.BASE, LINES_OF.OURS))]
+    lines += [line(name, 1, 0.4 if name == LINES_OF.BASE else 0.44, "one") for name in (LINES_OF.BASE, LINES_OF.OURS)]
     # No run of the others has this seed.
     lines.append(line("none", 5, 0.3, "one"))
-    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    write(tmp_path / "runs" / "several.jsonl", lines)
+    photographs = [photograph(part, "learned", 0, 0.5) for part in ("scratch", "field")]
+    photographs += [photograph("scratch", "kv-2-learned", 0, 0.53), photograph("field", "kv-2-learned", 0, 0.55)]
+    tuned = [part.split(",")[0] for part, _ in REPORT.study_questions.TUNED.values()]
+    photographs += [photograph(part, "plain", seed, 0.5) for part in tuned for seed in (0, 1)]
+    photographs += [photograph(tuned[0], "kv-4", seed, 0.51 + seed / 100) for seed in (0, 1)]
+    write(tmp_path / "photographs" / "imagenette.jsonl", photographs)
+    names = ("own_size", "other_sizes", "retrofit")
+    marks = (f"{name}\n<!-- {name}, written by tools/study/study_report.py -->old<!-- end -->\n" for name in names)
+    (tmp_path / "README.md").write_text("".join(marks))
     REPORT.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert "| learned | 2 | 42.0 ± 2.0 | 43.0 ± 2.0 |" in page
-    assert "| kv-3 | 2 | +2.0 ± 1.0 |" in page
+    assert "old" not in page
+    # At 32 px `low` and two points; pairs of seeds differ by 0 and 4 points.
+    assert "| learned alone | 37.0 ± 5.0 % | 50.0 % |" in page
+    assert "| kv, `max_distance` 2, and learned | +2.0 ± 2.0 | +3.0 |" in page
+    assert "| kv, `max_distance` 2, and learned | 53.0 | 53.0 | 53.0 | 53.0 | 53.0 | 55.0 | 100.0 |" in page
+    assert "| its own size, 112 px | as the rest | 2 | 50.0 ± 0.0 | +1.5 ± 0.5 |" in page
+    tables = (tmp_path / "tables.md").read_text()
+    # 44 and 46 % at 32 px.
+    assert "| kv-3 | 2 | 46.0 ± 1.0 |" in tables
+    assert "| kv-3 | 2 | +2.0 ± 1.0 |" in tables
     # 68 and 70 % at 64 px, of 45 and 47 at 32 px; learned has 55 and 59 without a reach.
-    assert "| +10.0 ± 0.0 | 150.0 ± 1.1 | +12.0 ± 1.0 |" in page
-    assert "| none | 1 | 30.0 | 31.0 |" in page
-    assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in page
-    assert "7 runs, 0.7 hours" in page
-    assert min(Image.open(tmp_path / name).width for name in ("curves.png", "summary.png")) > 700
+    assert "| +10.0 ± 0.0 | 150.0 ± 1.1 | +12.0 ± 1.0 |" in tables
+    assert "| none | 1 | 32.0 |" in tables
+    assert "| none | 1 | -" not in tables
+    assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in tables
+    assert "9 runs, 0.9 hours" in tables
+    assert min(Image.open(tmp_path / f"{name}.png").width for name in names) > 700
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(ValueError, match=r"own_size, written by .* 0 times"):
+        REPORT.filled("a page", {"own_size": "a table"})
 
 
 def test_models_have_the_same_size_and_are_named_in_the_report():
@@ -158,6 +195,11 @@ def test_with_mirrored_places_a_field_of_copies_is_the_image():
     assert FIELD_LOSS.mirrored(8, 12).tolist() == [1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 6]
 
 
-def test_the_page_in_the_documentation_is_that_of_the_lines():
-    """The lines are in the repository, and nobody has edited the page or left it behind."""
-    assert REPORT.report(LINES_OF.read(REPORT.SOURCE / "runs")) == (REPORT.SOURCE / "README.md").read_text()
+def test_the_pages_in_the_documentation_are_those_of_the_lines():
+    """The lines are in the repository, and nobody has edited the tables or left them behind."""
+    lines, photographs = (LINES_OF.read(REPORT.SOURCE / name) for name in ("runs", "photographs"))
+    assert REPORT.tables_page(lines, photographs) == (REPORT.SOURCE / "tables.md").read_text()
+    page = (REPORT.SOURCE / "README.md").read_text()
+    found = REPORT.study_questions.answers(lines, photographs)
+    assert REPORT.filled(page, {name: answer.table for name, answer in found.items()}) == page
+    assert all((REPORT.SOURCE / f"{name}.png").is_file() for name in found)

@@ -15,7 +15,7 @@ from typing import Any
 
 from photographs import LINES
 from study_lines import Estimate, read
-from study_report import table
+from study_tables import table
 
 Line = dict[str, Any]
 # Accuracies in percent of the seeds of a model, by part, model with its reach, and test.
