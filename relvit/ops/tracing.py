@@ -43,8 +43,8 @@ def is_functorch() -> bool:
     There tensors have no memory of their own, and every operation needs a rule for each transform, which saved-tensor
     hooks and hand-written backwards do not have.
     """
-    # PyTorch 2.14's compiler reads the depth of the stack, and no level, as a constant.
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
+    # Of the functions that tell this, PyTorch 2.11's compiler reads this one alone as a constant.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_eager() -> bool:
