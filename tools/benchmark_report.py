@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +72,7 @@ def ratios(group: Iterable[Row], memory: bool = False) -> dict[str, float]:
 
 
 def render(rows: Sequence[Row], name: str = SOURCE.name) -> str:
-    """Return all rows, of a file of this name, as Markdown: a section per run, in each a table per size and mode."""
+    """Return all rows, of a file of this name, as Markdown: a section with a table per run."""
     parts = [INTRODUCTION.format(name=name)]
     for run in grouped(rows, RUN):
         first = run[0]
@@ -84,30 +84,39 @@ def render(rows: Sequence[Row], name: str = SOURCE.name) -> str:
             f"## {first['level'].capitalize()}s on {first['device']}, {first['dtype']}{compiled}, "
             f"batch {first['batch']}\n\n"
             f"Run {first['run']}, {first['rounds']} rounds, commit {first['commit']}; {place}; "
-            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n{_table(run)}"
         )
-        parts.extend(_table(group) for group in grouped(run, GROUP))
     return "\n".join(parts)
 
 
-def _table(group: Sequence[Row]) -> str:
-    """Return the table of one size and mode, and the noise."""
-    time, memory, first = ratios(group), ratios(group, memory=True), group[0]
-    columns: dict[str, Callable[[Row], str]] = {
-        "": lambda row: f"`{row['name']}`",
-        "median ms": lambda row: f"{1000 * median(row['seconds']):.2f}" if row["seconds"] else row["status"],
-    }
-    if first["level"] == "model":
-        columns["images/s"] = lambda row: f"{row['batch'] / median(row['seconds']):.1f}" if row["seconds"] else "–"
-    columns["time ratio"] = lambda row: f"{time[row['name']]:.2f}" if row["name"] in time else "–"
-    # Autograd keeps nothing without gradients, for which early runs recorded zeros.
-    if any(row["memory_bytes"] for row in group):
-        columns["memory MiB"] = lambda row: "–" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:.1f}"
-        columns["memory ratio"] = lambda row: f"{memory[row['name']]:.2f}" if row["name"] in memory else "–"
-    lines = [" | ".join(columns), " | ".join(["---", *["---:"] * (len(columns) - 1)])]
-    lines += [" | ".join(cell(row) for cell in columns.values()) for row in group]
-    noise = f"\nNoise: `control` took {time['control']:.3f} times as long as `plain`.\n" if "control" in time else ""
-    return f"### {first['size']} px, {first['mode']}\n\n" + "".join(f"| {line} |\n" for line in lines) + noise
+def _table(run: Sequence[Row]) -> str:
+    """Return the table of a run: a row per competitor, columns per size and mode."""
+    columns: dict[str, dict[str, str]] = {}
+    for group in grouped(run, GROUP):
+        time, memory, first = ratios(group), ratios(group, memory=True), group[0]
+        title = f"{first['size']} px, {first['mode']}"
+        columns[f"{title}, ms"] = {
+            row["name"]: _with_ratio(1000 * median(row["seconds"]), 2, time.get(row["name"]))
+            if row["seconds"]
+            else row["status"]
+            for row in group
+        }
+        # Autograd keeps nothing without gradients, for which early runs recorded zeros.
+        if any(row["memory_bytes"] for row in group):
+            columns[f"{title}, MiB"] = {
+                row["name"]: _with_ratio(row["memory_bytes"] / 2**20, 1, memory.get(row["name"]))
+                for row in group
+                if row["memory_bytes"] is not None
+            }
+    lines = [["", *columns], ["---", *["---:"] * len(columns)]]
+    for name in dict.fromkeys(row["name"] for row in run):
+        lines.append([f"`{name}`", *(cells.get(name, "–") for cells in columns.values())])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _with_ratio(value: float, digits: int, ratio: float | None) -> str:
+    """Write a figure and, after a comma, its multiple of plain's where there is one."""
+    return f"{value:.{digits}f}" + ("" if ratio is None else f", {ratio:.2f}")
 
 
 COMPARED = {
