@@ -146,11 +146,11 @@ IMAGES = [
       for kind in ("JPEG", "PNG", "TIFF", "BMP", "WebP")),
     OddImage("zero bytes", "a.jpg", stored(b""), REFUSED, reason="the file is empty (zero bytes)"),
     OddImage("text named .jpg", "a.jpg", stored(b"not an image\n" * 100), REFUSED, reason=NO_IMAGE),
-    OddImage("PostScript named .jpg, which would be given to another program", "a.jpg",
+    OddImage("PostScript named .jpg", "a.jpg",
              saved(Image.new("RGB", (3, 2)), format="EPS"), REFUSED, reason=NO_IMAGE),
     OddImage("PNG named .jpg", "a.jpg", saved(Image.new("RGB", (3, 2), RED), format="PNG"), "by its content",
              (3, 2), RED),
-    OddImage("decompression bomb: few bytes, 16,000 x 16,000 pixels", "a.png",
+    OddImage("decompression bomb of 16,000 x 16,000 pixels", "a.png",
              saved(Image.new("1", (16_000, 16_000))), REFUSED, reason="the most are 250,000,000 (--max_pixels)"),
     OddImage("line of 1 x 70,000 pixels", "a.png", saved(Image.new("1", (1, 70_000))), REFUSED,
              reason="the longest side is 65,500"),
@@ -175,7 +175,7 @@ IMAGES = [
     OddImage("socket named .jpg", "a.jpg", listen, REFUSED, reason=NOT_REGULAR),
     OddImage("link to a device named .jpg", "a.jpg", lambda path: path.symlink_to("/dev/zero"), REFUSED,
              reason=NOT_REGULAR),
-    OddImage("folder named .jpg, given as an image", "a.jpg", Path.mkdir, REFUSED, reason="it is a folder, not a file"),
+    OddImage("folder given as an image", "a.jpg", Path.mkdir, REFUSED, reason="it is a folder, not a file"),
     OddImage("no right to read it", "a.jpg", lambda path: (path.write_bytes(b"x"), path.chmod(0)), REFUSED,
              reason="permission denied"),
     OddImage("commas and a newline in its name", 'a, "b"\nc.png', saved(Image.new("RGB", (3, 2), RED)),
@@ -264,16 +264,18 @@ FOLDERS = [
 
 
 def table() -> str:
-    """Return the lists as two tables of Markdown."""
-    lines = ["| image | result |", "|---|---|"]
-    lines += [f"| {case.kind} | {_outcome(case.outcome, case.reason)} |" for case in IMAGES]
-    lines += ["", "| folder | result |", "|---|---|"]
-    lines += [f"| {case.kind} | {_outcome(case.outcome, case.message)} |" for case in FOLDERS]
-    return "\n".join(lines)
-
-
-def _outcome(outcome: str, message: str) -> str:
-    return f"{outcome}: “{message}”" if message else outcome
+    """Return the lists as two tables of Markdown, in which cases with the same result share a row."""
+    lines = []
+    for title, cases in (
+        ("image", [(case.kind, case.outcome, case.reason) for case in IMAGES]),
+        ("folder", [(case.kind, case.outcome, case.message) for case in FOLDERS]),
+    ):
+        kinds: dict[str, list[str]] = {}
+        for kind, outcome, message in cases:
+            kinds.setdefault(f"{outcome}: “{message}”" if message else outcome, []).append(kind)
+        lines += ["", f"| {title} | result |", "|---|---|"]
+        lines += [f"| {'; '.join(same)} | {result} |" for result, same in kinds.items()]
+    return "\n".join(lines[1:])
 
 
 def write_document() -> None:

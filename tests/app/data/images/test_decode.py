@@ -175,7 +175,7 @@ def test_files_are_closed(tmp_path):
     good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
     bad = []
     # The file that may not be read, and the bomb, which is slow, are left out.
-    left_out = ("no right to read it", "decompression bomb: few bytes, 16,000 x 16,000 pixels")
+    left_out = ("no right to read it", "decompression bomb of 16,000 x 16,000 pixels")
     for number, case in enumerate(case for case in IMAGES if case.reason and case.kind not in left_out):
         (tmp_path / str(number)).mkdir()
         bad.append(case.write(tmp_path / str(number)))
