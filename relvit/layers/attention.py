@@ -30,7 +30,11 @@ def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid
 
 
 def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    position = layer.position
+    # Looking a module up as an attribute takes PyTorch as long as a view of a tensor.
+    position = layer._modules.get("position")
+    if position is None:
+        # Some retrofitted layers compute it from their own tables.
+        position = layer.position
     return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 
 
@@ -66,7 +70,6 @@ def attend_with(
     Returns:
         (B, Nq, heads head_dim).
     """
-    # A module that `nn.Module` has to look up takes as long as a view of a tensor, so each is looked up once.
     keys, attn_drop = grid if key_grid is None else key_grid, layer.attn_drop
     dropout_p = attn_drop.p if layer.training else 0.0
     terms, prefix_bias = _position_terms(layer, x, grid, keys), layer.bias_of_prefix()

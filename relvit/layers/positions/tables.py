@@ -97,22 +97,21 @@ class RelativePosition2d(LearnedPosition, Position):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the terms, the same for every grid of the trained size."""
-        trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
-        tables = [self._tables(term, grid, trained) for term in TERMS.values()]
-        return RelativeTerms(*tables, self.bucketing if trained is None else "clip")
+        kind, trained = LAYOUTS[self.layout], self.trained_grid
+        tables = {term: kind(*map(self._table, names)) for term, names in self._names.items()}
+        if not is_stretched(grid, trained):
+            return RelativeTerms(bucketing=self.bucketing, **tables)
+        return RelativeTerms(**{term: self._stretched(term, given, grid, trained) for term, given in tables.items()})
 
-    def _tables(self, term: str, grid: Grid, trained: tuple[int, int] | None) -> AxisTables | JointTable | None:
-        if term not in self._names:
-            return None
-        kind, tables = LAYOUTS[self.layout], [self._table(name) for name in self._names[term]]
-        if trained is None:
-            return kind(*tables)
+    def _stretched(
+        self, term: str, tables: AxisTables | JointTable, grid: Grid, trained: tuple[int, int]
+    ) -> AxisTables | JointTable:
         # Offsets are on the last axis of a bias, and before the width of vectors.
         axis = -1 if term == "bias" else -2
         down, across = ((size, before, self.bucketing) for size, before in zip(grid[:2], trained, strict=True))
-        if kind is JointTable:
-            return JointTable(stretch(stretch(tables[0], axis - 1, *down), axis, *across))
-        return AxisTables(stretch(tables[0], axis, *down), stretch(tables[1], axis, *across))
+        if isinstance(tables, JointTable):
+            return JointTable(stretch(stretch(tables.table, axis - 1, *down), axis, *across))
+        return AxisTables(stretch(tables.rows, axis, *down), stretch(tables.cols, axis, *across))
 
     def _table(self, name: str) -> Tensor:
         # PyTorch finds a parameter as an attribute as slowly as it computes a view; parametrizations are attributes.
