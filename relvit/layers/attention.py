@@ -103,7 +103,10 @@ def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
 
 def _does_nothing(part: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a norm or a dropout is a module without effect and without hooks."""
-    return is_plain(part, nn.Identity) or (is_plain(part, nn.Dropout) and (part.p == 0 or not part.training))
+    kind = type(part)
+    if kind is nn.Identity or (kind is nn.Dropout and (not part.training or part.p == 0)):
+        return not part._forward_hooks and not part._forward_pre_hooks
+    return False
 
 
 class GridAttention(Mixer):
@@ -154,23 +157,28 @@ class GridAttention(Mixer):
             projected = query[:, :, -x.shape[1] :], key, value
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
+    # PyTorch looks an attribute up that is a module as slowly as it computes a view, `_modules` are a dictionary.
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
-        return self.heads(self.qkv(x).view(*x.shape[:2], 3 * self.num_heads, self.head_dim))
+        batch, tokens, _ = x.shape
+        return self.heads(self._modules["qkv"](x).view(batch, tokens, 3 * self.num_heads, self.head_dim))
 
     def heads(self, projected: Projected) -> Projected:
         """Normalise queries and keys, if there are norms."""
-        if _does_nothing(self.q_norm) and _does_nothing(self.k_norm):
+        query_norm, key_norm = self._modules["q_norm"], self._modules["k_norm"]
+        if _does_nothing(query_norm) and _does_nothing(key_norm):
             return projected
         query, key, value = separate(projected)
-        return self.q_norm(query), self.k_norm(key), value
+        return query_norm(query), key_norm(key), value
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Compute the result (B, N, dim) of tokens (B, N, dim) from their mixed values (B, N, heads head_dim)."""
-        out = self.norm(mixed)
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        out, drop = self.proj(out), self.proj_drop
+        parts = self._modules
+        if (norm := parts.get("norm")) is not None:
+            mixed = norm(mixed)
+        if (gate := parts.get("gate")) is not None:
+            mixed = mixed * gate(x).sigmoid()
+        out, drop = parts["proj"](mixed), parts["proj_drop"]
         return out if _does_nothing(drop) else drop(out)
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:

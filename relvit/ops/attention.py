@@ -158,38 +158,47 @@ def attend_projected(
         tables per axis, and for a joint bias on small grids the mask of stock attention.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
-    if joint := type(terms.bias) is JointTable:
-        fits = terms.key is terms.value is None and (attn_mask is None or attn_mask.is_floating_point())
-    else:
-        fits = attn_mask is prefix_bias is None and len(contents) == 1
     usual = terms.query is terms.channels is terms.query_bias is terms.axis_logits is grid.coords is grid.valid is None
-    # Under autocast norms return queries and keys in single precision.
-    plain = set(map(type, contents)) == {Tensor} and contents[0].dtype == contents[-1].dtype and is_eager()
-    if not (fits and usual and plain and backend in ("auto", "fused" if joint else "lean")):
+    if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
+    # On small grids each question to PyTorch takes as long as a view, so what a key tells is asked once.
     tables = [table for term in terms[1:4] if term is not None for table in term]
-    tensors = [part for part in (*contents, *tables, attn_mask, prefix_bias) if part is not None]
-    kinds = map(type, (*terms[1:4], attn_mask, prefix_bias))
-    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), *kinds, *map(_SIGN, tensors))
+    of_mask = None if attn_mask is None else _SIGN(attn_mask)
+    of_prefix = None if prefix_bias is None else _SIGN(prefix_bias)
+    kinds, signs = (type(terms.key), type(terms.value), type(terms.bias)), map(_SIGN, (*contents, *tables))
+    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), kinds, of_mask, of_prefix, *signs)
     if (decision := _DECISIONS.get(key)) is None:
         inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
-        decision = _decision(inputs, backend)
-        filled = completed(inputs)
-        if filled.scale != scale or any(one is not other for one, other in zip(filled.terms, terms, strict=True)):
-            # `completed` has changed the queries or the tables, which `projected` and `terms` do not show.
-            decision = decision._replace(plan=None)
-        elif joint and decision.backend == "fused":
-            decision = decision._replace(plan=pair_bias.plan_of(filled))
+        decision = _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
         _remember(key, decision)
-    if decision.plan is None:
+    if (plan := decision.plan) is None:
         return None
-    if joint:
-        mixed = pair_bias.attend(contents, *tables, decision.plan, prefix_bias, attn_mask)
-        return mixed.transpose(1, 2).flatten(2)
-    return lean.attend(contents, tables, decision.plan)
+    if type(plan) is lean.Plan:
+        return lean.attend(contents, tables, plan)
+    mixed = pair_bias.attend(contents, *tables, plan, prefix_bias, attn_mask)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 _SIGN = attrgetter("shape", "dtype", "device")
+
+
+def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _Decision:
+    """Decide how `attend_projected` computes inputs; no plan: there is no such way for them."""
+    terms, mask = inputs.terms, inputs.attn_mask
+    if joint := type(terms.bias) is JointTable:
+        fits = terms.key is terms.value is None and (mask is None or mask.is_floating_point())
+    else:
+        fits = packed and mask is None
+    # Under autocast norms return queries and keys in single precision.
+    if not (fits and inputs.query.dtype == inputs.value.dtype and backend in ("auto", "fused" if joint else "lean")):
+        return _Decision(backend, None)
+    decision, filled = _decision(inputs, backend), completed(inputs)
+    if filled.scale != inputs.scale or any(one is not other for one, other in zip(filled.terms, terms, strict=True)):
+        # `completed` has changed the queries or the tables, which the layer's do not show.
+        return decision._replace(plan=None)
+    if joint and decision.backend == "fused":
+        return decision._replace(plan=pair_bias.plan_of(filled))
+    return decision
 
 
 class _Decision(NamedTuple):
@@ -221,7 +230,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
 
 def _switches(query: Tensor) -> Any:
     """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
-    device, flash = query.device.type, torch.backends.cuda.flash_sdp_enabled()
+    device, flash = "cpu" if query.is_cpu else query.device.type, torch._C._get_flash_sdp_enabled()
     if device not in lean.DEVICES:
         return flash
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -15,17 +15,11 @@ from torch import Tensor, nn
 from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
-from relvit.ops.inputs import Projected
+from relvit.ops.inputs import Projected, separate
 
 
 class TimmOwnRelative(TimmRelativeAttention):
-    """`TimmRelativeAttention` for classes of timm without a gate, an inner norm and a `head_dim`."""
-
-    gate = None
-
-    def norm(self, x: Tensor) -> Tensor:
-        """Return the tokens unchanged."""
-        return x
+    """`TimmRelativeAttention` for classes of timm without a `head_dim`."""
 
     @property
     def head_dim(self) -> int:
@@ -89,13 +83,11 @@ class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
 
     scale: float = 1.0
 
-    def q_norm(self, query: Tensor) -> Tensor:
-        """Normalise queries (B, heads, N, head_dim), times the scale, 100 at most."""
-        return F.normalize(query, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
-
-    def k_norm(self, key: Tensor) -> Tensor:
-        """Normalise keys (B, heads, N, head_dim)."""
-        return F.normalize(key, dim=-1)
+    def heads(self, projected: Projected) -> Projected:
+        """Normalise queries, times the scale, 100 at most, and keys."""
+        query, key, value = separate(projected)
+        factor = self.logit_scale.clamp(max=math.log(100)).exp()
+        return F.normalize(query, dim=-1) * factor, F.normalize(key, dim=-1), value
 
 
 # The class of timm's attention -> the class that `relvit.retrofit` gives to its modules.
