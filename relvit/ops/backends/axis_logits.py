@@ -150,9 +150,9 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     if not isinstance(terms.bias, AxisTables):
         return logits
     tables = with_width(terms.bias)
-    # The tables keep their precision, because backward adds up their gradients over all tokens.
+    # Single precision at least, because backward adds up the gradients over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
-    table = table[..., 0] / inputs.scale
+    table = table[..., 0].to(torch.promote_types(table.dtype, torch.float32)) / inputs.scale
     # Samples on one grid share the result, (1 or B, heads, Nq, H + W).
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)

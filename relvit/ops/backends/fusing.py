@@ -131,7 +131,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return _scatter_sum(grad, index, ctx.entries), None
+        # In half precision a GPU would round after each addition.
+        sums = _scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), index, ctx.entries)
+        return sums.to(grad.dtype), None
 
 
 class _ScatterSum(torch.autograd.Function):

@@ -170,11 +170,11 @@ def plan_of(inputs: AttentionInputs) -> Plan:
         # On the CPU, where grids are small, PyTorch joins blocks of memory in half of the time.
         both_hot = both_hot.contiguous()
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
-    # Sums of several marginals are computed in float32 at least, and rounded once; so are gradients of a bias.
+    # Sums, of marginals and of gradients of logits, are computed in float32 at least, and rounded once: in half
+    # precision a GPU would round after each addition.
     single = torch.promote_types(query.dtype, torch.float32)
     bias = None if terms.bias is None else with_width(terms.bias)
-    of_key = entries(terms.key, query.dtype if bias is None else single)
-    of_value, of_bias = entries(terms.value, single), entries(bias, single)
+    of_key, of_value, of_bias = (entries(tables, single) for tables in (terms.key, terms.value, bias))
     return Plan(heads, width, inputs.scale, hot, both_hot, no_logits, of_key, of_value, of_bias, _kernel(inputs))
 
 
@@ -254,11 +254,12 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_query, of_logits = grads[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
     of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads[1:])
     if (entries := plan.bias) is not None:
-        of_logits = of_logits.to(entries.sums.dtype)
+        of_logits = _to(of_logits, entries.sums.dtype)
         of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
         of_bias = of_bias.sum(0) if entries.zeros.dim() == 2 else of_bias
         of_tables["bias"] = [part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtype)]
     if (entries := plan.key) is not None:
+        of_logits = _to(of_logits, entries.sums.dtype)
         of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
         query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
         of_tables["key"] = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtype)

@@ -130,6 +130,9 @@ def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix
         by_head = torch.cat((by_head, prefix_bias.t()), dim=1)
     elif prefix:
         by_head = F.pad(by_head, (0, PREFIX_ENTRIES))
+    if by_head.dtype in (torch.bfloat16, torch.float16):
+        # Backward adds up the gradients of many pairs; in half precision a GPU would round after each addition.
+        by_head = by_head.float()
     return by_head.index_select(1, index)
 
 

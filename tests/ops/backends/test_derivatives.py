@@ -6,6 +6,7 @@ import pytest
 import torch
 from draws import assert_same, draw_case, leaves, relative_error, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import fused
@@ -173,3 +174,40 @@ def attended_with_gradients(attend, inputs, terms, grid, **options):
     tables = iter(inputs[3:])
     out = attend(*inputs[:3], with_tables(terms, lambda _: next(tables)), grid, **options)
     return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+class SumsByIndex(TorchDispatchMode):
+    """Record the dtypes in which operations add up numbers that have the same index."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__.rstrip("_") in ("scatter_add", "index_add", "index_put"):
+            self.dtypes.append(args[0].dtype)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "which", "layout"),
+    [
+        ("fused", "qkvb", "separate"),
+        ("fused", "b", "joint"),
+        ("lean", "kv", "separate"),
+        ("lean", "b", "separate"),
+        ("tiled", "qkvb", "separate"),
+        ("gathered", "qkvb", "joint"),
+    ],
+)
+def test_sums_by_index_are_never_in_half_precision_which_gpus_round_after_each_addition(backend, which, layout):
+    q, k, v, terms, grid = draw_case(2, 3, prefix=1, which=which, layout=layout, dim=8)
+    q, k, v = (part.bfloat16() for part in (q, k, v))
+    terms = with_tables(terms, torch.Tensor.bfloat16)
+    inputs = leaves(q, k, v, terms)
+    with SumsByIndex() as sums:
+        out = relative_attention(*inputs[:3], terms, grid, backend=backend)
+        grads = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert {grad.dtype for grad in grads} == {torch.bfloat16}
+    assert torch.float32 in sums.dtypes or backend == "tiled"
+    assert torch.bfloat16 not in sums.dtypes
