@@ -6,6 +6,10 @@ without an installation (it needs torch, triton, timm, einops and matplotlib):
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5 --commit NAME
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 2 --steps tune
 
+The card's machine may have an older timm than pyproject.toml allows; a newer one goes into a folder of its own:
+
+    python3 -m pip install --no-deps --target packages "timm>=1.0.31"    # then PYTHONPATH=.:packages
+
 What has never been measured comes first. Each step is a process of its own with a part of the time, the last one with
 all that is left; a step that fails or takes too long does not stop the others. Figures are written as soon as they
 exist. The folder `--output`, by default the variable OUT or `gpu_hour`, gets at most seven files: `log.txt` of all
@@ -32,19 +36,29 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-# The folder above has the next modules.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import benchmark_report
 import torch
-from benchmark import FAST_BACKENDS
 
 TOOLS = Path(__file__).resolve().parents[1]
+# The folder above has the next modules.
+sys.path.insert(0, str(TOOLS))
+
+try:
+    import benchmark_report
+    from benchmark import FAST_BACKENDS
+except ImportError as error:
+    project = tomllib.loads((TOOLS.parent / "pyproject.toml").read_text())["project"]
+    needed = next(package for package in project["dependencies"] if package.startswith("timm"))
+    raise ImportError(
+        f"{error}: relvit needs {needed}, and this machine may have an older one; put it into a folder of its own, "
+        f'python3 -m pip install --no-deps --target packages "{needed}", and name the folder in PYTHONPATH'
+    ) from error
+
 # Tiles of plain operations are for CPUs and for what no kernel takes.
 WAYS = [backend for backend in FAST_BACKENDS if backend not in ("tiled", "gathered")]
 PEERS = ("relpos", "rope", "rope_mixed")
