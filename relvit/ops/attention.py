@@ -342,7 +342,8 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         if triton.refusal(inputs, device) is None:
             return Choice("triton", "stock GPU kernels end at width 256, these augment nothing", "O(N)")
         return Choice("tiled", "fused GPU kernels end at width 256", little)
-    # The kernels of relvit take about the same time (docs/benchmarks), and stock kernels are part of PyTorch.
+    # Up to this width the kernels of relvit take longer, forward and step, on small and large grids
+    # (docs/benchmarks/h200.md), and keep less.
     narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
     reason = "one stock attention over augmented q, k and v"
     return (
