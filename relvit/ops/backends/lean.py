@@ -36,6 +36,8 @@ DEVICES = ("cpu", "cuda")
 SPARE_ROWS = 32
 # On the CPU other backends take less time for more pairs of tokens than this, in all heads and samples.
 MOST_PAIRS = 2**17
+# Copying this number of logits and indicators twice takes as long as the few more calls without which it takes place.
+MOST_COPIED = 2**23
 
 
 class Entries(NamedTuple):
@@ -63,6 +65,7 @@ class Plan(NamedTuple):
         scale: factor on the logits.
         hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
         both_hot: (B, N, 2 heads, S), the same for keys and values that are one tensor.
+        apart: whether queries are augmented apart from keys and values, so that logits and indicators are copied once.
         no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
         key, value, bias: entries of the terms; None: there is no such term.
         kernel: stock attention's.
@@ -73,6 +76,7 @@ class Plan(NamedTuple):
     scale: float
     hot: Tensor
     both_hot: Tensor
+    apart: bool
     no_logits: Tensor
     key: Entries | None
     value: Entries | None
@@ -169,13 +173,15 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     if device.type == "cpu":
         # On the CPU, where grids are small, PyTorch joins blocks of memory in half of the time.
         both_hot = both_hot.contiguous()
+    apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
     # Sums, of marginals and of gradients of logits, are computed in float32 at least, and rounded once: in half
     # precision a GPU would round after each addition.
     single = torch.promote_types(query.dtype, torch.float32)
     bias = None if terms.bias is None else with_width(terms.bias)
     of_key, of_value, of_bias = (entries(tables, single) for tables in (terms.key, terms.value, bias))
-    return Plan(heads, width, inputs.scale, hot, both_hot, no_logits, of_key, of_value, of_bias, _kernel(inputs))
+    kernel = _kernel(inputs)
+    return Plan(heads, width, inputs.scale, hot, both_hot, apart, no_logits, of_key, of_value, of_bias, kernel)
 
 
 def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Tensor:
@@ -276,7 +282,12 @@ def _forward(
     """Return the attention (B, N, heads head_dim), what its backward needs, and the results of `stock`."""
     key_table, value_table, bias = _join(plan, tables, contents[0].dtype)
     logits = _logits(plan, contents[0], key_table, bias)
-    results = stock(*_operands(plan, contents, logits), plan.scale)
+    operands = _operands(plan, contents, logits)
+    if stock is _stock:
+        # Without a backward nothing reads the logits again.
+        logits = None
+    results = stock(*operands, plan.scale)
+    del operands
     mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
     # The result is no view, and nothing else holds its memory, so that it may be changed in place.
     out, by_entry = mixed.new_empty(*mixed.shape[:2], plan.heads * plan.width), None
@@ -360,7 +371,7 @@ def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: b
     Queries `apart` are a block of memory, which backward multiplies once more.
     """
     heads = plan.heads
-    if len(contents) == 1 and not apart:
+    if len(contents) == 1 and not (apart or plan.apart):
         added = torch.cat((logits, plan.both_hot), 2)
         return torch.cat((contents[0], added), -1).transpose(1, 2).split_with_sizes((heads, heads, heads), 1)
     if len(contents) == 1:

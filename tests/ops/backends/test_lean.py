@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relvit.ops import AxisTables, RelativeTerms, attention, make_grid, relative_attention
 from relvit.ops.attention import attend_projected
-from relvit.ops.backends import stock
+from relvit.ops.backends import lean, stock
 from relvit.ops.inputs import checked
 from relvit.utils.memory import allocations
 
@@ -110,6 +110,22 @@ def test_without_gradients_the_largest_tensor_is_augmented_keys_and_values():
     with torch.no_grad():
         attend()
         assert max(allocations(attend)) <= 2 * 2 * 126 * 56 * 8
+
+
+def test_where_grids_are_large_logits_and_indicators_are_copied_once(monkeypatch):
+    q, k, v, terms, grid = draw_case(9, 14, dim=32)
+    packed, results, sizes = torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2), [], []
+    attend = lambda: attend_projected(packed, terms, grid, 0.3, "lean")  # noqa: E731
+    with torch.no_grad():
+        for most in (lean.MOST_COPIED, 0):
+            monkeypatch.setattr(lean, "MOST_COPIED", most)
+            attention._DECISIONS.clear()
+            results.append(attend())
+            sizes.append(sum(size for size in allocations(attend) if size > 0))
+    attention._DECISIONS.clear()
+    assert torch.equal(*results)
+    # The second copy would be that of 24 logits and indicators for queries, keys and values of two heads and samples.
+    assert sizes[0] - sizes[1] == 2 * 126 * 3 * 2 * 24 * 8
 
 
 @pytest.mark.parametrize(
