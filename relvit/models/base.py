@@ -44,7 +44,7 @@ class TablesWithoutDecay:
     """Mixin before one of timm's models that exempts the parameters named by positions and mixers from weight decay."""
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: timm's, and those of positions and mixers."""
+        """Return the names of parameters without weight decay: timm's, and tables of positions and mixers."""
         tables = {
             f"{name}.{table}"
             for name, module in self.named_modules()
@@ -124,8 +124,8 @@ class GridForward(AbsoluteEmbedding):
             x: the images.
             attn_mask, is_causal: see `relvit.ops.relative_attention`; the mask is for the kept tokens.
             keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
-                tokens not counted. They keep their places on the grid: the outputs equal those of the whole image with
-                attention to all other patches masked. None: all patches.
+                tokens not counted. Patches keep their places on the grid: the outputs are as for the whole
+                image under a mask that hides all other patches. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relvit.ops import Grid
 
-# A mixer that declares no `lacks` can do none of these.
+# Reasons of a mixer that declares no `lacks`: it has neither memory nor attention weights.
 UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
 
 
@@ -36,7 +36,7 @@ class Depth:
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens (B, N, dim) of state `last`, and those of the states numbered in `take`, from 0.
+        """Compute the tokens (B, N, dim) of state `last` and of the states numbered in `take`, from 0.
 
         Blocks are called as `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient
         checkpointing.
@@ -63,8 +63,8 @@ def lack(model: nn.Module, need: str) -> str | None:
 
     Args:
         model: any model.
-        need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of these),
-            'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
+        need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of attention
+            weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
             images of any shapes).
     """
     mixers = [getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ()]

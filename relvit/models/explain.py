@@ -24,7 +24,7 @@ def explain(
     device: str | None = None,
     training: bool = True,
 ) -> list[LayerPlan]:
-    """List what each attention layer computes: position, terms, backend and the reason for it, width, what it keeps.
+    """List what each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
     Only position tables are computed.
 
@@ -35,7 +35,7 @@ def explain(
 
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
-        img_size: size of the images, one number or (height, width) in pixels; None: that of the model.
+        img_size: size of the images, one number or (height, width) in pixels; None: the model's own size.
         device: 'cpu' or 'cuda', the device whose backend is chosen, which need not be present; None: the device of the
             parameters.
         training: whether gradients are wanted.

@@ -111,7 +111,7 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
 
     Args:
         name: name of the model.
-        arguments: arguments of the model; those of the model `retrofitted` hold the name of another model.
+        arguments: arguments of the model; for `retrofitted` they hold the name of another model.
         source: what holds the arguments, for the message.
 
     Raises:

@@ -34,7 +34,7 @@ class Position(nn.Module):
     needs_extent: ClassVar[bool] = False
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
         return self(key_grid)
 
 

@@ -91,7 +91,7 @@ class LowRankPosition2d(LearnedPosition, Position):
         return error
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Return the factors for tokens on `grid` that attend to those of `key_grid`; `x` is not used."""
+        """Return the factors for tokens on `grid` that attend to the tokens of `key_grid`; `x` is not used."""
         query, key = factors_at(self.query, grid, key_grid), factors_at(self.key, key_grid, key_grid)
         return RelativeTerms(channels=Channels(query, key))
 

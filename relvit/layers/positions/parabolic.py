@@ -72,7 +72,7 @@ class ParabolicPosition2d(LearnedPosition, Position):
         return {"directions"}
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Compute the channels for tokens `x`, (B, N, dim) on `grid`, that attend to those of `key_grid`."""
+        """Compute the channels for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
         features = self.coefficients(x)
         return RelativeTerms(
             channels=parabolas(features, self.directions, grid, key_grid, self.trained_grid, self.scale)

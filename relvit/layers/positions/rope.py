@@ -123,7 +123,7 @@ class RotaryEmbedding2d(KeepConstants):
 
 
 class AnySizeRope:
-    """Mixin before one of timm's rotary embeddings: the stored embedding at its own size, a computed one at others.
+    """Mixin before one of timm's rotary embeddings that computes the embedding at sizes other than the stored one.
 
     timm's classes either ignore the requested size, or compute the embedding at every size, which differs from the
     stored one in other precisions than float32.

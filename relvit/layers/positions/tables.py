@@ -153,7 +153,7 @@ class SamTables(LayerTables):
     Args:
         layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold vectors by offset, query minus
             key, which meet unscaled queries. Tables without a row for each offset in `table_grid`, the rows and columns
-            of the image or window in training, are interpolated to that number, as in the source.
+            of the image or window in training, are interpolated to that number, as SAM does.
     """
 
     def parameters(self) -> Iterator[Tensor]:

@@ -122,7 +122,7 @@ class BiasPositions(OwnPositions):
 
 
 def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
-    """Build the modules of an original attention, whose table or network `source` has."""
+    """Build the modules of an original attention; `source` is the module with its table or network."""
     head_dim, heads = attn.proj.in_features // attn.num_heads, attn.num_heads
     if isinstance(source, RelPosMlp | WindowAttentionV2):
         first, mode = (source.cpb_mlp[0], "swin") if source is attn else (source.mlp.fc1, source.mode)
@@ -141,7 +141,7 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
 
 
 def convert(leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Convert a tensor of an original attention to those of its modules; another tensor stays as it is."""
+    """Convert a tensor of an original attention to tensors of its modules; a tensor of another kind stays as it is."""
     for theirs, ours in NETWORKS.items():
         if leaf.startswith(theirs):
             return {f"position.{ours}{leaf.removeprefix(theirs)}": tensor}
@@ -154,7 +154,7 @@ def convert(leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict
 
 
 def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Convert tensors as `convert` returns them back to that of the original attention."""
+    """Convert tensors that `convert` returned back to the tensor of the original attention."""
     if not leaf.endswith(TABLE):
         (tensor,) = tensors.values()
         return tensor
@@ -163,7 +163,7 @@ def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:
-    """Rows and columns of a bias table: those of the layer's own, or else of a square window."""
+    """Rows and columns of a bias table: the layer's own, or else of a square window."""
     rows, columns = (2 * k + 1 for k in position.max_distance)
     if entries - rows * columns in (0, PREFIX_ENTRIES):
         return rows, columns

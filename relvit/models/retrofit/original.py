@@ -60,12 +60,12 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
 def restore(model: nn.Module) -> nn.Module:
     """Give a model that brought relative positions its original classes and tables back, in place.
 
-    This undoes `relvit.retrofit`: the model is again one of its own library, with the names of its state dict. Where
-    nothing was trained, all tensors are the original ones bit by bit; where tables were trained, the original classes
-    compute the same with them at the size of the training. Hooks, the training mode and all other modules stay.
+    This undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library again. Where
+    nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes compute the
+    same with them at the size of the training. Hooks, the training mode and all other modules stay.
 
     Args:
-        model: after `relvit.retrofit`, one of those that keep their own relative positions; of a whole SAM its encoder.
+        model: a retrofitted model that keeps its own relative positions; of a whole SAM its encoder.
 
     Returns:
         `model` itself.

@@ -47,7 +47,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 
     @classmethod
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the blocks of a model with their names, those of Swin stage by stage."""
+        """Yield the blocks of a model with their names; blocks of Swin stage by stage."""
         for path, part in model.named_modules():
             if path.rpartition(".")[2] == cls.container:
                 yield from ((f"{path}.{name}", block) for name, block in part.named_children())
@@ -82,7 +82,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 
 
 class OwnPositions(Retrofitted):
-    """`Retrofitted` for models that bring relative positions, whose tables stay under the names of the source.
+    """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
 
     Attributes:
         built_with: what gives a model of this class its positions, for the error of a model that has none.
@@ -120,7 +120,7 @@ class OwnPositions(Retrofitted):
         }
 
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tables in a state dict of an original model, of any size, to those of this model."""
+        """Convert the tables in a state dict of an original model, of any size, to tables of this model."""
         return dict(state)
 
     def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class OwnPositions(Retrofitted):
             shapes: the names, and tensors of the original shapes on the meta device.
 
         Raises:
-            ValueError: they cannot be computed.
+            ValueError: the tensors cannot be computed.
         """
         for key in shapes:
             raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
@@ -169,7 +169,7 @@ def declare_any_size(model: nn.Module) -> None:
 
 
 def check_part(name: str, part: nn.Module, allowed: Classes) -> None:
-    """Raise unless the part is exactly of these classes: how a subclass differs is not known."""
+    """Raise unless the part's class is one of `allowed`: a subclass may compute something else."""
     if type(part) not in allowed:
         names = listing([cls.__name__ for cls in allowed])
         raise ValueError(f"{name} is a {type(part).__name__}, which cannot be retrofitted; allowed: {names}")

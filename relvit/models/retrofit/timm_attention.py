@@ -75,7 +75,7 @@ class TimmRelativeAttention(GridAttention):
         if is_plain(self.qkv, nn.Linear):
             qkv = F.linear(x, self.qkv.weight, bias)
         else:
-            # An adapter (LoRA) in the place of `qkv` is called as what it is.
+            # A module in the place of `qkv`, such as a LoRA adapter, may compute more than a product: call it.
             qkv = self.qkv(x)
             qkv = qkv + bias.to(qkv.dtype)
         return self.heads(qkv.unflatten(-1, (3 * self.num_heads, self.head_dim)))

@@ -39,7 +39,7 @@ class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
     def heads(self, projected: Projected) -> Projected:
-        """Return what the projection returns: the source has no norms."""
+        """Return queries, keys and values unchanged: timm's layer has no norms."""
         return projected
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
@@ -48,7 +48,7 @@ class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
 
 
 class TimmRelativeWindows(TimmOwnRelative):
-    """Mixin before Swin's attention, whose blocks cut, shift and mask windows and call it with all of them at once."""
+    """Mixin before Swin's attention, whose blocks cut, shift and mask windows and pass all windows in one call."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map (B n, rows columns, dim) tokens of n windows to the same shape; `mask` (n, N, N) is added to logits."""
@@ -71,7 +71,7 @@ class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
 
     def heads(self, projected: Projected) -> Projected:
-        """Return what the projection returns: the source has no norms."""
+        """Return queries, keys and values unchanged: timm's layer has no norms."""
         return projected
 
     def reset_parameters(self) -> None:

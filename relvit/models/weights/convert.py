@@ -257,7 +257,7 @@ def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
-    """Convert the relative tables of a state dict to those of a relvit or retrofitted model, in place.
+    """Convert the relative tables of a state dict to tables of a relvit or retrofitted model, in place.
 
     Args:
         state: the state dict, in the model's names.

@@ -47,15 +47,15 @@ class Weights:
 
 @dataclass
 class TransferReport:
-    """Names of the tensors of a model that were loaded, and of those that were not.
+    """Names of the tensors of a model that were loaded, and of the tensors that were not.
 
     Attributes:
         source: see `Weights`.
         loaded: names of the model's tensors that were loaded, also resized or in part.
-        resized: loaded tensors of another shape in the source: absolute embeddings, tables, patch and input sizes.
+        resized: loaded tensors of another shape in the checkpoint: absolute embeddings, tables, patch and input sizes.
         in_part: tensors of which only a part was loaded, and which part; the rest is as initialised.
-        new: names of the model's tensors that the source lacks; they are as initialised.
-        skipped: names of the source's tensors that are in no tensor of the model.
+        new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised.
+        skipped: names of the checkpoint's tensors that are in no tensor of the model.
         reordered: whether the classifier's rows were put into the order of the model's classes.
     """
 
@@ -99,7 +99,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
       embeddings, patch sizes, axial tables, clip distances. timm's function adapts input channels.
     - The classifier's rows are loaded in the order of the model's classes if both have the same classes. It stays as
       initialised if the names differ, or, without names on one side, if the numbers of classes differ.
-    - Relative tables that the source lacks are zero in relvit's models and stay as initialised in retrofitted models.
+    - Relative tables that the checkpoint lacks are zero in relvit's models, and as initialised in retrofitted models.
 
     Args:
         net: the model, built for its own classes and image size.

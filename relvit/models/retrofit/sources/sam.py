@@ -38,7 +38,7 @@ class SamAttention(GridAttention):
 
 
 class SamRowsAttention(SamAttention):
-    """`SamAttention` of libraries whose projections get rows and columns, and which have no norms of queries and keys.
+    """`SamAttention` of libraries that project (B, rows, columns, dim) tokens and have no norms of queries and keys.
 
     Adapters that users put in the place of a projection, such as LoRA, look at this shape.
     """
@@ -58,8 +58,8 @@ class SamRowsAttention(SamAttention):
 class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
-    Where a side of the images in training is no multiple of the patch, the source leaves out what remains, and so does
-    this module at that size.
+    Where a side of the images in training is no multiple of the patch, SAM leaves out the remaining pixels, and so
+    does this module at that size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class SamPatchEmbed(PatchSizes):
 class SamEncoder(OwnPositions):
     """Mixin before SAM's image encoder of a library that has no rule for images of another size.
 
-    SAM resizes the longer side of an image to that of its canvas, and fills what is left below or to the right. So the
+    SAM resizes the longer side of an image to that of its canvas, and fills the space below or to the right. So the
     absolute embedding is resized to the canvas around the image (it stays where the longer side is as in training), and
     cut to the image. Windows and offsets stay; offsets beyond a table use its edge.
 

@@ -38,7 +38,7 @@ from relvit.ops.grid import once_per_raster
 
 
 class GridInBias(BiasPositions, GridForward):
-    """Mixin before timm's models whose blocks hand on a shared bias, in place of which they are handed the grid."""
+    """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
     # `pool` and padded batches read these attributes.

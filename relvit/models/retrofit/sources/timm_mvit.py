@@ -58,8 +58,8 @@ def whole_steps(
 ) -> Tensor:
     """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    Steps and the row of the offset 0 are those of the size that the attention was built for, where timm's
-    `cal_rel_pos_type` computes the same numbers. At other sizes rows may be below 0, or beyond the table.
+    Steps and the row of the offset 0 belong to the size that the attention was built for; timm's
+    `cal_rel_pos_type` computes the same numbers there. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
     here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
@@ -72,7 +72,7 @@ class PooledOffsets(LayerTables):
     """Position of MViTv2's attention after `relvit.retrofit`.
 
     Queries and keys are pooled with different strides, so offsets count in steps of the finer one of both: a table has
-    a row for each of these, but the few rows and columns of the keys alone are expanded for each row or column of the
+    a row for each step, but the few rows and columns of the keys alone are expanded for each row or column of the
     queries. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
 
     Args:
@@ -152,7 +152,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         return patches
 
     def forward(self, x: Tensor, feat_size: Size) -> tuple[Tensor, list[int]]:
-        """Map (B, N, dim) tokens of `feat_size` rows and columns to (B, Nq, dim_out), and return the size of these."""
+        """Map (B, N, dim) tokens of `feat_size` rows and columns to (B, Nq, dim_out), with the output's size."""
         projected = self.qkv(x).chunk(3, dim=-1)
         (query, grid), (key, key_grid), (value, _) = (
             self.pooled(part, feat_size, pool, norm)
@@ -205,7 +205,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
-    """timm's `PatchEmbed` of MViTv2 after a retrofit: patches overlap, and padding completes those at the edges."""
+    """timm's `PatchEmbed` of MViTv2 after a retrofit: patches overlap, and padding completes patches at the edges."""
 
     dynamic_img_pad: ClassVar[bool] = True
 

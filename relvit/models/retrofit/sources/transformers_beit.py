@@ -1,8 +1,8 @@
 """BEiT and Data2Vec's vision model of Hugging Face `transformers` after `relvit.retrofit`.
 
-Tables stay where they are: names in the state dict, numbers and the optimiser's state are the source's. The modules
-that made a bias of N x N make the grid instead, and hand it on in its place; attention reads the tables themselves. At
-other sizes offsets beyond a table use its edge; the source stretches tables.
+Tables stay where they are: names in the state dict, numbers and the optimiser's state stay the same. The modules that
+made a bias of N x N make the grid instead, and hand it on in its place; attention reads the tables themselves. At other
+sizes offsets beyond a table use its edge; transformers stretches tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BeitTables(LayerTables):
     def __call__(self, grid: Grid) -> RelativeTerms:
         """Return the bias between patches, the same for every grid of the trained size."""
         rows, columns = (2 * size - 1 for size in self.layer.bias_modules[0].window_size)
-        # The source's offsets are query minus key.
+        # Offsets of transformers are query minus key.
         table = self.table()[:-3].flip(0).T.unflatten(1, (rows, columns))
         if is_stretched(grid, self.trained_grid):
             for axis in (-2, -1):
@@ -70,7 +70,7 @@ class ClassTokenBias(NamedTuple):
 class GridBias(NamedTuple):
     """The grid, which layers hand on in place of a bias of N x N, and a mask.
 
-    The source adds the shared bias, a block's own bias and the mask in this order, and objects of this class likewise.
+    transformers adds the shared bias, a block's own bias and the mask in this order, and so it adds these objects.
     """
 
     grid: Grid
@@ -81,7 +81,7 @@ class GridBias(NamedTuple):
 
 
 class MakesGrid:
-    """Mixin before the source's modules that hold a table."""
+    """Mixin before modules of transformers that hold a table."""
 
     def forward(self, window_size: tuple[int, int], *_args: object, **_options: object) -> GridBias:
         """Return the grid of an image with so many rows and columns of patches."""
@@ -227,7 +227,7 @@ class TransformersBeit(TransformersModel):
 
     @classmethod
     def bias_modules(cls, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules with tables, those of blocks and one that blocks share, by name."""
+        """Return the modules with tables by name: of blocks, and a module that blocks share."""
         return {name: part for name, part in model.named_modules() if type(part) in cls.bias_classes}
 
     @classmethod

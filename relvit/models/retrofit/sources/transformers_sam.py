@@ -83,7 +83,7 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: Tensor | None = None, **kwargs: Any) -> ModelOutput:
-        """Map images (B, channels, height, width) to features (B, output_channels, rows, columns), as the source does.
+        """Map images (B, channels, height, width) to features (B, output_channels, rows, columns).
 
         Raises:
             ValueError: no images, or attention weights are wanted, which are never formed.
@@ -115,7 +115,7 @@ class RetrofittedSamVisionEncoder(TransformersSamEncoder, sam.SamVisionEncoder):
     patch_embed_classes: ClassVar[Exchange] = {sam.SamPatchEmbeddings: RetrofittedSamPatchEmbeddings}
 
     def as_output(self, features: Tensor, of_global_layers: list[Tensor]) -> ModelOutput:
-        """Return the output of the source."""
+        """Return a `SamVisionEncoderOutput`, as transformers does."""
         return sam.SamVisionEncoderOutput(last_hidden_state=features)
 
 
@@ -130,5 +130,5 @@ class RetrofittedSamHQVisionEncoder(TransformersSamEncoder, sam_hq.SamHQVisionEn
     patch_embed_classes: ClassVar[Exchange] = {sam_hq.SamHQPatchEmbeddings: RetrofittedSamHQPatchEmbeddings}
 
     def as_output(self, features: Tensor, of_global_layers: list[Tensor]) -> ModelOutput:
-        """Return the output of the source."""
+        """Return a `SamHQVisionEncoderOutput`, as transformers does."""
         return sam_hq.SamHQVisionEncoderOutput(last_hidden_state=features, intermediate_embeddings=of_global_layers)
