@@ -45,7 +45,7 @@ def describe(error: Exception, command: str = "fit") -> str:
     # The import takes seconds, which an unknown command need not wait for.
     from relvit.app.data.images.decode import UnreadableImageError
 
-    # The parser lists all types that an option may have; the constructor's own error is the first cause.
+    # jsonargparse wraps errors in lists of the allowed types: follow `__cause__` to the constructor's exception.
     cause: BaseException = error
     while cause.__cause__ is not None and _raised_in_jsonargparse(cause):
         cause = cause.__cause__

@@ -180,7 +180,7 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    # A process of somebody else may not be asked, but there is one.
+    # PermissionError: the process exists but belongs to another user.
     except PermissionError:
         return True
     return True

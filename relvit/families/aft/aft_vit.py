@@ -25,7 +25,7 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# The arguments of the model that each mixer has of its own, with the values that None stands for.
+# Arguments of one mixer only, with the default that None selects.
 OWN: dict[str, dict[str, Any]] = {
     "full": {"bias_dim": 128},
     "local": {"bias_dim": 128, "window": 4},

@@ -34,7 +34,7 @@ class ReversibleDepth(Depth):
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the mean of the streams behind block `last`, and behind the blocks of the numbers `take`."""
+        """Return the mean of both streams after block `last` and after each block in `take`."""
         return reversible_blocks(model.blocks[: last + 1], x, grid, attn_mask, is_causal, take)
 
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -179,7 +179,7 @@ def images_in(file: str) -> list[Member]:
 class _Bounded:
     """A stream of known length, in which nothing is sought or read beyond the end.
 
-    `tarfile` reads as many bytes as a header claims, and asks for memory or a position in the file for any number.
+    `tarfile` believes a header. A corrupt header may claim any size: never seek or read past the end.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
