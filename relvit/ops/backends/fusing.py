@@ -72,7 +72,9 @@ def _scatter_sum(values: Tensor, index: Tensor, entries: int) -> Tensor:
     if is_fusing() and statically_known_true(entries <= MOST_COMPARED):
         numbers = torch.arange(entries, device=values.device)[:, None]
         return torch.where(index[..., None, :] == numbers, values[..., None, :], 0).sum(dim=-1)
-    return values.new_zeros(*values.shape[:-1], entries).scatter_add_(-1, index, values)
+    zeros = values.new_zeros(*values.shape[:-1], entries)
+    # PyTorch 2.11 compiles wrong gradients for an autograd function that changes a tensor in place.
+    return zeros.scatter_add(-1, index, values) if is_fusing() else zeros.scatter_add_(-1, index, values)
 
 
 def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -> Tensor:
