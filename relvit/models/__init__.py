@@ -3,6 +3,7 @@
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout
 from relvit.models.explain import explain
 from relvit.models.factory import build_model, model_arguments
+from relvit.models.param_groups import param_groups
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import restore, retrofit, retrofit_arguments
 from relvit.models.retrofit.registered import retrofitted
@@ -21,6 +22,7 @@ __all__ = [
     "checkpoint_filter_fn",
     "explain",
     "model_arguments",
+    "param_groups",
     "restore",
     "retrofit",
     "retrofit_arguments",

@@ -36,6 +36,7 @@ from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
 from relvit.models import build_model
+from relvit.models.param_groups import scaled_positions
 from relvit.models.weights.transfer import TransferReport
 from relvit.utils.messages import one_line, without_secrets
 from relvit.utils.ranges import (
@@ -72,6 +73,7 @@ class ImageClassifier(EpochMetrics):
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
             grows in proportion to the batch over all devices and accumulated steps. None uses `lr` itself.
         layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
+        position_lr_scale: The factor on the learning rate of relative positions, for new tables after a `retrofit`.
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.
@@ -122,6 +124,7 @@ class ImageClassifier(EpochMetrics):
         lr: NonNegativeFloat = 1e-3,
         lr_base_batch: PositiveInt | None = None,
         layer_decay: PositiveShare | None = None,
+        position_lr_scale: PositiveFloat = 1.0,
         weight_decay: NonNegativeFloat = 0.05,
         warmup_epochs: NonNegativeFloat = 5.0,
         min_lr: NonNegativeFloat = 1e-5,
@@ -166,6 +169,8 @@ class ImageClassifier(EpochMetrics):
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
         self.temperature: float = 1.0
+        # This refuses a factor for a model without relative positions.
+        scaled_positions(self.net, position_lr_scale)
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)
@@ -295,9 +300,8 @@ class ImageClassifier(EpochMetrics):
             self.pretrained = None
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         self.progress.check_layout(self.trainer)
-        optimizer = make_optimizer(
-            self.net, hparams.opt, self.plan.lr, hparams.weight_decay, hparams.layer_decay, hparams.opt_kwargs
-        )
+        rates = (self.plan.lr, hparams.weight_decay, hparams.layer_decay)
+        optimizer = make_optimizer(self.net, hparams.opt, *rates, hparams.opt_kwargs, hparams.position_lr_scale)
         check_epsilon(self.trainer, optimizer)
         scheduler = self.plan.scheduler(optimizer, hparams.min_lr, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -316,8 +320,8 @@ class ImageClassifier(EpochMetrics):
         """Resume exactly where the checkpoint was, and report the batch and learning rate on these devices."""
         self.progress.resume(self)
         if self.range_test is None:
-            given = (self.hparams.lr, self.hparams.lr_base_batch, self.hparams.freeze_epochs)
-            rank_zero_print(describe(self.plan, self.trainer, *given))
+            names = ("lr", "lr_base_batch", "freeze_epochs", "position_lr_scale")
+            rank_zero_print(describe(self.plan, self.trainer, *(self.hparams[name] for name in names)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze the backbone."""

@@ -39,8 +39,9 @@ def count_batch(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels:
 
 
 def current_lr(trainer: Trainer) -> float:
-    """Return the learning rate of the last layer, which is the highest where there is a `layer_decay`."""
-    return max(group["lr"] for group in trainer.optimizers[0].param_groups)
+    """Return the learning rate of the last layer, the highest of all groups without a `position_lr_scale`."""
+    groups = trainer.optimizers[0].param_groups
+    return max(group["lr"] for group in groups if "position_lr_scale" not in group)
 
 
 class EpochMetrics(LightningModule):

@@ -63,6 +63,12 @@ class Balanced(Noise):
         (optimizer, {"opt": "sgd", "opt_kwargs": {"momemtum": 0.9}}, ["'momemtum'", "'momentum'"]),
         (optimizer, {"opt_kwargs": {"lr": 1.0}}, ["opt_kwargs", "'lr'"]),
         (optimizer, {"layer_decay": 1.5}, ["layer_decay", "0 < x <= 1"]),
+        (optimizer, {"position_lr_scale": 10}, ["position_lr_scale 10", "Linear", "retrofit"]),
+        (
+            build,
+            {"model_kwargs": {"rel_terms": ""}, "position_lr_scale": 0.5},
+            ["position_lr_scale 0.5", "no relative positions", "retrofit"],
+        ),
         (lambda: Backbone(torch.nn.Linear(2, 3)), {}, ["freeze_epochs", "classifier"]),
         # These strategies divide the weights among devices.
         (check_strategy, {"strategy": FSDPStrategy()}, ["FSDPStrategy cannot train here", "--trainer.strategy ddp"]),

@@ -56,6 +56,7 @@ WRONG = {
     "ema_decay": 1,
     "ponder_weight": -1,
     "layer_decay": 0,
+    "position_lr_scale": 0,
     "freeze_epochs": -1,
     "class_weights": [1.0, 0.0],
     "num_classes": 0,

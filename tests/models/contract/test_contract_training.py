@@ -3,13 +3,18 @@
 import copy
 import math
 import pickle
+from functools import partial
 
 import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from vits import DEFAULTS, SMALL, assert_same, bias_for, groups_of, images, small
+
+from relvit.models import param_groups
 
 
 def tables_of(model):
@@ -32,6 +37,37 @@ def test_layer_decay_reaches_the_tables_of_each_block():
     plain = VisionTransformer(**{**SMALL, "depth": 1})
     for coarse in (False, True):
         assert model.group_matcher(coarse) == plain.group_matcher(coarse)
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_decay):
+    """The optimiser is made by timm with the groups' function, as a loop of one's own would make it."""
+    model = small(rel_terms="kv", class_token=True)
+    function = partial(param_groups, lr=0.01, position_lr_scale=10, layer_decay=layer_decay)
+    optimizer = create_optimizer_v2(model, "adamw", lr=0.01, param_group_fn=function)
+    groups, scales = optimizer.param_groups, groups_of(model)
+    assert sum(len(group["params"]) for group in groups) == len(scales)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = [0.01 * (10 if ".position." in name else 1) * (scales[name][0] if layer_decay else 1) for name in scales]
+
+    def rates():
+        found = {names[id(parameter)]: group["lr"] for group in groups for parameter in group["params"]}
+        return [found[name] for name in scales]
+
+    assert rates() == pytest.approx(expected)
+    assert all(group["weight_decay"] == scales[names[id(p)]][1] for group in groups for p in group["params"])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
+    assert rates() == pytest.approx([0.25 * rate for rate in expected])
+    schedule = CosineLRScheduler(optimizer, t_initial=4)
+    schedule.step(2)
+    assert rates() == pytest.approx([0.5 * rate for rate in expected])
+
+
+def test_positions_that_do_not_learn_have_no_rate():
+    for model in (small(position="slopes"), small().requires_grad_(False), timm.create_model("test_vit")):
+        assert len(param_groups(model, 0.01, position_lr_scale=1)) < 3
+        with pytest.raises(ValueError, match=f"position_lr_scale 10 has no effect on {type(model).__name__}, which"):
+            param_groups(model, 0.01)
 
 
 def test_dropouts_are_timms():

@@ -25,6 +25,7 @@ from torch import nn
 
 import relvit
 from relvit.models import set_reach
+from relvit.models.param_groups import scaled_positions
 
 
 @pytest.mark.parametrize("case", SOURCES)
@@ -44,6 +45,8 @@ def test_at_its_size_it_computes_what_it_did_in_every_precision(case):
     for dtype in (dtype for dtype, takes in halves.items() if takes):
         half = x.to(dtype)
         assert_equal(outputs(imported(source).to(dtype), half), outputs(source, half.double()), 2e-2)
+    scaled, own = scaled_positions(model, 10), [model.get_parameter(name) for name in tables_of(model)]
+    assert {id(parameter) for parameter in scaled} == {id(parameter) for parameter in own}
     # Any other table would have been visible.
     for name in tables_of(model):
         parameter = model.get_parameter(name)

@@ -26,7 +26,8 @@ class FindLearningRate(LearningRateFinder):
 
     The test tries rates from 1e-7 to 1 in 100 steps, then weights and random state are restored. If no rate above
     `min_lr` is found, the configured rate stays. The rate found is for the present batch size, and is converted where
-    there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` is.
+    there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` and
+    `position_lr_scale` are.
 
     Lightning's own callback changes only the optimiser's rate, which the schedule overwrites at its next step. It looks
     for the steepest fall per rate instead of per order of magnitude, in losses that are hardly smoothed where rates are

@@ -9,6 +9,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from torch import nn
 from torch.optim import Optimizer
 
+from relvit.models import param_groups
 from relvit.utils.messages import did_you_mean
 
 # These arguments of an optimiser have options of their own.
@@ -22,6 +23,7 @@ def make_optimizer(
     weight_decay: float = 0.05,
     layer_decay: float | None = None,
     opt_kwargs: dict[str, Any] | None = None,
+    position_lr_scale: float = 1.0,
 ) -> Optimizer:
     """Build an optimiser of `timm.optim` over all parameters of a network.
 
@@ -35,22 +37,21 @@ def make_optimizer(
         lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`.
         layer_decay: See `ImageClassifier`; in 0 < x <= 1, by the network's `group_matcher` (ELECTRA, Clark et al. 2020,
             arXiv 2003.10555; BEiT, arXiv 2106.08254).
+        position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.
 
     Raises:
-        ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, or `layer_decay` is
-            out of range.
+        ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, `layer_decay` is
+            out of range, or `position_lr_scale` is for a model without relative positions.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
+    fallback: dict[str, Any] = {}
     if "fallback_lr_scale" in _arguments(opt):
         head = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
-        extra["fallback_list"] = [f"{name}.*" for name in ([head] if isinstance(head, str) else head)]
-        extra["fallback_no_weight_decay"] = True
-    optimizer = create_optimizer_v2(net, opt=opt, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, **extra)
-    for group in optimizer.param_groups:
-        # timm leaves the scaled rates to its own schedulers, which are not used here.
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-    return optimizer
+        fallback["fallback_list"] = [f"{name}.*" for name in ([head] if isinstance(head, str) else head)]
+        fallback["fallback_no_weight_decay"] = True
+    groups = param_groups(net, lr, position_lr_scale, weight_decay, layer_decay, **fallback)
+    return create_optimizer_v2(groups, opt=opt, lr=lr, **extra)
 
 
 def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, Any] | None) -> None:

@@ -148,13 +148,22 @@ def update_rates(scheduler: LambdaLR) -> None:
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def describe(plan: Plan, trainer: Trainer, lr: float, base_batch: int | None, freeze_epochs: int = 0) -> str:
+def describe(
+    plan: Plan,
+    trainer: Trainer,
+    lr: float,
+    base_batch: int | None,
+    freeze_epochs: int = 0,
+    position_lr_scale: float = 1.0,
+) -> str:
     """Describe a plan in a line, with the factors of batch and learning rate, and in further lines what may surprise.
 
     These are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
     """
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""
+    if position_lr_scale != 1:
+        scaled += f", of relative positions {plan.lr * position_lr_scale:g}"
     text = (
         f"effective batch {plan.batch} ({plan.batch // (accumulated * devices)} x {accumulated} x {devices}: batch, "
         f"accumulation, devices), learning rate {plan.lr:g}{scaled}, steps {plan.steps}, warm-up {plan.warmup}"

@@ -263,6 +263,7 @@ def test_of_other_options_the_comparison_alone(run):
     values = {"model.weight_decay": 0.1, "model.warmup_epochs": 2, "model.label_smoothing": 0, "model.mixup": 0.2}
     values |= {"model.ema_decay": 0.9, "model.lr_base_batch": 16, "model.opt": "sgd", "model.layer_decay": 0.5}
     values |= {"model.min_lr": 0.0, "model.class_weights": [1, 2, 3], "model.freeze_epochs": 9}
+    values["model.position_lr_scale"] = 10.0
     values |= {"model.teacher": "x.ckpt", "data.augment": "none", "data.val_fraction": 0.5, "data.repeats": 2}
     values |= {"trainer.limit_train_batches": 2, "trainer.gradient_clip_val": 1}
     for name, value in values.items():

@@ -5,9 +5,12 @@ import io
 import pytest
 import timm
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from small_training import NoiseImages, assert_close, build, train
 
 import relvit
-from relvit.app.training import make_optimizer
+from relvit.app.training import make_optimizer, warmup_cosine
+from relvit.app.training.metrics import current_lr
 
 SIZES = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2, "num_classes": 7}
 TABLES = {f"attn.position.{side}_{axis}" for side in ("key", "value") for axis in ("rows", "cols")}
@@ -101,3 +104,49 @@ def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, exp
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["state"]
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_relative_positions_have_their_factor_on_the_rate_of_their_layer(net, layer_decay):
+    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3, layer_decay=layer_decay, position_lr_scale=10)
+    found = groups(net, optimizer)
+    for number in (0, 1):
+        rate = 0.01 * (layer_decay or 1) ** (2 - number)
+        assert block(number, TABLES) <= found[round(10 * rate, 9), 0.0, False]
+        assert block(number, SPARED - TABLES) <= found[round(rate, 9), 0.0, False]
+        assert block(number, MATRICES) <= found[round(rate, 9), 0.3, False]
+    assert "head.weight" in found[0.01, 0.3, False]
+
+
+def test_muon_has_the_factor_in_its_fallback(net):
+    found = groups(net, make_optimizer(net, "muon", lr=0.01, weight_decay=0.3, position_lr_scale=10))
+    assert found[0.1, 0.0, True] == block(0, TABLES) | block(1, TABLES)
+
+
+@pytest.mark.parametrize("scale", [0.1, 10])
+def test_groups_and_their_rates_at_each_step_of_a_training_and_of_one_resumed(scale, tmp_path, capsys):
+    options = {"lr": 0.01, "min_lr": 0.001, "warmup_epochs": 0.5, "layer_decay": 0.5, "position_lr_scale": scale}
+    module, resumed = (build(**options, freeze_epochs=1, ema_decay=0.9) for _ in range(2))
+    rates, few = [], {"max_epochs": 2, "limit_val_batches": 0}
+    names = {id(parameter): name for name, parameter in module.net.named_parameters()}
+    step = module.optimizer_step
+
+    def recording(*args, **kwargs):
+        each = {names[id(p)]: group["lr"] for group in args[2].param_groups for p in group["params"]}
+        rates.append((each, current_lr(module.trainer)))
+        step(*args, **kwargs)
+
+    module.optimizer_step = recording
+    save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    train(module, NoiseImages(16), enable_checkpointing=True, callbacks=[save], **few)
+    assert f"learning rate 0.01, of relative positions {0.01 * scale:g}, steps 8" in capsys.readouterr().out
+    for at, (each, shown) in enumerate(rates):
+        factor = warmup_cosine(at, total=8, warmup=2, floor=0.1)
+        assert shown == pytest.approx(0.01 * factor)
+        # Stem, one block, and head.
+        for name, rate in each.items():
+            layer = 1 if name.startswith(("head", "fc_norm")) else 0.5 if name.startswith("blocks") else 0.25
+            assert rate == pytest.approx(0.01 * factor * layer * (scale if ".position." in name else 1)), name
+    train(resumed, NoiseImages(16), ckpt_path=tmp_path / "step=6.ckpt", **few)
+    assert_close(resumed.net.state_dict(), module.net.state_dict())
+    assert_close(resumed.average.net.state_dict(), module.average.net.state_dict())

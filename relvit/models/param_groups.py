@@ -1,0 +1,84 @@
+"""Parameter groups of an optimiser: timm's, with a learning rate of their own for relative positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+from relvit.layers.mixer import Mixer
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    position_lr_scale: float = 10.0,
+    weight_decay: float = 0.05,
+    layer_decay: float | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Make the parameter groups of an optimiser as timm does, with another learning rate for relative positions.
+
+    Tables that `relvit.retrofit` has added start at zero, beside weights that are trained already: in a short
+    fine-tuning they learn too slowly at the learning rate of these weights. Each group holds its `lr`, which the
+    schedulers of PyTorch and of timm scale, and no `lr_scale`, which those of timm alone would read.
+
+    Examples:
+        >>> vit = relvit.retrofit(timm.create_model("vit_tiny_patch16_224"), rel_terms="kv")
+        >>> optimizer = torch.optim.AdamW(param_groups(vit, lr=0.0005, position_lr_scale=10))
+        >>> [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+        [(0.0005, 0.0, 102), (0.005, 0.0, 48), (0.0005, 0.05, 50)]
+
+    Args:
+        model: a model of relvit or timm.
+        lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
+        position_lr_scale: the factor on the learning rate of the parameters of position modules, such as tables, on top
+            of `layer_decay`; 1 gives them the rate of their layer.
+        weight_decay: the weight decay; biases, norms and the parameters of the model's `no_weight_decay()` have none.
+        layer_decay: the factor per layer from the classifier down to the stem; None: all layers have the same rate.
+        **options: further arguments of timm's `param_groups_weight_decay`, or with a `layer_decay` of
+            `param_groups_layer_decay`.
+
+    Raises:
+        ValueError: a `position_lr_scale` other than 1 for a model without relative positions that learn.
+    """
+    given = {"weight_decay": weight_decay, **options}
+    if hasattr(model, "no_weight_decay"):
+        given["no_weight_decay_list"] = model.no_weight_decay()
+    if layer_decay is None:
+        groups = param_groups_weight_decay(model, **given)
+    else:
+        groups = param_groups_layer_decay(model, layer_decay=layer_decay, **given)
+    scaled = {id(parameter) for parameter in scaled_positions(model, position_lr_scale)}
+    found = []
+    for group in groups:
+        rate = lr * group.pop("lr_scale", 1.0)
+        others = [parameter for parameter in group["params"] if id(parameter) not in scaled]
+        positions = [parameter for parameter in group["params"] if id(parameter) in scaled]
+        if others:
+            found.append(group | {"params": others, "lr": rate})
+        if positions:
+            # The factor tells these groups from the others, whose highest rate is that of the last layer.
+            own = {"params": positions, "lr": rate * position_lr_scale, "position_lr_scale": position_lr_scale}
+            found.append(group | own)
+    return found
+
+
+def scaled_positions(model: nn.Module, position_lr_scale: float) -> list[nn.Parameter]:
+    """Return the parameters that a factor on the learning rate of relative positions is for: none for the factor 1.
+
+    Raises:
+        ValueError: another factor than 1 for a model without relative positions that learn.
+    """
+    if position_lr_scale == 1:
+        return []
+    mixers = [part for part in model.modules() if isinstance(part, Mixer)]
+    positions = [getattr(mixer, name, None) for mixer in mixers for name in ("position", "prefix_bias")]
+    parameters = [each for position in positions if position is not None for each in position.parameters()]
+    if not (learning := [each for each in parameters if each.requires_grad]):
+        raise ValueError(
+            f"position_lr_scale {position_lr_scale:g} has no effect on {type(model).__name__}, which has no relative "
+            "positions that learn: leave it out, or add them with retrofit (--model.retrofit.rel_terms kv)"
+        )
+    return learning
