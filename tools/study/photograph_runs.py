@@ -16,7 +16,7 @@ from photograph_models import Model, Part, Run, Setting, Size, Test, base_of, mo
 from torch import Tensor, nn
 
 import relvit
-from relvit.models import set_reach
+from relvit.models import param_groups, set_reach
 from relvit.models.sizes.image_size import at_image_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -101,9 +101,9 @@ def train(
     model = create(setting, run, work).to(device)
     own = images_of(part, images)
     lr = LR if part.tuned is None else LR / 2
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
-    if part.tuned is not None and (rate := tunings_of(setting)[run.model].rate) != 1:
-        apart(optimizer, tables_of(model), lr * rate)
+    rate = 1.0 if part.tuned is None else tunings_of(setting)[run.model].rate
+    groups = param_groups(model, lr, rate, WEIGHT_DECAY)
+    optimizer = timm.optim.create_optimizer_v2(groups, "adamw", lr=lr, fused=True)
     steps = run.epochs * (len(own.labels) // batch_of(own))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step, steps))
     state: dict[str, Any] = {"epoch": 0, "minutes": 0.0}
@@ -139,18 +139,6 @@ def train(
         loss_of = float(total) * run.epochs / steps
         print(f"{run.folder}: epoch {epoch + 1}, loss {loss_of:.4f}, {minutes:.2f} minutes", flush=True)
     return model, state["minutes"]
-
-
-def tables_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return what `relvit.retrofit` has added to a model."""
-    return [parameter for name, parameter in model.named_parameters() if ".position." in name]
-
-
-def apart(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], lr: float) -> None:
-    """Give some of an optimizer's parameters their own learning rate, and no weight decay."""
-    for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if all(each is not other for other in parameters)]
-    optimizer.add_param_group({"params": parameters, "lr": lr, "weight_decay": 0.0})
 
 
 def now(device: torch.device) -> float:
