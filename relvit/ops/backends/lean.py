@@ -224,10 +224,10 @@ class _Lean(torch.autograd.Function):
     def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
         out, kept, results = _forward(plan, contents, tables, plan.kernel.forward)
-        ctx.plan, ctx.number, ctx.dtype = plan, number, tables[0].dtype
         # Some results of stock attention are numbers.
-        ctx.numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
-        ctx.save_for_backward(*contents, *kept, *(part for part in results if isinstance(part, Tensor)))
+        numbers = [None if isinstance(part, Tensor) else part for part in results]
+        ctx.kept = plan, number, tables[0].dtype, numbers
+        ctx.save_for_backward(*contents, *kept, *[part for part in results if isinstance(part, Tensor)])
         return out
 
     @staticmethod
@@ -243,37 +243,45 @@ class _Lean(torch.autograd.Function):
 
 
 def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    plan, saved, number = ctx.plan, ctx.saved_tensors, ctx.number
+    (plan, number, dtype, numbers), saved = ctx.kept, ctx.saved_tensors
     contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
     tensors = iter(saved[number + 4 :])
-    results = [next(tensors) if part is None else part[0] for part in ctx.numbers]
-    grad = grad.contiguous().view(*grad.shape[:2], plan.heads, plan.width)
-    of_tables: dict[str, Sequence[Tensor]] = {}
+    results = [next(tensors) if part is None else part for part in numbers]
+    batch, tokens, _ = grad.shape
+    grad = grad.contiguous().view(batch, tokens, plan.heads, plan.width)
+    of_keys = of_values = of_biases = ()
     if (entries := plan.value) is None:
         of_output = F.pad(grad, (0, plan.hot.shape[-1]))
     else:
-        of_tables["value"] = _split(entries, _transposed_product(by_entry, grad, value_table), ctx.dtype)
+        of_values = _split(entries, _transposed_product(by_entry, grad, value_table), dtype)
         of_entries = _product(grad, value_table.transpose(-2, -1), torch.empty_like(by_entry))
         of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
     operands = _operands(plan, contents, logits, apart=True)
     grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
     of_query, of_logits = grads[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
-    of_key, of_value = (part.transpose(1, 2).narrow(-1, 0, plan.width) for part in grads[1:])
+    of_key, of_value = _contents(grads[1], plan.width), _contents(grads[2], plan.width)
     if (entries := plan.bias) is not None:
         of_logits = _to(of_logits, entries.sums.dtype)
         of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
         of_bias = of_bias.sum(0) if entries.zeros.dim() == 2 else of_bias
-        of_tables["bias"] = [part[..., 0] for part in _split(entries, of_bias[..., None], ctx.dtype)]
+        of_biases = [part[..., 0] for part in _split(entries, of_bias[..., None], dtype)]
     if (entries := plan.key) is not None:
         of_logits = _to(of_logits, entries.sums.dtype)
         of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
-        query = operands[0].transpose(1, 2).narrow(-1, 0, plan.width)
-        of_tables["key"] = _split(entries, _transposed_product(of_entries, query, key_table), ctx.dtype)
+        query = _contents(operands[0], plan.width)
+        of_keys = _split(entries, _transposed_product(of_entries, query, key_table), dtype)
         of_query = _product(of_entries, key_table, torch.empty_like(grad), of_query)
     of_contents = (of_query, of_key, of_value)
     if number == 1:
         of_contents = (torch.cat(of_contents, 2),)
-    return None, None, *of_contents, *(part for name in ("key", "value", "bias") for part in of_tables.get(name, ()))
+    return None, None, *of_contents, *of_keys, *of_values, *of_biases
+
+
+def _contents(augmented: Tensor, width: int) -> Tensor:
+    """View augmented vectors (B, heads, N, ...) as those before they were augmented, (B, N, heads, width)."""
+    # One view takes a third of the time of `transpose` and `narrow`.
+    (batch, heads, tokens, _), (of_batch, of_head, of_token, of_number) = augmented.shape, augmented.stride()
+    return augmented.as_strided((batch, tokens, heads, width), (of_batch, of_token, of_head, of_number))
 
 
 def _forward(
@@ -290,7 +298,8 @@ def _forward(
     del operands
     mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
     # The result is no view, and nothing else holds its memory, so that it may be changed in place.
-    out, by_entry = mixed.new_empty(*mixed.shape[:2], plan.heads * plan.width), None
+    batch, tokens, heads, width = mixed.shape
+    out, by_entry = mixed.new_empty(batch, tokens, heads * width), None
     if (entries := plan.value) is not None:
         by_entry = _to(entries.sums.scatter_add(-1, entries.index, _to(marginals, entries.sums.dtype)), mixed.dtype)
         _product(by_entry, value_table, out, mixed)
