@@ -205,3 +205,35 @@ def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
         return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
     with without_autocast(content.device):
         return (content + times_table(weights, table.to(weights.dtype))).to(content.dtype)
+
+
+def by_head(x: Tensor, heads: int | None = None) -> Tensor:
+    """Reshape (B, N, heads, dim) to (heads, B N, dim), or the first heads alone: one view where memory allows it."""
+    (batch, tokens, of_all, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
+    heads = of_all if heads is None else heads
+    if of_batch == tokens * of_token:
+        return x.as_strided((heads, batch * tokens, dim), (of_head, of_token, of_number))
+    return x.flatten(0, 1).transpose(0, 1)[:heads]
+
+
+def product(weights: Tensor, table: Tensor, out: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), add `plus` (B, N, heads, dim), and write it into `out`.
+
+    The shape of `out` is (B, N, heads, dim) or (B, N, heads dim).
+    """
+    dim = table.shape[-1]
+    if table.dim() == 2:
+        weights, plus, result = weights.flatten(0, 2), plus if plus is None else plus.flatten(0, 2), out.view(-1, dim)
+        torch.mm(weights, table, out=result) if plus is None else torch.addmm(plus, weights, table, out=result)
+    else:
+        plus, result = plus if plus is None else by_head(plus), by_head(out.view(*weights.shape[:3], dim))
+        weights = by_head(weights)
+        torch.bmm(weights, table, out=result) if plus is None else torch.baddbmm(plus, weights, table, out=result)
+    return out
+
+
+def transposed_product(weights: Tensor, vectors: Tensor, table: Tensor) -> Tensor:
+    """Sum weights (B, N, heads, rows) times vectors (B, N, heads, dim) over tokens, as the shape of a table says."""
+    if table.dim() == 2:
+        return torch.mm(weights.flatten(0, 2).t(), vectors.flatten(0, 2))
+    return torch.bmm(by_head(weights).transpose(1, 2), by_head(vectors))

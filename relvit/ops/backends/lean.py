@@ -10,6 +10,7 @@ backward of stock attention's own kernel. What depends on shapes alone is worked
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from relvit.ops.backends.axis_logits import (
-    WIDTH_MULTIPLE,
-    Axes,
-    clip_distances,
-    grid_axes,
-    table_index,
-    with_columns,
-)
+from relvit.ops.backends import axis_logits
+from relvit.ops.backends.axis_logits import by_head, clip_distances, product, transposed_product
 from relvit.ops.backends.fused import one_hot
 from relvit.ops.backends.stock import Kernel, stock_kernel
 from relvit.ops.inputs import AttentionInputs
@@ -124,16 +119,15 @@ def pays_on_cpu(inputs: AttentionInputs) -> bool:
     return batch * heads * tokens * tokens <= MOST_PAIRS
 
 
-def _axes(inputs: AttentionInputs) -> Axes:
+def _axes(inputs: AttentionInputs) -> axis_logits.Axes:
     """Return the rows and the columns of the grid, and columns without tokens that fill up the augmented width."""
-    axes = grid_axes(inputs.grid)
+    axes = axis_logits.grid_axes(inputs.grid)
     width = inputs.query.shape[-1] + sum(axis.size for axis in axes)
-    return with_columns(axes, -width % WIDTH_MULTIPLE)
+    return axis_logits.with_columns(axes, -width % axis_logits.WIDTH_MULTIPLE)
 
 
 def _kernel(inputs: AttentionInputs) -> Kernel | None:
-    query = inputs.query
-    batch, heads, tokens, width = query.shape
+    query, (batch, heads, tokens, width) = inputs.query, inputs.query.shape
     width += sum(axis.size for axis in _axes(inputs))
     operands = query.new_empty(3, batch, tokens, heads, width, requires_grad=True)
     return stock_kernel(*operands.transpose(2, 3))
@@ -157,10 +151,10 @@ def plan_of(inputs: AttentionInputs) -> Plan:
         if tables is None:
             return None
         distances = clip_distances(tables)
-        reach, index = table_index(grid, distances, terms.bucketing, axes, device, SPARE_ROWS)
+        reach, index = axis_logits.table_index(grid, distances, terms.bucketing, axes, device, SPARE_ROWS)
         parts = tuple((far - near, 2 * near + 1) for far, near in zip(distances, reach, strict=True))
         used = sum(number for _, number in parts)
-        missing = 1 + (-1 - used) % WIDTH_MULTIPLE
+        missing = 1 + (-1 - used) % axis_logits.WIDTH_MULTIPLE
         lead, dim = tables.rows.shape[:-2], tables.rows.shape[-1]
         zeros = tables.rows.new_zeros(*lead, missing, dim)
         # The zero vector of this index comes first, and here last, where the vectors that fill up are zero as well.
@@ -224,8 +218,8 @@ class _Lean(torch.autograd.Function):
     def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
         out, kept, results = _forward(plan, contents, tables, plan.kernel.forward)
-        # Some results of stock attention are numbers.
-        numbers = [None if isinstance(part, Tensor) else part for part in results]
+        # Some results of stock attention are numbers or None.
+        numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
         ctx.kept = plan, number, tables[0].dtype, numbers
         ctx.save_for_backward(*contents, *kept, *[part for part in results if isinstance(part, Tensor)])
         return out
@@ -235,26 +229,24 @@ class _Lean(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Marked as differentiable once, this function would be left out of second derivatives without an error.
             raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
-        if torch.is_autocast_enabled(grad.device.type):
-            # Backward may run inside of a user's autocast.
-            with without_autocast(grad.device):
-                return _backward(ctx, grad)
-        return _backward(ctx, grad)
+        # Backward may run inside of a user's autocast.
+        inside = torch.is_autocast_enabled(grad.device.type)
+        with without_autocast(grad.device) if inside else nullcontext():
+            return _backward(ctx, grad)
 
 
 def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     (plan, number, dtype, numbers), saved = ctx.kept, ctx.saved_tensors
     contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
     tensors = iter(saved[number + 4 :])
-    results = [next(tensors) if part is None else part for part in numbers]
-    batch, tokens, _ = grad.shape
-    grad = grad.contiguous().view(batch, tokens, plan.heads, plan.width)
+    results = [next(tensors) if part is None else part[0] for part in numbers]
+    grad = grad.contiguous().view(*grad.shape[:2], plan.heads, plan.width)
     of_keys = of_values = of_biases = ()
     if (entries := plan.value) is None:
         of_output = F.pad(grad, (0, plan.hot.shape[-1]))
     else:
-        of_values = _split(entries, _transposed_product(by_entry, grad, value_table), dtype)
-        of_entries = _product(grad, value_table.transpose(-2, -1), torch.empty_like(by_entry))
+        of_values = _split(entries, transposed_product(by_entry, grad, value_table), dtype)
+        of_entries = product(grad, value_table.transpose(-2, -1), torch.empty_like(by_entry))
         of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
     operands = _operands(plan, contents, logits, apart=True)
     grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
@@ -269,11 +261,10 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_logits = _to(of_logits, entries.sums.dtype)
         of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
         query = _contents(operands[0], plan.width)
-        of_keys = _split(entries, _transposed_product(of_entries, query, key_table), dtype)
-        of_query = _product(of_entries, key_table, torch.empty_like(grad), of_query)
-    of_contents = (of_query, of_key, of_value)
-    if number == 1:
-        of_contents = (torch.cat(of_contents, 2),)
+        of_keys = _split(entries, transposed_product(of_entries, query, key_table), dtype)
+        of_query = product(of_entries, key_table, torch.empty_like(grad), of_query)
+    parts = (of_query, of_key, of_value)
+    of_contents = (torch.cat(parts, 2),) if number == 1 else parts
     return None, None, *of_contents, *of_keys, *of_values, *of_biases
 
 
@@ -298,11 +289,10 @@ def _forward(
     del operands
     mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
     # The result is no view, and nothing else holds its memory, so that it may be changed in place.
-    batch, tokens, heads, width = mixed.shape
-    out, by_entry = mixed.new_empty(batch, tokens, heads * width), None
+    out, by_entry = mixed.new_empty(*mixed.shape[:2], plan.heads * plan.width), None
     if (entries := plan.value) is not None:
         by_entry = _to(entries.sums.scatter_add(-1, entries.index, _to(marginals, entries.sums.dtype)), mixed.dtype)
-        _product(by_entry, value_table, out, mixed)
+        product(by_entry, value_table, out, mixed)
     else:
         out.view(mixed.shape).copy_(mixed)
     return out, (key_table, value_table, logits, by_entry), results
@@ -318,26 +308,22 @@ def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
     if plan.bias is not None:
         *tables, rows, cols = tables
         bias = (torch.cat(_pieces(plan.bias, rows[..., None], cols[..., None]), -2) / plan.scale).to(dtype)
-    # Positional arguments, since names take PyTorch as long as a view.
-    if plan.key is not None and plan.value is not None:
-        pieces = _pieces(plan.key, *tables[:2]) + _pieces(plan.value, *tables[2:])
-        both = _to(torch.cat(pieces, -2), dtype)
-        return *both.split_with_sizes((plan.key.sums.shape[-1], plan.value.sums.shape[-1]), -2), bias
-    if plan.key is not None:
-        return _to(torch.cat(_pieces(plan.key, *tables), -2), dtype), None, bias
-    if plan.value is not None:
-        return None, _to(torch.cat(_pieces(plan.value, *tables), -2), dtype), bias
-    return None, None, bias
+    terms = [entries for entries in (plan.key, plan.value) if entries is not None]
+    if not terms:
+        return None, None, bias
+    pieces = [piece for at, entries in enumerate(terms) for piece in _pieces(entries, *tables[2 * at : 2 * at + 2])]
+    joined = _to(torch.cat(pieces, -2), dtype)
+    if len(terms) == 2:
+        return *joined.split_with_sizes([entries.sums.shape[-1] for entries in terms], -2), bias
+    return (joined, None, bias) if plan.value is None else (None, joined, bias)
 
 
-def _pieces(entries: Entries, rows: Tensor, cols: Tensor) -> list[Tensor]:
+def _pieces(entries: Entries, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """List the rows of both tables that are used, and zeros."""
     (first_row, number_of_rows), (first_col, number_of_cols) = entries.parts
-    if first_row:
-        rows = rows.narrow(-2, first_row, number_of_rows)
-    if first_col:
-        cols = cols.narrow(-2, first_col, number_of_cols)
-    return [rows, cols, entries.zeros]
+    # Positional arguments, since names take PyTorch as long as a view.
+    rows = rows.narrow(-2, first_row, number_of_rows) if first_row else rows
+    return rows, cols.narrow(-2, first_col, number_of_cols) if first_col else cols, entries.zeros
 
 
 def _split(entries: Entries, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -345,26 +331,22 @@ def _split(entries: Entries, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     (first_row, rows), (first_col, cols) = entries.parts
     of_rows, of_cols, _ = _to(grad, dtype).split_with_sizes((rows, cols, entries.zeros.shape[-2]), -2)
     # Rows that are not used lie on both sides of those that are.
-    if first_row:
-        of_rows = F.pad(of_rows, (0, 0, first_row, first_row))
-    if first_col:
-        of_cols = F.pad(of_cols, (0, 0, first_col, first_col))
-    return of_rows, of_cols
+    of_rows = F.pad(of_rows, (0, 0, first_row, first_row)) if first_row else of_rows
+    return of_rows, F.pad(of_cols, (0, 0, first_col, first_col)) if first_col else of_cols
 
 
 def _logits(plan: Plan, content: Tensor, key_table: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute the logits of each query for the rows and columns of the grid, (B, N, heads, S), before the scale."""
-    heads = plan.heads
-    batch, tokens = content.shape[:2]
+    heads, (batch, tokens) = plan.heads, content.shape[:2]
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
     if key_table is not None:
         # Head by head, the queries of a packed projection need no copy.
-        by_head = _by_head(content, heads)
+        queries = by_head(content, heads)
         of_head = 0 if key_table.dim() == 2 else key_table.stride(0)
         entries, dim = key_table.shape[-2:]
         table = key_table.as_strided((heads, dim, entries), (of_head, 1, dim))
-        by_entry = torch.bmm(by_head, table) if bias is None else torch.baddbmm(bias, by_head, table)
+        by_entry = torch.bmm(queries, table) if bias is None else torch.baddbmm(bias, queries, table)
         strides = (tokens * entries, entries, batch * tokens * entries, 1)
         by_entry = by_entry.as_strided((batch, tokens, heads, entries), strides)
         return by_entry.gather(-1, plan.key.index)
@@ -380,50 +362,18 @@ def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: b
     Queries `apart` are a block of memory, which backward multiplies once more.
     """
     heads = plan.heads
-    if len(contents) == 1 and not (apart or plan.apart):
-        added = torch.cat((logits, plan.both_hot), 2)
-        return torch.cat((contents[0], added), -1).transpose(1, 2).split_with_sizes((heads, heads, heads), 1)
-    if len(contents) == 1:
+    if len(contents) == 3:
+        query, *both = contents
+        keys_and_values = [torch.cat((part, plan.hot), -1).transpose(1, 2) for part in both]
+    elif apart or plan.apart:
         query, both = contents[0].split_with_sizes((heads, 2 * heads), 2)
         keys_and_values = torch.cat((both, plan.both_hot), -1).transpose(1, 2).split_with_sizes((heads, heads), 1)
     else:
-        query, *both = contents
-        keys_and_values = [torch.cat((part, plan.hot), -1).transpose(1, 2) for part in both]
+        added = torch.cat((logits, plan.both_hot), 2)
+        return torch.cat((contents[0], added), -1).transpose(1, 2).split_with_sizes((heads, heads, heads), 1)
     return torch.cat((query, logits), -1).transpose(1, 2), *keys_and_values
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Even where it does nothing, `Tensor.to` takes as long as an operation.
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def _by_head(x: Tensor, heads: int | None = None) -> Tensor:
-    """Reshape (B, N, heads, dim) to (heads, B N, dim), or the first heads alone: one view where memory allows it."""
-    (batch, tokens, of_all, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
-    heads = of_all if heads is None else heads
-    if of_batch == tokens * of_token:
-        return x.as_strided((heads, batch * tokens, dim), (of_head, of_token, of_number))
-    return x.flatten(0, 1).transpose(0, 1)[:heads]
-
-
-def _product(weights: Tensor, table: Tensor, out: Tensor, plus: Tensor | None = None) -> Tensor:
-    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), add `plus` (B, N, heads, dim), and write it into `out`.
-
-    The shape of `out` is (B, N, heads, dim) or (B, N, heads dim).
-    """
-    dim = table.shape[-1]
-    if table.dim() == 2:
-        weights, plus, result = weights.flatten(0, 2), plus if plus is None else plus.flatten(0, 2), out.view(-1, dim)
-        torch.mm(weights, table, out=result) if plus is None else torch.addmm(plus, weights, table, out=result)
-    else:
-        plus, result = plus if plus is None else _by_head(plus), _by_head(out.view(*weights.shape[:3], dim))
-        weights = _by_head(weights)
-        torch.bmm(weights, table, out=result) if plus is None else torch.baddbmm(plus, weights, table, out=result)
-    return out
-
-
-def _transposed_product(weights: Tensor, vectors: Tensor, table: Tensor) -> Tensor:
-    """Sum weights (B, N, heads, rows) times vectors (B, N, heads, dim) over tokens, as the shape of a table says."""
-    if table.dim() == 2:
-        return torch.mm(weights.flatten(0, 2).t(), vectors.flatten(0, 2))
-    return torch.bmm(_by_head(weights).transpose(1, 2), _by_head(vectors))
