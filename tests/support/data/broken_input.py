@@ -264,7 +264,8 @@ FOLDERS = [
 
 
 def table() -> str:
-    """Return the lists as two tables of Markdown, in which cases with the same outcome share a row."""
+    """Return the lists as two tables of Markdown, in which cases with the same outcome share a row;
+    the refused ones stand last."""
     lines = []
     for title, cases in (
         ("image", [(case.kind, case.outcome, "") for case in IMAGES]),
@@ -273,8 +274,9 @@ def table() -> str:
         kinds: dict[str, list[str]] = {}
         for kind, outcome, message in cases:
             kinds.setdefault(f"{outcome}: “{message}”" if outcome == WARNED else outcome, []).append(kind)
+        rows = sorted(kinds.items(), key=lambda row: row[0] == REFUSED)
         lines += ["", f"| {title} | result |", "|---|---|"]
-        lines += [f"| {'; '.join(same)} | {result} |" for result, same in kinds.items()]
+        lines += [f"| {'; '.join(same)} | {result} |" for result, same in rows]
     return "\n".join(lines[1:])
 
 
