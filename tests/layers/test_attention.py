@@ -1,11 +1,14 @@
 """`RelativeAttention` and `RelativeBlock` against timm's attention with a mask; arguments that they refuse."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import timm
 import torch
 from timm.layers import Attention, LayerNorm
+from torch import nn
+from torch.nn.utils import parametrize
 
 from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
 from relvit.ops import make_grid
@@ -80,3 +83,41 @@ def test_blocks_make_positions_of_their_own():
     block = RelativeBlock(12, 2, position=partial(RelativePosition2d, max_distance=3), dtype=torch.float64)
     assert block.attn.position.key_rows.shape == (7, 6)
     assert block.attn.position.key_rows.dtype == torch.float64
+
+
+def _with_larger_tables(layer):
+    layer.position.key_rows = nn.Parameter(torch.randn(7, 8))
+    return layer
+
+
+def _with_other_data(layer):
+    layer.position.key_rows.data = torch.randn(7, 8)
+    return layer
+
+
+def _with_parametrized_tables(layer):
+    parametrize.register_parametrization(layer.position, "key_rows", nn.Tanh())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with_larger_tables,
+        _with_other_data,
+        _with_parametrized_tables,
+        deepcopy,
+        lambda layer: layer.double(),
+    ],
+)
+def test_what_an_earlier_call_has_decided_is_dropped_when_the_layer_changes(change):
+    torch.manual_seed(0)
+    layer, grid = RelativeAttention(16, 2, position=RelativePosition2d(8, 2, "kv", max_distance=2)), make_grid(2, 3)
+    layer(torch.randn(2, 6, 16), grid)
+    layer = change(layer)
+    x = torch.randn(2, 6, 16, dtype=layer.qkv.weight.dtype)
+    found = layer(x, grid)
+    found.sum().backward()
+    layer.backend = "reference"
+    torch.testing.assert_close(found, layer(x, grid), rtol=1e-4, atol=1e-5)
+    assert layer.position.value_rows.grad.shape == (5, 8)
