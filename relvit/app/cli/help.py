@@ -34,8 +34,7 @@ FIT: dict[str, tuple[str, ...]] = {
     ),
     "optimisation": (
         *("epochs", "lr", "lr_find", "model.lr_base_batch", "model.warmup_epochs", "model.opt"),
-        *("model.weight_decay", "model.layer_decay", "model.position_lr_scale"),
-        *("model.label_smoothing", "model.mixup", "model.cutmix"),
+        *("model.weight_decay", "model.layer_decay", "model.label_smoothing", "model.mixup", "model.cutmix"),
         *("trainer.gradient_clip_val", "trainer.accumulate_grad_batches", "patience"),
     ),
     "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
