@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relvit.app.cli.errors import UsageError
@@ -12,6 +13,7 @@ from relvit.app.cli.help import usage
 from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.typed_words import Arguments
+from relvit.app.data.registry import named_data_module
 from relvit.utils.ranges import check_ranges
 
 
@@ -38,7 +40,33 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
     parser = Parser(prog=f"relvit {command}")
     parser.add_argument("--config", action="config", help="A file of options in YAML.")
     parser.add_options_of(function)
-    options = parser.instantiate_classes(parser.parse_args(given.words, given.lists())).as_dict()
+    of_data = takes_data_args(function) and [word for word in given.words if word.startswith("--data.")]
+    words = [word for word in given.words if not of_data or word not in of_data]
+    options = parser.instantiate_classes(parser.parse_args(words, given.lists())).as_dict()
     del options["config"]
     check_ranges(function, options)
+    if of_data:
+        options["data_args"] = data_args(options["data"], of_data)
     function(**options)
+
+
+def takes_data_args(function: Callable[..., Any]) -> bool:
+    """Return whether `--data` of a command is the name of a data module, whose options `data_args` are."""
+    return "data_args" in inspect.signature(function).parameters
+
+
+def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
+    """Parse the options `--data.OPTION=VALUE` of a data module that `--data` names, by the types of its constructor.
+
+    Raises:
+        UsageError: nothing names the data module, or an option is unknown or of the wrong type.
+    """
+    if (cls := named_data_module(name)) is None:
+        option = words[0].partition("=")[0]
+        raise UsageError(f"{option} is for --data NAME: name the data module of the training, such as my_module.Mine")
+    parser = Parser()
+    parser.add_class_arguments(cls, "data", as_group=False, fail_untyped=False)
+    for action in parser._actions:
+        # The checkpoint has the values of options that are not given.
+        action.default, action.required = argparse.SUPPRESS, False
+    return parser.parse_args(words).data.as_dict()

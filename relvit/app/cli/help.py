@@ -111,7 +111,7 @@ def metavar(command: str, name: str, hint: Any) -> str:
 
 def shown_options(function: Callable[..., Any]) -> dict[str, list[str]]:
     """Return the options that the help of a command shows, by the titles of their groups."""
-    own = list(inspect.signature(function).parameters)
+    own = [name for name in inspect.signature(function).parameters if name != "data_args"]
     if "training" in own:
         return {title: list(names) for title, names in FIT.items()}
     if "evaluation" in own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -122,7 +123,14 @@ def _leaves(
 
 
 def _class_named(hint: Any, value: Any) -> type | None:
-    return subclasses(hint).get(value.rpartition(".")[2]) if isinstance(value, str) else None
+    """Return the class that a value names; after a module, only a class that the module has."""
+    if not isinstance(value, str):
+        return None
+    module, _, name = value.rpartition(".")
+    if not module:
+        return subclasses(hint).get(name)
+    found = getattr(sys.modules.get(module), name, None)
+    return found if any(found is cls for cls in subclasses(hint).values()) else None
 
 
 def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ SHARED: dict[str, str] = {
     "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
     "batch_size": "The number of images in a batch; None means as in training.",
     "root": "The folder of the images, where it is not the one that the checkpoint remembers.",
-    "data": "The data module of the images where it is one of your own, such as my_module.Mine.",
+    "data": "The data module of the images if it is your own, such as my_module.Mine; --data.OPTION for its arguments.",
     "output": "A file for the figures that ends in .csv, .json or .png (curves), or a folder for all three.",
     "device": "The device that computes, such as cpu or cuda:1; auto takes an accelerator if there is one.",
     "runs": "The folder in which the results get a folder of their own.",
@@ -63,7 +63,7 @@ class Parser(LightningArgumentParser):
         """Add the arguments of a command's function as options; an `Evaluation` is made from a checkpoint."""
         if "evaluation" in inspect.signature(function).parameters:
             self.add_argument("--ckpt_path", type=str)
-        self.add_function_arguments(function, as_group=False, skip={"evaluation", "training"})
+        self.add_function_arguments(function, as_group=False, skip={"evaluation", "training", "data_args"})
         for action in self._actions:
             if action.dest in SHARED and not action.help:
                 action.help = SHARED[action.dest]

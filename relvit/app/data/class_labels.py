@@ -3,6 +3,7 @@
 import difflib
 import re
 import reprlib
+import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,8 +167,13 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
     """
     for name in class_names:
         if visible(name) != name:
-            fault = "is not UTF-8" if re.search("[\ud800-\udfff]", name) else "has control characters"
-            raise ValueError(f"{visible(source)}: the class name '{visible(name)}' {fault}; rename it")
+            fault, cure = "has control characters", "rename it"
+            if re.search("[\ud800-\udfff]", name):
+                # Where the locale is not UTF-8, Python reads a name in UTF-8 as bytes that it cannot decode.
+                read = sys.getfilesystemencoding()
+                fault = f"is not {'UTF-8' if read == 'utf-8' else read}"
+                cure = cure if read == "utf-8" else f"{cure}, or set PYTHONUTF8=1 where names are UTF-8"
+            raise ValueError(f"{visible(source)}: the class name '{visible(name)}' {fault}; {cure}")
 
 
 def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -57,6 +57,7 @@ def evaluate_sizes(
     reach: Reach = "trained",
     squares: bool = False,
     data: str | None = None,
+    data_args: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate checkpoints of `relvit fit` at each size, on the same images.
 
@@ -78,6 +79,7 @@ def evaluate_sizes(
             many patches (as nearly as whole patches allow): is the shape of the images worth keeping?
         data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
             or not that of the training; None: that of the training, which has to be imported.
+        data_args: arguments of the data module that replace those of the training, such as a password.
 
     Returns:
         Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
@@ -99,8 +101,9 @@ def evaluate_sizes(
     data_type = named_data_module(data)
     checkpoints = [Checkpoint.read(path).with_data(data_type) for path in paths]
     pairs = []
+    changes = {"root": root, "batch_size": batch_size, **(data_args or {})}
     for checkpoint in checkpoints:
-        pairs.append((classifier_of(checkpoint), checkpoint.data_module(root=root, batch_size=batch_size)))
+        pairs.append((classifier_of(checkpoint), checkpoint.data_module(**changes)))
     for checkpoint, (_, images) in zip(checkpoints, pairs, strict=True):
         _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, images)
     for classifier, images in pairs:

@@ -191,7 +191,7 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
             ["resolutions", best, "--sizes=fast"],
             "--sizes must be a list, of which each item is a whole number or a pair",
         ),
-        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "no data given: give --root DIR"),
+        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "--data.augment is for --data NAME"),
     ):
         assert message in fails(arguments)
 

@@ -43,6 +43,16 @@ def test_names_that_a_terminal_would_obey_are_no_classes(name):
         ImagePathsData([], ["cat", name], 8, (0.5,), (0.5,), 1.0)
 
 
+def test_names_in_utf8_where_the_locale_is_another_name_the_cure(monkeypatch):
+    name = "Käfer".encode().decode("ascii", "surrogateescape")
+    with pytest.raises(ValueError, match=r"the class name 'K\\xc3\\xa4fer' is not UTF-8; rename it$"):
+        check_printable([name], "photos")
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    cure = "is not ascii; rename it, or set PYTHONUTF8=1 where names are UTF-8$"
+    with pytest.raises(ValueError, match=rf"^photos: the class name 'K\\xc3\\xa4fer' {cure}"):
+        check_printable([name], "photos")
+
+
 def test_names_of_all_languages_are_classes():
     names = ["cat", "chat é", "e\u0301", "猫", "قطة", "חתול", "🐈\u200d⬛", "a b_c-d (1)", "50 %", "Washington, D.C."]
     check_printable(names, "list.csv")

@@ -18,7 +18,12 @@ from processes import run as run_relvit
 COMMANDS = {
     "validate best.ckpt --root photos --img_size 24": (["val/acc1", "val/loss"], []),
     "test best.ckpt --root photos": (
-        ["18 images of test, accuracy ", "; always the commonest class: 0.3333", "mean F1", "Files: runs/"],
+        [
+            "18 images of test at 16 x 16 px, accuracy",
+            "; always the commonest class: 0.3333",
+            "mean F1",
+            "Files: runs/",
+        ],
         ["runs/*/summary.json", "runs/*/classes.csv", "runs/*/confusion.png", "runs/*/mistakes.csv"],
     ),
     "predict best.ckpt photos/test/*/*.jpg more": (

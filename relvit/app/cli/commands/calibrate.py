@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from relvit.app.cli.outputs import print_table
 from relvit.app.evaluation import ChosenThresholds
@@ -29,6 +30,7 @@ def calibrate(
     batch_size: BatchSize | None = None,
     device: str = "auto",
     data: str | None = None,
+    data_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
 
@@ -45,7 +47,7 @@ def calibrate(
         output = f"{place.stem}_calibrated.ckpt"
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
-    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data)
+    found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data, data_args)
     if isinstance(found, ChosenThresholds):
         print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
         rows = [("mean F1", found.f1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ def resolutions(
     output: str | None = None,
     reach: Reach = "trained",
     data: str | None = None,
+    data_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
 
@@ -69,7 +70,8 @@ def resolutions(
             raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
         sizes = [(height, width) for height in sizes for width in widths]
     options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
-    rows = without_secrets(evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data))
+    found = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data, data_args=data_args)
+    rows = without_secrets(found)
     meaning = f"{protocol}: {PROTOCOLS[protocol]}" + (f"; reach {reach}" if reach != "trained" else "")
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:

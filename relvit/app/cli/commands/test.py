@@ -83,7 +83,8 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
     if "test/acc1" in summary:
         shown += baseline(found.classes.count)
-    rank_zero_print(f"{summary['images']} images of {data.evaluated_split}, {shown}\n{files_line(folder)}")
+    images = f"{summary['images']} images of {data.evaluated_split} at {data.shape.words()}"
+    rank_zero_print(f"{images}, {shown}\n{files_line(folder)}")
 
 
 def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -115,6 +115,7 @@ def calibrate(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
     data: str | None = None,
+    data_args: Mapping[str, Any] | None = None,
 ) -> Calibration | ChosenThresholds:
     """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
 
@@ -133,6 +134,7 @@ def calibrate(
         progress: wraps the batches, whose number is its second argument, such as in a progress bar.
         data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
             or not that of the training; None: that of the training, which has to be imported.
+        data_args: arguments of the data module that replace those of the training, such as a password.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
@@ -143,7 +145,8 @@ def calibrate(
     check_output(output, (".ckpt",), replaces=False)
     with local_file(ckpt_path) as file:
         checkpoint = Checkpoint.read(ckpt_path, file)
-        images = checkpoint.with_data(named_data_module(data)).data_module(root=root, batch_size=batch_size)
+        changes = {"root": root, "batch_size": batch_size, **(data_args or {})}
+        images = checkpoint.with_data(named_data_module(data)).data_module(**changes)
         checkpoint.check_data(images)
         classifier = classifier_of(checkpoint).to(device)
         classifier.temperature = 1.0

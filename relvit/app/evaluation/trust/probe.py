@@ -93,7 +93,9 @@ def probe_models(
         net.to(device)
         train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
         dataset = train.dataset("train")
-        targets = np.asarray(dataset.targets)
+        # Datasets of a user may know their labels only item by item.
+        known = hasattr(dataset, "targets")
+        targets = np.asarray(dataset.targets if known else [dataset[index][1] for index in range(len(dataset))])
         indices = choose_labels(targets, max(shares), seed)
         loaders = {"train": train._loader("train", sampler=indices.tolist()), split: evaluated.test_dataloader()}
         found = []

@@ -170,9 +170,10 @@ class Checkpoint:
         arguments = {name: value for name, value in arguments.items() if value != MASK or name not in optional}
         if names := masked(arguments):
             name = data_type.__name__
+            options = " ".join(f"--data.{each}" for each in names)
             raise ValueError(
-                f"{self.path} was trained with {listing(names)} of {name}, which no checkpoint holds: give "
-                f"data_module({names[0]}=...) in Python, or let {name} read it from the environment by default"
+                f"{self.path} was trained with {listing(names)} of {name}, which no checkpoint holds: give {options} "
+                f"(in Python data_module({names[0]}=...)), or let {name} read it from the environment by default"
             )
         try:
             return data_type(**arguments)

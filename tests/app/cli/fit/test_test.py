@@ -19,7 +19,7 @@ from relvit.app.utils.files import from_here
 
 NAMES = list(CLASSES)
 # 6, 5 and 6 images can be read.
-ENDS = r"17 images of test, accuracy [\d.]{6} ± [\d.]{6}, mean F1 of .* error [\d.]{6}; always .*: 0\.3529\n"
+ENDS = r"17 images of test at 16 x 16 px, accuracy [\d.]{6} ± [\d.]{6}, mean F1 of .* error [\d.]{6}; .*: 0\.3529\n"
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_another_split(best, photos, tmp_path, capsys):
     # More augmentation than the training had must have no effect.
     more = ["--data.augment=deit", "--batch_size=5"]
     found, expected = (evaluate("test", best, tmp_path / name, *given[name], *more) for name in given)
-    assert "18 images of train, accuracy " in capsys.readouterr().out
+    assert "18 images of train at 16 x 16 px, accuracy " in capsys.readouterr().out
     for name in ("classes.csv", "confusion.csv"):
         assert (found / name).read_text() == (expected / name).read_text()
     ours, theirs = summary(found), summary(expected)

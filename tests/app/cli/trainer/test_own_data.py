@@ -170,6 +170,9 @@ def test_what_a_class_cannot_do_is_said(module, tmp_path, fails):
     message = fails(["predict", best, data, *QUIET, f"--runs={tmp_path / 'p'}"], 1)
     assert "items to predict are pairs of an image and its name" in message
     assert "unknown option --img_size" in fails(["fit", data, "--img_size=8"])
+    # A class is looked for in the module that was named.
+    missing = "relvit.app.data.Untransformed: module 'relvit.app.data' has no attribute 'Untransformed'"
+    assert missing in fails(["fit", "--data=relvit.app.data.Untransformed"])
     assert "no data module 'mine.Data'" in fails(["resolutions", best, "--sizes=24", "--data=mine.Data"])
 
 
@@ -196,7 +199,10 @@ def test_secrets_are_recorded_nowhere_and_asked_for_again(module, photos, tmp_pa
         ["validate", best, data],
     ):
         assert asked in fails(again)
-    assert "trained with 'password', 'storage' of Private" in fails(["calibrate", best, data])
+    named = ["--data", data.partition("=")[2]]
+    others = (["calibrate", best], ["resolutions", best, "--sizes=16", "--accelerator=cpu"])
+    for again in others:
+        assert "trained with 'password', 'storage' of Private" in fails([*again, *named])
     Checkpoint.read(best).data_module(password="p4ss", storage={"headers": {"X": "h3ad"}, "user": "me"})
     # No data module is built for images that are named.
     assert len(rows(evaluate("predict", best, tmp_path / "files", photos / "val") / "predictions.csv")) == 18
@@ -207,11 +213,27 @@ def test_secrets_are_recorded_nowhere_and_asked_for_again(module, photos, tmp_pa
     assert main(resumed) == 0
     assert main(["test", str(best), data, *options, *QUIET, f"--runs={runs}"]) == 0
     assert main(["validate", str(best), data, *options, *QUIET]) == 0
+    for again in others:
+        assert main([*map(str, again), *named, *options]) in (0, 1)
+    assert "12 images of val" in capsys.readouterr().out
+    assert main(["probe", str(best), *named, *options, *SIZES, "--shares=1", "--k=2"]) == 0
     assert main(["publish", str(best), "--to", str(runs / "published")]) == 0
     written = b"".join(path.read_bytes() for path in runs.rglob("*") if path.is_file())
     written += "".join(capsys.readouterr()).encode()
     for secret in (b"p4ss", b"t0k3n", b"3nv1r0n", b"h3ad", b"n3w"):
         assert secret not in written, written[written.index(secret) - 300 :][:600]
+
+
+def test_options_of_a_class_are_typed_and_named(module, tmp_path, fails):
+    """Commands whose `--data` is a name take the arguments of the class's constructor, too."""
+    data = f"--data={module}.Typed"
+    start = ["fit", data, *MODEL, "--img_size=16", "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]
+    assert main(start) == 0
+    again = ["resolutions", only(tmp_path / "runs") / "checkpoints" / "best.ckpt", "--sizes=16", "--accelerator=cpu"]
+    assert main([*map(str, again), data, "--data.crop=0.5"]) == 0
+    assert "--data.crop must be a number, got much" in fails([*again, data, "--data.crop=much"])
+    assert "unknown option --data.corp (did you mean '--data.crop'?)" in fails([*again, data, "--data.corp=1"])
+    assert "--data.crop is for --data NAME" in fails([*again, "--data.crop=0.5"])
 
 
 def test_no_argument_of_relvits_own_data_is_a_secret():

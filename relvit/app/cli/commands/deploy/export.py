@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from relvit.app.cli.trainer.command_folder import SCORES
 from relvit.app.data import ImageData
 from relvit.app.data.registry import named_data_module
@@ -22,6 +25,7 @@ def export(
     aot: bool = False,
     calibration: str | None = None,
     data: str | None = None,
+    data_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
@@ -48,12 +52,14 @@ def export(
         print("It does not notice images of a wrong size, unless AOTI_RUNTIME_CHECK_INPUTS is 1.", flush=True)
     print("Class names and transforms are in it.", flush=True)
     if int8:
-        print(_accuracy(predictor, output, data_type), flush=True)
+        print(_accuracy(predictor, output, data_type, data_args or {}), flush=True)
 
 
-def _accuracy(predictor: Predictor, output: str, data_type: type[ImageData] | None) -> str:
+def _accuracy(
+    predictor: Predictor, output: str, data_type: type[ImageData] | None, data_args: Mapping[str, Any]
+) -> str:
     try:
-        data = predictor.checkpoint.with_data(data_type).data_module(img_size=predictor.img_size)
+        data = predictor.checkpoint.with_data(data_type).data_module(**{"img_size": predictor.img_size} | data_args)
         found = compare(predictor, OnnxClassifier(output), data)
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
