@@ -20,11 +20,12 @@ EXTRAS = {
 }
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
+def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
 
     Case, hyphens and underscores do not count. A third of the letters, at most two, may be missing, wrong, too many or
-    exchanged with their neighbour; or the names have a long beginning in common, or the end of one is the other.
+    exchanged with their neighbour; or, with `parts`, the names have a long beginning in common, or the end of one is
+    the other.
     """
     allowed = list(allowed)
     # PyTorch's name of the GPU.
@@ -38,8 +39,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     near = [pair for pair in alike if pair[0] <= min(2 - pair[1], len(typed) // 3)]
     if near:
         return allowed[min(near)[2]]
-    long = [each for each, other in spelt.items() if _is_longer(*sorted((typed, other), key=len))]
-    return min(long, key=len, default=None)
+    long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
+    # A name that goes on where the typed one ends is nearer than one with another ending.
+    return min(long, key=lambda each: (not spelt[each].startswith(typed), len(each)), default=None)
 
 
 def _letters(name: str) -> str:
@@ -49,7 +51,9 @@ def _letters(name: str) -> str:
 def _is_longer(short: str, long: str) -> bool:
     """Return whether two names have their beginning in common, or whether the end of one is most of the other."""
     same = next((place for place, pair in enumerate(zip(short, long, strict=False)) if len({*pair}) > 1), len(short))
-    return same >= max(5, 0.75 * len(short)) or (len(short) >= max(5, 0.6 * len(long)) and long.endswith(short))
+    return same >= max(5, 0.75 * len(short), 0.4 * len(long)) or (
+        len(short) >= max(5, 0.6 * len(long)) and long.endswith(short)
+    )
 
 
 def _edits(one: str, other: str) -> int:

@@ -63,7 +63,7 @@ def in_words(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(in_words, _alternatives(hint))))
     if kind is Literal:
         return f"one of {', '.join(map(repr, parts))}"
-    if kind is list and parts:
+    if parts and (kind is list or parts[1:] == (...,)):
         return f"a list, of which each item is {in_words(parts[0])}"
     return WORDS.get(kind, kind.__name__)
 

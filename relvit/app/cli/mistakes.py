@@ -153,12 +153,14 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     names = {f"{dashes}{other}": other for other in known}
     if option.file is None:
-        # The options of the data are known also where nothing has named the kind of data yet.
-        of_data = "data." if "data" in known else "-"
+        # The options of the data are known also where nothing has named the kind of data yet. Only commands that run a
+        # Trainer have short names.
+        of_data = "data." if "model.lr" in known else "-"
         short = OF_TRAINER | OF_FIT
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
     of_fit = "resume" in known
-    if of_fit and (instead := INSTEAD.get(nearest(name, INSTEAD) or "")):
+    lasts = (part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair)
+    if of_fit and (instead := INSTEAD.get(nearest(name, [*INSTEAD, *lasts, *SYNONYMS], parts=False) or "")):
         return f"{shown}: {instead}"
     if (found := _meant(f"{dashes}{name}", names)) is not None:
         return f"{shown} (did you mean {found!r}?)"
@@ -179,8 +181,9 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # A name that another library has for an option is no misspelling of an option that looks like the name.
-    spelt = nearest(last, [*others, *of_command])
+    # A name that another library has for an option is no misspelling of an option that looks like the name. What only
+    # begins or ends as such a name does is another option of that library.
+    spelt = nearest(last, [*others, *of_command], parts=False) or nearest(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]
     return min(beside or found, key=len, default=None)

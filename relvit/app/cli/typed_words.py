@@ -59,7 +59,7 @@ _ELSEWHERE = {
     "warmup_epochs": "warmup warmup_steps warmup_ratio",
     "schedule": "scheduler lr_scheduler lr_scheduler_type sched cos_lr",
     "freeze_epochs": "freeze freeze_backbone frozen_epochs",
-    "patience": "early_stopping early_stop early_stopping_patience",
+    "patience": "early_stopping early_stop early_stopping_patience early_stop_patience",
     "seed_everything": "seed",
     "label_smoothing": "smoothing label_smoothing_factor",
     "mixup": "mixup_alpha",
@@ -72,11 +72,13 @@ _ELSEWHERE = {
     "accumulate_grad_batches": "accum grad_accum accumulate grad_accum_steps gradient_accumulation_steps",
     "layer_decay": "llrd layer_wise_decay",
     "val_fraction": "val_split val_ratio val_size validation_split val_percent",
-    "save_every": "save_steps save_period",
+    "save_every": "save_steps save_period save_strategy",
+    "check_val_every_n_epoch": "eval_strategy evaluation_strategy eval_interval val_interval eval_every",
+    "lr_base_batch": "nbs",
     "loss": "criterion loss_fn",
     "class_weights": "class_weight",
     "logger": "log report_to",
-    "limit_train_batches": "max_batches",
+    "limit_train_batches": "max_batches fraction",
     "mirror": "tta augment_test flip",
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
@@ -88,11 +90,14 @@ SYNONYMS: dict[str, list[str]] = {
 _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --model.model_kwargs.drop_path_rate"
 _FOLDS = "K-fold cross-validation is a recipe in docs/own_data.md"
 _CLASSES = "the classes are found in the data"
+_LIST = "a CSV list of images is --data ImageListData --data.train FILE"
 # `fit` has no options of these names; this is what to do instead.
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
-    **dict.fromkeys(("nc", "num_classes", "num_labels", "classes", "names"), _CLASSES),
+    **dict.fromkeys(("nc", "num_classes", "num_labels", "labels", "classes", "names"), _CLASSES),
     **dict.fromkeys(("dropout", "drop_path", "stochastic_depth"), _DROPOUT),
+    **dict.fromkeys(("csv", "csv_file", "train_csv", "annotations"), _LIST),
+    **dict.fromkeys(("patch_size",), "it is an argument of the model: --model.model_kwargs.patch_size"),
     **dict.fromkeys(("wandb", "use_wandb"), "give --logger wandb"),
     **dict.fromkeys(("tensorboard",), "the TensorBoard log is written without an option"),
     **dict.fromkeys(("name", "run_name", "exp_name"), "a run's folder is named by its time and model, below --runs"),

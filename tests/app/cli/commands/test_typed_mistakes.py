@@ -8,6 +8,7 @@ from lightning import Trainer
 
 import relvit_start
 from relvit.app.cli.functions import function_of
+from relvit.app.cli.hints import in_words
 from relvit.app.cli.mistakes import explain
 from relvit.app.cli.parser import Parser
 from relvit.app.data import ImageData
@@ -34,8 +35,15 @@ MISTAKES = {
         "fp16": "--precision",
         "auto_augment": "--data.augment", "model.learning_rate": "--lr", "trainer.max_epoch": "--trainer.max_epochs",
         "trainer.lr": "--lr", "model.dropot": None, "color": "--data.color_jitter", "subset": None, "metric": None,
+        "save_strategy": "--save_every", "labels": None, "ratio": None,
+        "eval_strategy": "--trainer.check_val_every_n_epoch",
+        "gradient_checkpointing": None, "checkpoint_hist": None, "model_ema_force_cpu": None, "no_wandb": None,
+        "fraction": "--trainer.limit_train_batches", "nbs": "--model.lr_base_batch", "resume_training": "--resume",
+        "early_stop_patience": "--patience", "num_workers_per_gpu": "--num_workers",
     },
-    "export": {"ouput": "--output", "out": "--output", "imgsz": "--img_size", "half": None, "opset": None},
+    "resolutions": {"imgsz": None, "resolution": None, "size": "--sizes", "batch": "--batch_size"},
+    "calibrate": {"imgsz": None, "out": "--output"},
+    "export": {"ouput": "--output", "out": "--output", "imgsz": "--img_size", "half": None, "batch": None},
     "show": {"image": "--images", "layers": "--layer", "head": None, "colormap": None, "cuda": "--device"},
     "embed": {"batch": "--batch_size", "pool": None, "save_dir": "--output"},
     "publish": {"token": None, "repo": None, "licence": "--license", "private": None},
@@ -72,9 +80,10 @@ def test_a_hint_is_what_was_meant(command):
         ("n-folds", "docs/own_data.md"),
         ("num_classes", "found in the data"),
         ("dropout", "--model.model_kwargs.drop_rate"),
-        ("patch_size", None),
         ("rel_terms", "--model.model_kwargs.rel_terms"),
         ("wandb", "--logger wandb"),
+        ("csv", "--data ImageListData"),
+        ("patch_size", "--model.model_kwargs.patch_size"),
     ],
 )
 def test_what_has_no_option_of_its_own_is_answered(typed, instead):
@@ -101,6 +110,10 @@ def test_names_that_only_share_letters_are_not_near():
         "FolderData": "ImageFolderData",
     }.items():
         assert nearest(typed, [meant, "another"]) == meant
+    assert (
+        nearest("vit_small_patch16", ["vit_small_patch8_224", "vit_small_patch16_224.x"]) == "vit_small_patch16_224.x"
+    )
+    assert in_words(tuple[float, ...]) == "a list, of which each item is a number"
 
 
 @pytest.mark.parametrize(
