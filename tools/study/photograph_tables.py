@@ -1,7 +1,7 @@
 """Print tables of the lines of `photographs.py`: `python tools/study/photograph_tables.py imagenette [FOLDER]`.
 
-FOLDER has the lines, by default docs/study/photographs. Accuracies are in percent, and differences in points, between
-runs of the same seed: means over seeds ± their standard errors, which a single seed has not.
+FOLDER has the lines, by default docs/study/photographs. Figures with % are accuracies, and the others differences in
+points, between runs of the same seed: means over seeds ± their standard errors, which a single seed has not.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ def pairs(one: dict[int, float], other: dict[int, float], figure: Callable[[floa
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """Return two tables for each part: accuracies, and differences to the model without relative positions.
+    """Return a table for each part: accuracies of the model without relative positions, and differences to it.
 
-    Accuracy at the last size in percent of that at the first one, the trained one, is in the table of growing fields.
+    A model without a run of the same seed has its accuracies themselves. Accuracy at the last size in percent of that
+    at the first one, the trained one, is in the table of growing fields.
     """
     parts = []
     for part, models in accuracies(lines).items():
         base = next((models[name] for name in BASES if name in models), {})
         tests = list(next(iter(models.values())))
         last = [f"kept at {tests[-1]}, %"] if part.startswith("field") else []
-        rows, differences = [], []
-        for model, curve in models.items():
+        rows = []
+        for model, curve in sorted(models.items(), key=lambda item: item[1] is not base):
             share = [text(pairs(curve[tests[-1]], curve[tests[0]], lambda a, b: 100 * a / b)) for _ in last]
-            rows.append([model, str(len(curve[tests[0]])), *(text(curve[test]) for test in tests), *share])
             if curve is not base and (both := pairs(curve[tests[0]], base.get(tests[0], {}), sub)):
-                found = [text(pairs(curve[test], base[test], sub), "+") for test in tests]
-                differences.append([model, str(len(both)), *found])
+                cells = [text(pairs(curve[test], base[test], sub), "+") for test in tests]
+                rows.append([model, str(len(both)), *cells, *share])
+            else:
+                cells = [f"{text(curve[test])} %" for test in tests]
+                rows.append([model, str(len(curve[tests[0]])), *cells, *share])
         parts.append(f"## {part}\n\n{table(['model', 'seeds', *tests, *last], rows)}")
-        if differences:
-            name = next(name for name in BASES if name in models)
-            parts.append(f"Minus `{name}`:\n\n{table(['model', 'pairs', *tests], differences)}")
     return "\n".join(parts)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import photograph_tables
 import study_questions
-from study_lines import BASE, FIGURES, RECIPES, Line, grouped, read
-from study_tables import difference_table, figures_table, reach_table
+from study_lines import FIGURES, RECIPES, Line, grouped, read
+from study_tables import figures_table, reach_table
 
 SOURCE = Path(__file__).parents[2] / "docs" / "study"
 INTRODUCTION = """# All runs of the study
@@ -22,10 +22,10 @@ INTRODUCTION = """# All runs of the study
 Written by `python tools/study/study_report.py` from the lines below `docs/study`; not to be edited by hand.
 [What the figures say](README.md).
 
-Accuracy in percent: the mean over seeds ± its standard error, which a single seed has not. Differences are in points,
-between runs of the same seed and precision. All sizes: the mean over log2(size) from 16 to 64 px. `resize` scales the
-whole image to each size, `field` keeps the scale of objects: images of CIFAR-10 are continued by reflection, and of
-photographs more is seen.
+A table begins with a model without relative positions: its accuracies in percent, the mean over seeds ± its standard
+error, which a single seed has not. Other rows are differences to it in points, between runs of the same seed and
+precision. All sizes: the mean over log2(size) from 16 to 64 px. `resize` scales the whole image to each size, `field`
+keeps the scale of objects: images of CIFAR-10 are continued by reflection, and of photographs more is seen.
 
 # CIFAR-10
 
@@ -44,10 +44,7 @@ def tables_page(lines: Sequence[Line], photographs: Sequence[Line]) -> str:
     ]
     for recipe, trained in RECIPES.items():
         if groups := grouped(lines, recipe):
-            parts += [f"## {trained.capitalize()}\n", figures_table(groups)]
-            to_base = {model: (runs, groups.get(BASE, {})) for model, runs in groups.items() if model != BASE}
-            if found := difference_table("model", to_base, FIGURES):
-                parts.append(f"Difference to `{BASE}`:\n\n{found}")
+            parts += [f"## {trained.capitalize()}\n", figures_table(groups, FIGURES)]
             for protocol in ("resize", "field"):
                 if found := reach_table(groups, protocol):
                     parts.append(f"What `--reach` changes by `{protocol}`:\n\n{found}")

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from study_lines import (
     BASE,
-    FIGURES,
     TRAINED,
     Figure,
     Groups,
-    Runs,
     accuracies,
     at,
     difference,
@@ -25,23 +23,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def figures_table(groups: Groups) -> str:
-    """Tabulate the figures of all models."""
+def figures_table(groups: Groups, figures: Mapping[str, Figure]) -> str:
+    """Tabulate the figures of BASE, and by how much other models are above them in runs of the same seed.
+
+    A model without such a run has its figures themselves, in percent.
+    """
     rows = []
     for model, runs in groups.items():
-        found = [estimate(runs, figure) for figure in FIGURES.values()]
-        rows.append([model, str(found[0].count), *(value.text() for value in found)])
-    return table(["model", "seeds", *FIGURES], rows)
-
-
-def difference_table(corner: str, pairs: Mapping[str, tuple[Runs, Runs]], figures: Mapping[str, Figure]) -> str:
-    """Tabulate the differences of pairs of models by figure; a pair without runs of the same seed has no row."""
-    rows = []
-    for name, (one, other) in pairs.items():
-        found = [difference(one, other, figure) for figure in figures.values()]
-        if all(found):
-            rows.append([name, str(found[0].count), *(value.text(sign="+") for value in found)])
-    return table([corner, "pairs", *figures], rows) if rows else ""
+        pairs = [model != BASE and difference(runs, groups.get(BASE, {}), figure) for figure in figures.values()]
+        if all(pairs):
+            rows.append([model, str(pairs[0].count), *(found.text("+") for found in pairs)])
+        else:
+            values = [estimate(runs, figure) for figure in figures.values()]
+            rows.append([model, str(values[0].count), *(f"{found.text()} %" for found in values)])
+    return table(["model", "seeds", *figures], sorted(rows, key=lambda row: row[0] != BASE))
 
 
 def reach_table(groups: Groups, protocol: str) -> str:
