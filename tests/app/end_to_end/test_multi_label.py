@@ -99,7 +99,7 @@ def test_validate_and_test(trained, expected, tmp_path, capsys):
     folder = run(trained, tmp_path, "test")
     out = capsys.readouterr().out
     f1 = f"mean F1 of the classes {summary(folder)['test/f1']:.4f}, mean average precision"
-    assert f"24 images of test at 16 x 16 px, {f1}" in out
+    assert f"24 images of test at 16 x 24 px, {f1}" in out
     thresholds = load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
     metrics = multi_label_metrics(probabilities, labels, thresholds)
     table = rows(folder / "classes.csv")
