@@ -182,11 +182,11 @@ class Checkpoint:
 
     def unknown_data(self) -> str:
         """Explain that the data module of the training is not known here, and what to do."""
-        name = self.data["class_path"]
+        name, paths = self.data["class_path"], "relvit predict takes images by their paths, too"
         if name in ("", "relvit.app.data.DatasetData"):
-            others = "give other images by --data NAME, such as --data ImageFolderData --root DIR"
+            others = f"give other images by --data NAME, such as --data ImageFolderData --root DIR; {paths}"
             return f"{self.path} was trained on datasets in Python, which a checkpoint does not hold: {others}"
-        return f"{self.path} was trained with the data module {name}: import it, or give --data {name}"
+        return f"{self.path} was trained with the data module {name}: import it, or give --data {name}; {paths}"
 
     def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:
         """Return the checkpoint with other images, of the same transforms and classes.

@@ -158,6 +158,7 @@ def test_a_checkpoint_chooses_no_module(module, tmp_path, fails):
         sizes = ["--sizes=16"] if command == "resolutions" else []
         message = fails([command, tmp_path / "foreign.ckpt", *sizes])
         assert "with the data module never.Mine: import it, or give --data never.Mine" in message
+        assert "relvit predict takes images by their paths, too" in message
     assert "never.Mine" in fails(["fit", f"--ckpt_path={tmp_path / 'foreign.ckpt'}", "--epochs=2"])
 
 
