@@ -151,21 +151,23 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return f"{shown}: {listing(owners)} {'has' if len(owners) == 1 else 'have'} it; name the data by --data NAME"
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
-    names = {f"{dashes}{other}": other for other in known}
+    of_fit = "resume" in known
+    # Other commands take the model as it is in the checkpoint.
+    names = {f"{dashes}{other}": other for other in known if of_fit or not other.startswith("model.")}
     if option.file is None:
         # The options of the data are known also where nothing has named the kind of data yet. Only commands that run a
         # Trainer have short names.
         of_data = "data." if "model.lr" in known else "-"
-        short = OF_TRAINER | OF_FIT
+        short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
-    of_fit = "resume" in known
-    lasts = (part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair)
+    lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}
     if of_fit and (instead := INSTEAD.get(nearest(name, [*INSTEAD, *lasts, *SYNONYMS], parts=False) or "")):
         return f"{shown}: {instead}"
+    of_model = name not in lasts | SYNONYMS.keys()
+    if of_fit and of_model and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
+        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{name}"
     if (found := _meant(f"{dashes}{name}", names)) is not None:
         return f"{shown} (did you mean {found!r}?)"
-    if of_fit and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
-        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{name}"
     return shown
 
 
@@ -183,6 +185,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
     # A name that another library has for an option is no misspelling of an option that looks like the name. What only
     # begins or ends as such a name does is another option of that library.
+    if last in SYNONYMS and last not in {*others, *of_command}:
+        return None
     spelt = nearest(last, [*others, *of_command], parts=False) or nearest(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]

@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "lr": "learning_rate lr0 base_lr",
     "min_lr": "lrf eta_min",
     "max_epochs": "num_epochs n_epochs num_train_epochs train_epochs",
-    "max_steps": "iterations iters num_steps",
+    "max_steps": "iterations iters num_steps steps total_steps",
     "batch_size": "batch bs per_device_train_batch_size per_device_eval_batch_size train_batch_size eval_batch_size",
     "num_workers": "workers dataloader_num_workers",
     "img_size": "imgsz image_size size resolution input_size",
@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "device": "gpus gpu cuda accelerator",
     "accelerator": "cuda",
     "precision": "amp fp16 bf16 half mixed_precision",
-    "root": "path data_dir data_path train_dir image_dir images_dir dataset_path",
+    "root": "path data_dir data_path data_root train_dir train image_dir images_dir dataset_path folder dir directory",
     "data": "dataset",
     "paths": "source input inputs image images",
     "images": "image source input inputs",
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     "resume": "resume_from resume_from_checkpoint",
     "ckpt_path": "checkpoint ckpt weights resume_from_checkpoint",
     "weight_decay": "wd",
-    "warmup_epochs": "warmup warmup_steps warmup_ratio",
+    "warmup_epochs": "warmup warmup_steps warmup_ratio epochs_warmup",
     "schedule": "scheduler lr_scheduler lr_scheduler_type sched cos_lr",
     "freeze_epochs": "freeze freeze_backbone frozen_epochs",
     "patience": "early_stopping early_stop early_stopping_patience early_stop_patience",
@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "ema_decay": "ema model_ema model_ema_decay",
     "gradient_clip_val": "clip_grad grad_clip gradient_clip max_grad_norm clip",
     "accumulate_grad_batches": "accum grad_accum accumulate grad_accum_steps gradient_accumulation_steps",
-    "layer_decay": "llrd layer_wise_decay",
+    "layer_decay": "llrd layer_wise_decay backbone_lr lr_backbone",
     "val_fraction": "val_split val_ratio val_size validation_split val_percent",
     "save_every": "save_steps save_period save_strategy",
     "check_val_every_n_epoch": "eval_strategy evaluation_strategy eval_interval val_interval eval_every",
@@ -201,6 +201,9 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     ):
         named.insert(0, ("data", "ImageFolderData"))
     named += _named(command, places, bare, values).items()
+    if "root" in dict(named) and "root" not in typed:
+        # Commands with this option of their own hand the folder on to a data module, which names the option data.root.
+        typed["data.root"] = "root"
     named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
     return Arguments(words, dict(named), typed)

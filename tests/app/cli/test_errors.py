@@ -118,7 +118,9 @@ def test_the_name_of_a_shipped_configuration_is_found_or_hinted_at(tmp_path, mon
 def test_a_device_that_is_missing(fit, tmp_path, fails):
     arguments = [argument for argument in fit if "accelerator" not in argument]
     assert "--accelerator tpu: this machine has auto, cpu" in fails([*arguments, "--accelerator=tpu"])
-    assert "(did you mean 'gpu'?)" in fails([*arguments, "--accelerator=gpux"])
+    assert "this machine has auto, cpu (did you mean 'cpu'?)" in fails([*arguments, "--accelerator=cpux"])
+    for missing in ("gpux", "cuda:0", "tpu"):
+        assert "did you mean" not in fails([*arguments, f"--accelerator={missing}"])
     assert "invalid strategy name: `strategy='dp'`" in fails([*fit, "--trainer.strategy=dp"])
     assert list(tmp_path.glob("runs/*")) == []
 

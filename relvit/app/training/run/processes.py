@@ -121,7 +121,8 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
     found += ["gpu"] if {"cuda", "mps"} & set(found) else []
     if isinstance(accelerator, str) and accelerator not in ("auto", *found):
-        hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, (*kinds, "gpu"))
+        # What Lightning knows is no misspelling, and a device that is not there is no help.
+        hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, ("auto", *found))
         raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
     if accelerator == "cpu" or found == ["cpu"]:
         allowed, words = r"auto|[1-9]\d*", "a number of processes or auto"
