@@ -198,6 +198,18 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         part.write_text(json.dumps(without_secrets(value), indent=2) + "\n", encoding="utf-8")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON text, which may come from others.
+
+    Raises:
+        ValueError: the text is no JSON, or nested more deeply than Python reads it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def from_here(path: str) -> str:
     """Return a file's path as tables name it: relative to the current folder where it is below that, else absolute."""
     return absolute(path).removeprefix(os.path.join(os.getcwd(), ""))

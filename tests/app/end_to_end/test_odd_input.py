@@ -57,6 +57,20 @@ def test_a_description_of_weights(text, photos, tmp_path, fails):
     assert "config.json" in message
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "5"])
+@pytest.mark.parametrize("command", ["predict", "explain"])
+def test_a_folder_with_such_a_description_in_the_place_of_a_checkpoint(command, text, tmp_path, fails):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "config.json").write_text(text)
+    assert str(tmp_path / "w") in fails([command, tmp_path / "w"])
+
+
+def test_a_list_of_accuracies_that_is_nested_too_deeply(best, tmp_path, fails):
+    (tmp_path / "curve.json").write_text("[" * 100_000)
+    message = fails(["publish", best, f"--to={tmp_path / 'w'}", f"--curve={tmp_path / 'curve.json'}"])
+    assert "curve.json is no JSON file of relvit resolutions (it is nested too deeply)" in message
+
+
 @pytest.mark.parametrize("mean", ["NaN", "1e999"])
 def test_mean_of_a_description_of_weights(mean, best, photos, tmp_path, fails):
     (tmp_path / "w").mkdir()

@@ -1,17 +1,17 @@
 """WebDataset reader: shards of samples, whose files in a tar archive share a name up to its first dot."""
 
-import json
 import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.archives.tar import Member, members
 from relvit.app.data.class_labels import as_label
-from relvit.app.utils.files import canonical_paths
+from relvit.app.utils.files import canonical_paths, parse_json
 from relvit.utils.messages import did_you_mean, listing, one_line, visible
 
 # More names in one pattern are a typing error.
@@ -98,8 +98,7 @@ class Shards(Reader):
             file = os.path.join(self.root, name)
             if os.path.isfile(file):
                 try:
-                    with open(file, encoding="utf-8") as stream:
-                        return dict(json.load(stream).get("splits", {}))
+                    return dict(parse_json(Path(file).read_text(encoding="utf-8")).get("splits", {}))
                 except (ValueError, AttributeError, TypeError) as error:
                     raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
         return {}
@@ -206,7 +205,7 @@ def _label(member: Member, stream: BinaryIO, field: str | None) -> str | None:
         content = member.read_from(stream)
         if field is None:
             return as_label(content.decode())
-        fields = json.loads(content)
+        fields = parse_json(content)
         if field not in fields:
             raise ValueError(f"no field {field!r}{did_you_mean(field, fields)}; there are {listing(sorted(fields))}")
         return as_label(fields[field])

@@ -1,6 +1,5 @@
 """RobustnessData: robustness sets to test on, such as ImageNet-C, -A, -R and -V2, by the layout of their folders."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.images.folders import class_folders, folders_of_classes, labelled_files
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.paths import ImagePathsData
-from relvit.app.utils.files import kept_path
+from relvit.app.utils.files import kept_path, parse_json
 from relvit.utils.messages import did_you_mean, listing
 
 
@@ -82,7 +81,7 @@ class RobustnessData(ImagePathsData):
         """Label of each class by the name of its folder."""
         if self.class_map is not None:
             try:
-                named = dict(json.loads(Path(self.class_map).read_text(encoding="utf-8")))
+                named = dict(parse_json(Path(self.class_map).read_text(encoding="utf-8")))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"class_map {self.class_map} is no JSON object of names: {error}") from error
             known = {name: label for label, name in enumerate(self.class_names)}

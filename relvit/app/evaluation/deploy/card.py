@@ -20,6 +20,7 @@ from relvit.app.evaluation.predictor import Predictor
 from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
+from relvit.app.utils.files import parse_json
 from relvit.utils.messages import one_line, without_secrets
 from relvit.version import __version__
 
@@ -152,7 +153,7 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
     if curve is None and not path.is_file():
         return []
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = parse_json(path.read_text(encoding="utf-8"))
         own = Path(ckpt_path).resolve()
         found = [row for row in rows if Path(row["checkpoint"]).resolve() == own]
         if found or curve is None:

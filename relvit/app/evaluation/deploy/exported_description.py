@@ -11,6 +11,7 @@ from typing import Any
 
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import are_thresholds
+from relvit.app.utils.files import parse_json
 from relvit.app.utils.nested_values import check_bounds
 from relvit.utils.messages import one_line
 
@@ -59,9 +60,8 @@ def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict
             f"{path} has no class names in it: relvit export CKPT --output {path} writes a file that has them"
         )
     try:
-        found = json.loads(metadata[KEY])
-    # The text is no JSON, or nested too deeply.
-    except (ValueError, RecursionError) as error:
+        found = parse_json(metadata[KEY])
+    except ValueError as error:
         raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
     check_bounds(found, str(path))
     if wrong := _wrong_part(found, classes):

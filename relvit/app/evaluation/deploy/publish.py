@@ -20,7 +20,7 @@ from torch import nn
 from relvit.app.evaluation.deploy.card import model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
-from relvit.app.utils.files import atomic_folder, is_address
+from relvit.app.utils.files import atomic_folder, is_address, parse_json
 from relvit.utils.messages import one_line
 from relvit.version import __version__
 
@@ -177,7 +177,7 @@ def _without_num_classes(path: Path) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ from torch import Tensor
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
-from relvit.app.utils.files import atomic_write, has_links, is_address, remove_parts
+from relvit.app.utils.files import atomic_write, has_links, is_address, parse_json, remove_parts
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
@@ -278,9 +277,10 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
 def is_published(folder: Path) -> bool:
     """Return whether a folder has a description as timm saves it; that of `transformers` lacks the entry."""
     try:
-        return "architecture" in json.loads((folder / "config.json").read_bytes())
+        found = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return False
+    return isinstance(found, dict) and "architecture" in found
 
 
 def nearest_hint(path: Path) -> str:
