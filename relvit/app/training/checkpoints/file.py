@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import shutil
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +81,9 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         )
     try:
         check_archive(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        # PyTorch warns of kinds of tensors that `check_tensors` refuses.
+        with warnings.catch_warnings(action="ignore"):
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except DamagedError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises almost any type for broken files, such as TypeError, IndexError or AttributeError.

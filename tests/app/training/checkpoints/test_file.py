@@ -244,6 +244,7 @@ STRANGE = {
 }
 
 
+@pytest.mark.filterwarnings("error:Validating sparse")
 @pytest.mark.parametrize("strange", STRANGE)
 def test_tensors_that_are_none_or_stand_for_more_than_is_stored_are_refused_before_any_arithmetic(
     strange, sample, tmp_path, fails
