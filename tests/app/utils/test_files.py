@@ -64,6 +64,7 @@ def test_an_absolute_path_to_nothing(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=path):
             Path(absolute(path)).read_text()
     assert absolute("none/a.txt") == f"{tmp_path}/none/a.txt"
+    assert absolute("https://host/a.txt") == "https://host/a.txt"
 
 
 def test_spellings_of_one_name(tmp_path):
