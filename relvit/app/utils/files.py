@@ -73,15 +73,30 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             for written in (*part.rglob("*"), part):
                 _sync(written)
             if folder.is_dir():
+                for kept in folder.iterdir():
+                    if not os.path.lexists(part / kept.name):
+                        _link_all(kept, part / kept.name)
                 shutil.copymode(folder, part)
                 _exchange(part, folder)
-                for kept in part.iterdir():
-                    if not (folder / kept.name).exists():
-                        kept.rename(folder / kept.name)
             else:
                 part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _link_all(path: Path, other: Path) -> None:
+    """Give a file, or each file in a folder, a second name by a hard link, or a copy where there are no links."""
+
+    def link(one: str, two: str) -> None:
+        try:
+            os.link(one, two, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(one, two, follow_symlinks=False)
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, other, symlinks=True, copy_function=link)
+    else:
+        link(str(path), str(other))
 
 
 def move_complete(part: Path, path: Path) -> None:
