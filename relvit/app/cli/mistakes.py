@@ -163,7 +163,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}
     if of_fit and (instead := INSTEAD.get(nearest(name, [*INSTEAD, *lasts, *SYNONYMS], parts=False) or "")):
         return f"{shown}: {instead}"
-    of_model = name not in lasts | SYNONYMS.keys()
+    of_model = nearest(name, [*lasts, *SYNONYMS], parts=False) is None
     if of_fit and of_model and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{name}"
     if (found := _meant(f"{dashes}{name}", names)) is not None:
