@@ -185,9 +185,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
     # A name that another library has for an option is no misspelling of an option that looks like the name. What only
     # begins or ends as such a name does is another option of that library.
-    if last in SYNONYMS and last not in {*others, *of_command}:
-        return None
-    spelt = nearest(last, [*others, *of_command], parts=False) or nearest(last, of_command)
+    names_elsewhere = others if last in others or last not in SYNONYMS else ()
+    spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or nearest(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]
     return min(beside or found, key=len, default=None)
