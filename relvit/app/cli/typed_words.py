@@ -201,9 +201,6 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     ):
         named.insert(0, ("data", "ImageFolderData"))
     named += _named(command, places, bare, values).items()
-    if "root" in dict(named) and "root" not in typed:
-        # Commands with this option of their own hand the folder on to a data module, which names the option data.root.
-        typed["data.root"] = "root"
     named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
     return Arguments(words, dict(named), typed)

@@ -104,11 +104,7 @@ def test_equal_bytes_of_another_shape_are_another_image(tmp_path):
 
 def test_mistakes(tmp_path, fails):
     assert "give either --root DIR" in fails(["check-data"])
-    for given in (["nowhere"], ["--root=nowhere"]):
-        message = fails(["check-data", *given])
-        assert "nowhere is no folder" in message
-        assert "(--root)" in message
-    assert "(--data.root)" in fails(["check-data", "--data=ImageFolderData", "--data.root=nowhere"])
+    assert "nowhere is no folder" in fails(["check-data", "nowhere"])
     assert "DigitsData has no image files to check" in fails(["check-data", "--data=DigitsData"])
     (tmp_path / "cat").mkdir()
     with pytest.raises(ValueError, match="there are no labelled images to check"):
