@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -93,7 +94,8 @@ class Pretrained:
             return self._weights_of_timm()
         if suffix_of(self._file) == ".npz":
             raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
-        with local_file(self._file) as path:
+        # PyTorch warns of kinds of tensors that `check_tensors` refuses.
+        with local_file(self._file) as path, warnings.catch_warnings(action="ignore"):
             try:
                 if zipfile.is_zipfile(path):
                     check_archive(path)
