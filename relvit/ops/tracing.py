@@ -43,7 +43,7 @@ def is_functorch() -> bool:
     There tensors have no memory of their own, and every operation needs a rule for each transform, which saved-tensor
     hooks and hand-written backwards do not have.
     """
-    # Of the functions that tell this, PyTorch 2.11's compiler reads this one alone as a constant.
+    # PyTorch 2.11's compiler reads this function as a constant, and no other that tells whether a transform is active.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
