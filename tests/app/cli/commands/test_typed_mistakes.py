@@ -19,6 +19,7 @@ from relvit_start import COMMANDS
 # Command -> what a user types -> the option of the hint; None where a hint would be a guess.
 MISTAKES = {
     "fit": {
+        "train_set": "--root", "channels": "--model.in_chans", "resize": "--img_size", "cpu": "--accelerator",
         "learningrate": "--lr", "learning-rate": "--lr", "lr0": "--lr", "base_lr": "--lr", "lrate": None,
         "epoch": "--epochs", "num_epochs": "--epochs", "num_train_epochs": "--epochs", "maxepochs": "--epochs",
         "batch": "--batch_size", "batchsize": "--batch_size", "batch-size": "--batch_size",
@@ -87,6 +88,7 @@ def test_a_hint_is_what_was_meant(command):
         ("wandb", "--logger wandb"),
         ("csv", "--data ImageListData"),
         ("patch_size", "--model.model_kwargs.patch_size"),
+        ("patch", "--model.model_kwargs.patch_size"),
     ],
 )
 def test_what_has_no_option_of_its_own_is_answered(typed, instead):
