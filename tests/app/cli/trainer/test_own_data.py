@@ -133,9 +133,11 @@ def test_every_command(cls, options, larger, module, photos, tmp_path, fails, ca
 
 
 @pytest.mark.slow
-def test_export(module, tmp_path, capsys):
-    data = f"--data={module}.Typed"
-    arguments = ["fit", data, *MODEL, "--img_size=16", "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]
+@pytest.mark.parametrize(("name", "size"), [("Typed", ["--img_size=16"]), ("Nothing", [])])
+def test_export(module, tmp_path, capsys, name, size):
+    """A class without an argument `img_size` is not asked to take one."""
+    data = f"--data={module}.{name}"
+    arguments = ["fit", data, *MODEL, *size, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]
     assert main(arguments) == 0
     best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
     capsys.readouterr()

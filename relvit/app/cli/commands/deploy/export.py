@@ -59,8 +59,8 @@ def _accuracy(
     predictor: Predictor, output: str, data_type: type[ImageData] | None, data_args: Mapping[str, Any]
 ) -> str:
     try:
-        data = predictor.checkpoint.with_data(data_type).data_module(**{"img_size": predictor.img_size} | data_args)
-        found = compare(predictor, OnnxClassifier(output), data)
+        checkpoint = predictor.checkpoint.with_data(data_type, img_size=predictor.img_size)
+        found = compare(predictor, OnnxClassifier(output), checkpoint.data_module(**data_args))
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
     what = SCORES[predictor.labels.score].capitalize()
