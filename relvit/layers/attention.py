@@ -1,6 +1,7 @@
 """Multi-head self-attention with relative positions, the attention of relvit's own models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from timm.layers import Attention
@@ -122,6 +123,7 @@ class GridAttention(Mixer):
         block_window: rows and columns of the windows that the block cuts in every image; None: the block cuts none.
     """
 
+    lacks: ClassVar[Mapping[str, str]] = {}
     # These annotations have no values: PyTorch would find a value before the module of the same name.
     position: nn.Module | None
     prefix_bias: nn.Module | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from timm.layers import LayerNorm
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -64,7 +66,7 @@ class GridBlock(Block):
 
 
 class MixerBlock(GridBlock):
-    """`GridBlock` with a mixer instead of attention.
+    """`GridBlock` with any mixer of tokens: attention-free ones, or attention.
 
     Examples:
         >>> from relvit.families.aft import AFTConv2d
@@ -77,6 +79,7 @@ class MixerBlock(GridBlock):
         num_heads: number of heads.
         mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
             dtype=)`; the mixer's `forward` has the arguments of `RelativeAttention.forward`.
+        attn_layer: accepted for timm's constructor; `mixer` takes its place.
         **kwargs: see `timm.models.vision_transformer.Block`; the mixer gets the arguments of projections.
 
     Raises:
@@ -103,8 +106,8 @@ class MixerBlock(GridBlock):
         )
 
 
-class RelativeBlock(GridBlock):
-    """`GridBlock` with `RelativeAttention`.
+class RelativeBlock(MixerBlock):
+    """`MixerBlock` whose mixer is attention with a relative position, `RelativeAttention`.
 
     Examples:
         >>> block = RelativeBlock(192, num_heads=3, position=partial(RelativePosition2d, max_distance=3))
@@ -117,11 +120,12 @@ class RelativeBlock(GridBlock):
         position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
         rope: makes the block's own `RotaryEmbedding2d`, called likewise; None: none.
         prefix_bias: whether there is a `PrefixBias`.
-        attn_layer: accepted for timm's constructor; must be `RelativeAttention` or a subclass.
-        **kwargs: see `timm.models.vision_transformer.Block`.
+        mixer: see `MixerBlock`; attention with an attribute `position`, and the arguments of `timm.layers.Attention`.
+        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; for the mixer, too.
+        **kwargs: see `MixerBlock`.
 
     Raises:
-        TypeError: a `position` that cannot be called to make one for each block, such as a module.
+        TypeError: a `position` or a `mixer` that cannot be called to make one for each block, such as a module.
         ValueError: `rope` or `prefix_bias` for another attention than `RelativeAttention`.
     """
 
@@ -133,10 +137,17 @@ class RelativeBlock(GridBlock):
         position: Callable[..., nn.Module],
         rope: Callable[..., nn.Module] | None = None,
         prefix_bias: bool = False,
-        attn_layer: type[nn.Module] = RelativeAttention,
-        **kwargs: object,
+        mixer: Callable[..., nn.Module] = RelativeAttention,
+        qk_norm: bool = False,
+        scale_attn_norm: bool = False,
+        attn_drop: float = 0.0,
+        norm_layer: type[nn.Module] = LayerNorm,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, attn_layer=attn_layer, **kwargs)
+        check_maker("mixer", mixer, "dim, num_heads", "RelativeAttention")
+        norms = {"qk_norm": qk_norm, "scale_norm": scale_attn_norm, "norm_layer": norm_layer}
+        attention = partial(mixer, attn_drop=attn_drop, **norms)
+        super().__init__(dim, num_heads, mixer=attention, norm_layer=norm_layer, **kwargs)
         self.attn.position = make_position(position, self.attn)
         if (rope is not None or prefix_bias) and not isinstance(self.attn, RelativeAttention):
             raise ValueError(f"rope and prefix_bias are for RelativeAttention, not for {type(self.attn).__name__}")

@@ -47,10 +47,11 @@ class Mixer(FillConstants, Leaf):
     A mixer of your own needs no base.
 
     Attributes:
-        lacks: what a model with this mixer cannot do, with the reason; see `relvit.models.depth.lack`.
+        lacks: what a model with this mixer cannot do, see `relvit.models.depth.lack`, and why: the rest of a sentence
+            that begins with the mixer.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {}
+    lacks: ClassVar[Mapping[str, str]] = {"memory": "takes no memory", "weights": "shows no weights"}
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return how the mixer of this name computes a grid, with gradients if `training`, on a kind of device."""
@@ -66,6 +67,12 @@ class Mixer(FillConstants, Leaf):
         """Raise ValueError for a mask, in mixers without masks."""
         if attn_mask is not None:
             raise ValueError(f"{type(self).__name__} has no attn_mask: padding goes into the grid's `valid`")
+
+
+def lack_of(mixer: nn.Module | None, need: str) -> str | None:
+    """Return the reason why a model with this mixer cannot do something, or None if it can; see `Mixer.lacks`."""
+    reason = None if mixer is None else getattr(mixer, "lacks", Mixer.lacks).get(need)
+    return None if reason is None else f"its {type(mixer).__name__} {reason}"
 
 
 def count_parameters(module: nn.Module | None) -> int:

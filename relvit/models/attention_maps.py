@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
+from relvit.layers.mixer import lack_of
 from relvit.models.depth import lack
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.utils.messages import listing
@@ -131,8 +132,7 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         raise _unknown(model, "it has no blocks")
     for index, block in enumerate(blocks):
         attention = getattr(block, "attn", None)
-        if why := getattr(attention, "lacks", {}).get("weights"):
-            why = why.format(name=type(attention).__name__)
+        if hasattr(attention, "lacks") and (why := lack_of(attention, "weights")):
             raise TypeError(f"{type(model).__name__} has no attention weights: {why}")
         if attention is None:
             raise _unknown(model, f"blocks.{index} is a {_name(type(block))}, without attention of the name attn")

@@ -204,7 +204,7 @@ class GridForward(AbsoluteEmbedding):
 class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, GridForward, VisionTransformer):
     """timm's `VisionTransformer` for images of every size, whose blocks are `GridBlock`s.
 
-    Args: see `RelVisionTransformer`; `block_fn` as in timm's class.
+    Args: see `RelVisionTransformer`; `block_fn` as in timm's class, such as a `functools.partial` of `MixerBlock`.
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
@@ -234,7 +234,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         check_choice("global_pool", global_pool, POOLS)
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool 'token' needs class_token=True")
-        kwargs.setdefault("embed_layer", AnySizePatchEmbed)
+        kwargs = {"embed_layer": AnySizePatchEmbed, "attn_layer": nn.Identity} | kwargs
         super().__init__(
             pos_embed="" if pos_embed in AXIAL else pos_embed,
             class_token=class_token,

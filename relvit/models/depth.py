@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from relvit.layers.mixer import lack_of
 from relvit.ops import Grid
-
-# Reasons of a mixer that declares no `lacks`: it has neither memory nor attention weights.
-UNDECLARED = {"memory": "its {name} takes no memory", "weights": "its {name} shows no weights"}
 
 
 class Depth:
@@ -67,10 +65,8 @@ def lack(model: nn.Module, need: str) -> str | None:
             weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
             images of any shapes).
     """
-    mixers = [getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ()]
-    for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None), *mixers):
-        name = type(part).__name__
-        reasons = getattr(part, "lacks", UNDECLARED if isinstance(part, nn.Module) else {})
-        if need in reasons:
-            return reasons[need].format(name=name)
-    return None
+    for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
+        if part is not None and need in part.lacks:
+            return part.lacks[need]
+    mixers = (getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ())
+    return next((reason for mixer in mixers if (reason := lack_of(mixer, need))), None)

@@ -4,7 +4,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from timm.models import DefaultCfg
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
 from relvit.models.segments import SEGMENTERS, Segmenter
 from relvit.models.weights.convert import checkpoint_filter_fn
-from relvit.ops.attention import BACKENDS
-from relvit.ops.checks import check_backend
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
@@ -60,6 +58,7 @@ class RelVisionTransformer(GridVisionTransformer):
         class_token: prepend a class token, which has no position.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
+        mixer: attention of your own with an attribute `position`, see `RelativeBlock`; None: `RelativeAttention`.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
             bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
@@ -73,8 +72,6 @@ class RelVisionTransformer(GridVisionTransformer):
             for this position; in `forward`, an image whose sides are no multiples of the patch.
         TypeError: an unknown argument, a `position` that makes no modules.
     """
-
-    attention: ClassVar[type[nn.Module]] = RelativeAttention
 
     segmenter: Segmenter | None
     own_segmenter: Segmenter | None
@@ -95,12 +92,14 @@ class RelVisionTransformer(GridVisionTransformer):
         class_token: bool = False,
         global_pool: str = "avg",
         patch_drop_rate: float = 0.0,
+        mixer: Callable[..., nn.Module] | None = None,
         backend: str = "auto",
         band_rows: int | None = None,
         memory_rows: int | None = None,
         **kwargs: Any,
     ) -> None:
-        check_backend(backend, tuple(BACKENDS))
+        if mixer is not None and backend != "auto":
+            raise ValueError(f"backend {backend!r} is for RelativeAttention, and not for mixer {mixer!r}")
         check_arguments(type(self), kwargs)
         make_position = position_factory(
             position,
@@ -133,12 +132,10 @@ class RelVisionTransformer(GridVisionTransformer):
                 position=numbered(make_position, kwargs.get("depth", DEPTH)),
                 rope=partial(RotaryEmbedding2d, kind=rope) if rope else None,
                 prefix_bias=prefix_bias,
+                mixer=partial(RelativeAttention, backend=backend) if mixer is None else mixer,
             ),
-            attn_layer=self.attention,
             **kwargs,
         )
-        for block in self.blocks:
-            block.attn.backend = backend
         if band_rows is not None or memory_rows is not None:
             self.segmenter = self.own_segmenter = SEGMENTERS["bands"].of(self, band_rows, memory_rows)
 

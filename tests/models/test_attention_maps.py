@@ -114,7 +114,7 @@ class Silent(RelativeAttention):
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
-        ("test_relvit_aft", {}, "AFTVisionTransformer has no attention weights: it is attention-free, AFTConv2d"),
+        ("test_relvit_aft", {}, "AFTVisionTransformer has no attention weights: its AFTConv2d is attention-free"),
         ("test_resnet", {}, "ResNet: it has no blocks; it takes relvit's models.* 'AttentionRope', 'EvaAttention'"),
         ("cait_xxs24_224", {"depth": 1}, "blocks.0.attn is a timm.models.cait.TalkingHeadAttn; it takes"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, r"blocks.0 is a timm\.models\..*\.ParallelThingsBlock"),

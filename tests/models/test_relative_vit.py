@@ -8,7 +8,7 @@ from vits import NAMES, groups_of, images, small
 
 from relvit.families.reversible import ReversibleDepth
 from relvit.families.transformer_xl import TransformerXLPosition2d
-from relvit.layers import RelativePosition2d, SlopePosition2d
+from relvit.layers import RelativeAttention, RelativePosition2d, SlopePosition2d
 from relvit.ops import Grid
 
 AXIAL = ["axial", "axial-sum"]
@@ -94,6 +94,24 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
     assert (type(position), position.max_distance) == (kind, distance)
 
 
+class Doubled(RelativeAttention):
+    """Attention whose output is twice that of relvit's own."""
+
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+def test_a_mixer_of_the_users_takes_the_place_of_attention_with_the_model_around_it():
+    options = {"position": "slopes", "qk_norm": True, "scale_attn_norm": True}
+    own, doubled = build(**options), build(mixer=Doubled, **options)
+    doubled.load_state_dict(own.state_dict())
+    x = doubles(24, 16)
+    assert not torch.allclose(own(x), doubled(x))
+    for block in own.blocks:
+        block.attn.register_forward_hook(lambda _module, _inputs, out: 2 * out)
+    torch.testing.assert_close(doubled(x), own(x))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -103,6 +121,8 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
         ({"position": "fire", "max_distance": 3}, "max_distance is not for position 'fire', which clips no offset"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
+        ({"mixer": Doubled, "backend": "fused"}, "backend 'fused' is for RelativeAttention, and not for mixer"),
+        ({"backend": "fuse"}, r"unknown backend 'fuse' \(did you mean 'fused'\?\)"),
         ({"pos_embed": "axia"}, r"allowed are '', 'learn', 'axial', 'axial-sum' \(did you mean 'axial'\?\)"),
     ],
 )

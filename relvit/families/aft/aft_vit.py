@@ -13,7 +13,7 @@ import torch
 from timm.layers import to_2tuple
 from timm.models import DefaultCfg
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.families.aft.mixers import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.layers import MixerBlock, resample_embedding
@@ -107,7 +107,6 @@ class AFTVisionTransformer(GridVisionTransformer):
             patch_drop_rate=patch_drop_rate,
             num_heads=num_heads,
             block_fn=partial(MixerBlock, mixer=made),
-            attn_layer=nn.Identity,
             **kwargs,
         )
 

@@ -47,10 +47,7 @@ class AFTSimple(Mixer):
         ValueError: heads that do not divide the width, an unknown backend.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {
-        "memory": "its {name} takes no memory",
-        "weights": "it is attention-free, {name}",
-    }
+    lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
     # None gives the keys of a head as many channels as its values.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
@@ -119,7 +116,7 @@ class AFTFull(AFTSimple):
         TypeError: sizes that are not integers.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "the bias of its {name} is that of one grid"}
+    lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "has the bias of one grid"}
     backends: Sequence[str] = FULL_BACKENDS
     window: tuple[int, int] | None = None
 

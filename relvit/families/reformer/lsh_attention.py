@@ -55,10 +55,7 @@ class LSHAttention(Mixer, KeepConstants):
             than a bias.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {
-        "memory": "its {name} takes no memory",
-        "weights": "its {name} forms none between all tokens",
-    }
+    lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "forms no weights between all tokens"}
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from timm.models import DefaultCfg
-from torch import nn
 
 from relvit.families.reformer.lsh_attention import LSHAttention, check_position
 from relvit.models.entry_points import default_cfgs_of, entry_point
@@ -25,26 +24,27 @@ class LSHVisionTransformer(RelVisionTransformer):
         rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or one of your own that returns a
             bias alone.
         bucket_size, rounds: see `LSHAttention`.
-        **kwargs: see `RelVisionTransformer`, but for `backend`.
+        **kwargs: see `RelVisionTransformer`, but for the arguments in `fixed`.
 
     Raises:
         ValueError: as `RelVisionTransformer`; relative terms besides a bias; in `forward` an `attn_mask`.
         TypeError: as `RelVisionTransformer`.
     """
 
-    attention: ClassVar[type[nn.Module]] = LSHAttention
-    fixed: ClassVar[dict[str, str]] = {"backend": "LSH attention is computed in one way"}
+    fixed: ClassVar[dict[str, str]] = {
+        "backend": "LSH attention is computed in one way",
+        "mixer": "it is LSH attention in these models",
+    }
 
     def __init__(self, *, rel_terms: str = "b", bucket_size: int = 32, rounds: int = 4, **kwargs: Any) -> None:
-        if "backend" in kwargs:
-            raise ValueError(f"backend cannot be chosen: {self.fixed['backend']}")
+        for name in self.fixed.keys() & kwargs:
+            raise ValueError(f"{name} cannot be chosen: {self.fixed[name]}")
         # Other positions have no `rel_terms`, and refuse any value but the default of `RelVisionTransformer`.
         if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
             kwargs["rel_terms"] = rel_terms
-        super().__init__(**kwargs)
+        super().__init__(mixer=partial(LSHAttention, bucket_size=bucket_size, rounds=rounds), **kwargs)
         for block in self.blocks:
             check_position(block.attn.position)
-            block.attn.set_hashing(bucket_size, rounds)
 
 
 # The models by name, with the arguments of `LSHVisionTransformer` that make them.

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from relvit.layers.attention import GridAttention
+from relvit.layers.mixer import lack_of
 from relvit.layers.positions.base import is_stretchable, needs_tokens
 from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
@@ -80,7 +81,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
                 f"{refused}, which has no relative attention to all tokens; relvit_small and others have it, and "
                 "relvit.retrofit gives it to timm's Vision Transformers"
             )
-        if reach != "stretch" and (why := layers[0].lacks.get("reach")) is not None:
+        if reach != "stretch" and (why := lack_of(layers[0], "reach")):
             raise ValueError(f"{refused}: {why}")
         embed = getattr(model, "patch_embed", None)
         if embed is None:

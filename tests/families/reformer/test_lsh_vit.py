@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from vits import SMALL, assert_same, images
 
 from relvit.families.reformer import LSHVisionTransformer
+from relvit.layers import RelativeAttention
 from relvit.models import set_reach
 from relvit.ops import Grid
 from relvit.ops.reference.attention import pair_bias
@@ -69,6 +70,7 @@ def test_compiled_exported_and_onnx(tmp_path):
         ({"position": "pape"}, ValueError, "LSH attention takes a bias by offset, .*, got ParabolicPosition2d"),
         ({"rel_terms": "k", "position": "slopes"}, ValueError, "rel_terms is for position 'tables'"),
         ({"backend": "fused"}, ValueError, "backend cannot be chosen: LSH attention is computed in one way"),
+        ({"mixer": RelativeAttention}, ValueError, "mixer cannot be chosen: it is LSH attention in these models"),
         ({"bucketsize": 3}, TypeError, "did you mean 'bucket_size'"),
         ({"band_rows": 1}, ValueError, "its LSHAttention takes no memory"),
     ],

@@ -102,7 +102,7 @@ def test_reaches(monkeypatch):
     set_reach(model, "trained")
     assert_equal(outputs(model, larger), other, 0)
     for reach in ("logn", "stretch-logn", "windows", "bands"):
-        with pytest.raises(ValueError, match=f"{reach}' is not for RetrofittedMultiScaleVit: its layers pool tokens"):
+        with pytest.raises(ValueError, match=f"{reach}' is not for .*: its MultiScaleRelative pools tokens"):
             set_reach(model, reach)
 
 

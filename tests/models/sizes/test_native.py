@@ -143,7 +143,7 @@ REFUSED = {
     "has patches of 8 x 16 px, the data of 8 x 8 px": lambda: small(patch_size=(8, 16)),
     "test_resnet takes no native images: use a relvit_": lambda: timm.create_model("test_resnet"),
     "test_vit takes no native images": lambda: timm.create_model("test_vit", patch_size=8),
-    "the bias of its AFTFull is that of one grid": lambda: small("test_relvit_aft", mixer="full"),
+    "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full"),
     "has a distillation token": lambda: relvit.retrofit(
         timm.create_model("deit_tiny_distilled_patch16_224", **DISTILLED)
     ),

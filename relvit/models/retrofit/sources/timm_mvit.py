@@ -130,7 +130,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
-        "reach": "its layers pool tokens, so that the grid of patches in training is not that of their keys",
+        "reach": "pools tokens, so that the grid of patches in training is not that of their keys",
     }
     trained_grid: Size | None = None
     poolings: tuple[Pooling, ...] = ()

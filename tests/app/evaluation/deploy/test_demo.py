@@ -89,7 +89,7 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     view = viewer.look(photo, "", kinds=("attention", "kernels", "aft-windows"), layer=0)
     assert list(view.figures) == ["aft-windows"]
     assert "No attention weights of the patch: " in view.text[1]
-    assert "it is attention-free" in view.text[1]
+    assert "its AFTConv2d is attention-free" in view.text[1]
     assert "No positions around the patch: " in view.text[2]
     ckpt = write_checkpoint_like(best, tmp_path / "cnn.ckpt", "test_resnet", {})
     view = Viewer(relvit.load(ckpt), 10_000).look(photo, "48 x 32", kinds=KINDS)

@@ -159,5 +159,5 @@ def test_errors_of_arguments(kind, options, error, message):
 
 @pytest.mark.parametrize("kind", ["attention", "rollout"])
 def test_attention_of_a_model_without(kind):
-    with pytest.raises(NotApplicableError, match="it is attention-free, AFTConv2d"):
+    with pytest.raises(NotApplicableError, match="its AFTConv2d is attention-free"):
         draw(kind, model_for("aft-windows"), IMAGE)
