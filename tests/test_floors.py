@@ -1,6 +1,7 @@
 """Imports inside relvit only point down, in the order that CONTRIBUTING.md gives, and folders stay small."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -63,6 +64,30 @@ def test_imports_point_down():
             if room == "ops":
                 assert package != "timm", f"{path} imports {module}"
     assert checked > 300
+
+
+# What the application may import of the core: the names that its rooms export, papers' formulas, and small helpers.
+PUBLIC_ROOMS = {
+    "ops",
+    "ops.reference",
+    "layers",
+    "models",
+    *(f"families.{path.name}" for path in (ROOT / "families").iterdir()),
+}
+
+
+def test_the_application_uses_the_core_by_its_public_names():
+    for path in (ROOT / "app").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            module = node.module
+            package, _, room = module.partition(".")
+            if package != "relvit" or room.split(".")[0] not in CORE or room.startswith("utils"):
+                continue
+            for alias in node.names:
+                assert room in PUBLIC_ROOMS, f"{path} imports {module}"
+                assert alias.name in importlib.import_module(module).__all__, f"{path} imports {module}.{alias.name}"
 
 
 def test_the_core_imports_only_packages_that_it_declares():

@@ -3,7 +3,8 @@
 from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.interpolate import resample_embedding
-from relvit.layers.patch_embed import AnySizePatchEmbed
+from relvit.layers.mixer import LayerPlan, Mixer
+from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
 from relvit.layers.positions import (
     AxialPositionEmbedding,
     ContinuousPosition2d,
@@ -31,9 +32,12 @@ __all__ = [
     "PrefixBias",
     "AxialPositionEmbedding",
     "RelativeAttention",
+    "Mixer",
+    "LayerPlan",
     "GridBlock",
     "RelativeBlock",
     "MixerBlock",
     "AnySizePatchEmbed",
+    "whole_patches",
     "resample_embedding",
 ]

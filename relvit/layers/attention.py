@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention_weights import show_weights, wants_weights
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
-from relvit.layers.positions.base import terms_of
+from relvit.layers.positions.base import needs_tokens, terms_of
 from relvit.layers.positions.by_name import check_position
 from relvit.ops import Grid, RelativeTerms, choose, from_windows, num_tokens, to_windows
 from relvit.ops.attention import BACKENDS, attend, attend_projected
@@ -182,6 +182,12 @@ class GridAttention(Mixer):
             mixed = mixed * gate(x).sigmoid()
         out, drop = parts["proj"](mixed), parts["proj_drop"]
         return out if _does_nothing(drop) else drop(out)
+
+    def position_terms(self, grid: Grid) -> RelativeTerms | None:
+        """Return the terms of `position` on a grid, or on a window that the block cuts; see `Mixer`."""
+        if self.position is None or needs_tokens(self.position):
+            return None
+        return self.position(grid if self.block_window is None else Grid(*self.block_window))
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return which backend attends to the tokens of a grid, and why; only tables are computed."""

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from relvit.ops import Grid
+from relvit.ops import Grid, RelativeTerms
 from relvit.utils.constants import FillConstants
 
 
@@ -46,8 +46,16 @@ class Mixer(FillConstants, Leaf):
 
     A mixer of your own needs no base.
 
+    Examples:
+        >>> class RowMean(Mixer):  # every token becomes the mean of its row
+        ...     def forward(self, x, grid, attn_mask=None, is_causal=False):
+        ...         rows = x.unflatten(1, (grid.height, grid.width))
+        ...         return rows.mean(dim=2, keepdim=True).expand_as(rows).flatten(1, 2)
+        >>> RowMean()(torch.randn(2, 24, 192), make_grid(4, 6)).shape
+        torch.Size([2, 24, 192])
+
     Attributes:
-        lacks: what a model with this mixer cannot do, see `relvit.models.depth.lack`, and why: the rest of a sentence
+        lacks: what a model with this mixer cannot do, see `relvit.models.lack`, and why: the rest of a sentence
             that begins with the mixer.
     """
 
@@ -58,6 +66,10 @@ class Mixer(FillConstants, Leaf):
         kind = type(self).__name__
         reason = f"{kind} replaces attention to all tokens"
         return LayerPlan(name, kind, "", "", reason, (self.head_dim,) * 2, "", count_parameters(self))
+
+    def position_terms(self, grid: Grid) -> RelativeTerms | None:
+        """Return the terms of the mixer's `position` on a grid; None: it has none, or its terms depend on tokens."""
+        return None
 
     def learned_bias(self, grid: Grid) -> Tensor | None:
         """Return the bias of an attention-free mixer by offset, (heads, rows, columns), or of all pairs, (N, N)."""

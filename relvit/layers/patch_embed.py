@@ -96,6 +96,17 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
 
     An ONNX graph holds no checks, and its convolution would silently leave out the rest at the edges.
+
+    Examples:
+        >>> whole_patches(torch.randn(2, 3, 64, 96), (16, 16)).shape
+        torch.Size([2, 3, 64, 96])
+
+    Args:
+        x: the images.
+        patch_size: (height, width) of a patch.
+
+    Raises:
+        RuntimeError: sides that are no multiples of the patch.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size

@@ -1,4 +1,4 @@
-"""Attention maps of a model: the weights between all tokens of an image, layer by layer."""
+"""Attention maps of a model, layer by layer: the weights between all tokens of an image, and what they come from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
+from relvit.layers.attention_weights import record_logit_inputs
 from relvit.layers.mixer import lack_of
 from relvit.models.depth import lack
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
+from relvit.ops import AttentionInputs
 from relvit.utils.messages import listing
 
 
@@ -91,10 +93,61 @@ def _record_weights(
 
 
 def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of patches of images of this size, (height, width) in pixels."""
+    """Return rows and columns of patches of images of this size.
+
+    Examples:
+        >>> patch_grid(timm.create_model("relvit_tiny", img_size=64, depth=1), (64, 96))
+        (4, 6)
+
+    Args:
+        model: a model of relvit or timm with a patch embedding.
+        img_size: (height, width) in pixels.
+    """
     embed = model.patch_embed if hasattr(model, "patch_embed") else model.embeds
     rows, columns = map(int, embed.dynamic_feat_size(tuple(img_size)))
     return rows, columns
+
+
+@torch.no_grad()
+def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]:
+    """Run a model once, and return what each attention layer computes its logits from.
+
+    Examples:
+        >>> model = timm.create_model("relvit_tiny", img_size=64, depth=1).eval()
+        >>> inputs = logit_inputs(model, torch.randn(1, 3, 64, 96))["blocks.0.attn"]
+        >>> inputs.query.shape, inputs.terms.key.rows.shape, inputs.grid.height, inputs.grid.width
+        (torch.Size([1, 3, 24, 64]), torch.Size([15, 64]), 4, 6)
+
+    Args:
+        model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
+        images: (B, in_chans, height, width), normalised for the model.
+
+    Returns:
+        By the name of the layer the arguments of `relvit.ops.relative_attention`: queries, keys and values
+        (B, heads, N, head_dim), terms, grid and options. A block that runs several times has those of its last time.
+
+    Raises:
+        TypeError: a model without attention with relative positions.
+        ValueError: a model in training mode, in windows or bands, or whose layers do not compute all patches.
+    """
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
+    name = type(model).__name__
+    if not layers:
+        raise TypeError(f"{name} has no attention with relative positions")
+    if model.training:
+        raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
+    if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
+        raise ValueError("there are no logits of all pairs in windows or parts: set_reach(model, 'trained')")
+    with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
+        model.forward_features(images)
+    found = {}
+    rows, columns = patch_grid(model, images.shape[-2:])
+    for layer_name, layer in layers.items():
+        given = record.get(layer.attn_drop)
+        if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
+            raise ValueError(f"{name} does not compute all patches in each layer")
+        found[layer_name] = given
+    return found
 
 
 def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:

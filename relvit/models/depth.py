@@ -59,6 +59,12 @@ def lack(model: nn.Module, need: str) -> str | None:
 
     The depth, the segmenter and the mixers of the blocks give reasons in their mapping `lacks`.
 
+    Examples:
+        >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None
+        True
+        >>> lack(timm.create_model("relvit_aft_conv_tiny", img_size=64, depth=1), "weights")
+        'it is attention-free, AFTConv2d'
+
     Args:
         model: any model.
         need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of attention

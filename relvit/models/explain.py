@@ -63,35 +63,3 @@ def explain(
         check_divisible(torch.empty(1, 1, *size, device="meta"), embed.patch_size)
     grid = Grid(*embed.dynamic_feat_size(size), model.num_prefix_tokens)
     return [layer.plan(name, grid, training, device) for name, layer in found.items()]
-
-
-HEADER = (
-    "layers",
-    "position",
-    "terms",
-    "backend",
-    "why",
-    "head width (in fused)",
-    "kept for backward",
-    "parameters each",
-)
-
-
-def as_rows(plans: Sequence[LayerPlan]) -> list[list[str]]:
-    """Format plans as the cells of a table with the columns `HEADER`, layers with the same plan in one row."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for plan in plans:
-        groups.setdefault(plan[1:], []).append(plan.layer)
-    rows = []
-    for plan, layers in groups.items():
-        position, terms, backend, reason, width, keeps, parameters = plan
-        names = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
-        cells = (names, position, terms, backend, reason, f"{width[0]} ({width[1]})", keeps, f"{parameters:,}")
-        rows.append([str(cell) or "-" for cell in cells])
-    return rows
-
-
-def as_table(plans: Sequence[LayerPlan]) -> str:
-    """Format plans as a Markdown table, layers with the same plan in one row."""
-    rows = [f"| {' | '.join(row)} |" for row in (HEADER, *as_rows(plans))]
-    return "\n".join([rows[0], f"|{'---|' * len(HEADER)}", *rows[1:]])

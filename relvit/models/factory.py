@@ -84,7 +84,7 @@ def build_model(
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
     # A registered model without further arguments is not measured.
-    check_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
+    check_model_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()
     # timm's classes check few of their arguments, so wrong ones fail in many ways.
@@ -104,6 +104,36 @@ def _check_retrofit(name: str, retrofit: Mapping[str, Any] | None, arguments: se
         f"model {name!r} has relative positions, so there is nothing to retrofit: {own}leave retrofit out "
         "(--model.retrofit null where a configuration has it)"
     )
+
+
+def described_model(
+    architecture: str, arguments: Mapping[str, Any], source: str
+) -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+    """Turn the description of a model that `timm.models.save_for_hf` wrote into arguments of `build_model`.
+
+    Examples:
+        >>> described_model("relvit_tiny", {"rel_terms": "k", "num_classes": 5}, "config.json")
+        ('relvit_tiny', {'rel_terms': 'k'}, None)
+
+    Args:
+        architecture: the name in the description.
+        arguments: the arguments in the description.
+        source: what holds the description, for messages.
+
+    Returns:
+        `name`, `model_kwargs` and `retrofit` of `build_model`.
+
+    Raises:
+        ValueError: an unknown model or none, or an argument that chooses which weights are loaded.
+    """
+    check_description(architecture, arguments, source)
+    kwargs = {key: value for key, value in arguments.items() if key not in DATA_ARGUMENTS}
+    if architecture != RETROFITTED_NAME:
+        return architecture, kwargs or None, None
+    if "model" not in kwargs:
+        raise ValueError(f"{source} does not say which model was retrofitted")
+    model, retrofit = kwargs.pop("model"), kwargs.pop("retrofit", None)
+    return model, kwargs or None, retrofit or {}
 
 
 def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:
@@ -127,8 +157,11 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
     model_arguments(name)
 
 
-def check_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, Any]) -> None:
+def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, Any]) -> None:
     """Refuse a model larger than the memory, as a broken or hostile checkpoint or configuration may ask for one.
+
+    Examples:
+        >>> check_model_size(partial(timm.create_model, "relvit_tiny", depth=2), {"depth": 2})
 
     Args:
         build: makes the model on the meta device, where tensors take no memory. None: only check the numbers.

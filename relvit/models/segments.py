@@ -12,7 +12,7 @@ class Segmenter(Protocol):
     """Protocol of a model's `segmenter`, an object without parameters.
 
     Attributes:
-        lacks: what a model with this segmenter cannot do, with the reason; see `relvit.models.depth.lack`.
+        lacks: what a model with this segmenter cannot do, with the reason; see `relvit.models.lack`.
     """
 
     lacks: ClassVar[Mapping[str, str]]

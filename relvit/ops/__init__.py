@@ -3,6 +3,7 @@
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms
 from relvit.ops.windows import from_windows, to_windows
 
@@ -23,6 +24,7 @@ __all__ = [
     "RelativeTerms",
     "relative_attention",
     "relative_logits",
+    "AttentionInputs",
     "Choice",
     "choose",
 ]

@@ -18,7 +18,7 @@ LIBRARIES = {"torch": torch, "timm": timm, "relvit": relvit, "partial": partial}
 PUBLIC = {name: getattr(room, name) for room in ROOMS for name in room.__all__}
 DOCUMENTED = {name: value for name, value in PUBLIC.items() if inspect.isclass(value) or inspect.isfunction(value)}
 # The functions that return these values show them.
-WITHOUT = {"Choice", "AttentionMaps", "Bands", "Memory"}
+WITHOUT = {"Choice", "AttentionMaps", "AttentionInputs", "LayerPlan", "Bands", "Memory"}
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from relvit.layers import SlopePosition2d
-from relvit.models import build_model, model_arguments
+from relvit.models import build_model, described_model, model_arguments
 
 
 def test_builds_relvit_and_timm_models_with_the_datas_sizes():
@@ -127,3 +127,23 @@ def test_naflexvit_knows_the_arguments_of_its_configuration():
     assert build_model("naflexvit_base_patch16_gap", 3, 3, None, small).embed_dim == 48
     with pytest.raises(ValueError, match=r"has no argument 'drop_paths' .did you mean 'drop_path_rate'"):
         build_model("naflexvit_base_patch16_gap", 3, 3, None, {"drop_paths": 0.1})
+
+
+def test_a_published_description_becomes_the_arguments_of_build_model():
+    given = {"num_classes": 5, "img_size": 32, "depth": 2}
+    assert described_model("test_vit", given, "config.json") == ("test_vit", {"depth": 2}, None)
+    inner = {"model": "test_vit", "retrofit": {"rel_terms": "k"}}
+    assert described_model("retrofitted", given | inner, "it") == ("test_vit", {"depth": 2}, {"rel_terms": "k"})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("retrofitted", {"retrofit": {}}, "it does not say which model was retrofitted"),
+        ("retrofitted", {"model": "test_vitt"}, "did you mean 'test_vit'"),
+        ("test_vit", {"pretrained": True}, "it must not hold 'pretrained'"),
+    ],
+)
+def test_a_published_description_is_refused(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        described_model(name, arguments, "it")

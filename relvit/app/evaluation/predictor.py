@@ -28,9 +28,7 @@ from relvit.app.evaluation.mirror import average_with_mirror
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
-from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
-from relvit.models.sizes.reach import check_reach
-from relvit.models.sizes.run import pooled_features
+from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, pooled_features, set_reach
 from relvit.utils.messages import check_choice, visible
 
 # These entries of timm's description are about the weights that timm has for the architecture.
@@ -111,7 +109,7 @@ class Predictor:
             )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
-        check_reach(reach, checkpoint.shape().fixed, str(ckpt_path))
+        checkpoint.check_reach(reach)
         if assumed := checkpoint.images.get("assumed"):
             values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
             warnings.warn(

@@ -24,8 +24,7 @@ from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.metrics import count_batch, epoch_metrics
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.models import Reach, set_reach
-from relvit.models.sizes.image_size import at_image_size, patch_size_of
+from relvit.models import Reach, at_image_size, patch_size_of, set_reach
 from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]

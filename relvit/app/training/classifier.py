@@ -35,9 +35,7 @@ from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe
 from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
-from relvit.models import build_model
-from relvit.models.param_groups import scaled_positions
-from relvit.models.weights.transfer import TransferReport
+from relvit.models import TransferReport, build_model, param_groups
 from relvit.utils.messages import one_line, without_secrets
 from relvit.utils.ranges import (
     NonNegativeFloat,
@@ -170,7 +168,7 @@ class ImageClassifier(EpochMetrics):
         # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
         self.temperature: float = 1.0
         # This refuses a factor for a model without relative positions.
-        scaled_positions(self.net, position_lr_scale)
+        param_groups(self.net, lr, position_lr_scale)
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
             self.net.to(memory_format=torch.channels_last)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relvit.families.reformer.operation import check_bias_alone, lsh_attention, lsh_rotations
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import needs_tokens
-from relvit.ops import Grid
+from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
@@ -136,6 +136,10 @@ class LSHAttention(Mixer, KeepConstants):
             rotations = torch.randn_like(rotations)
         x = lsh_attention(query_key, value, grid, rotations, terms=terms, is_causal=is_causal, dropout_p=dropout_p)
         return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).flatten(2))))
+
+    def position_terms(self, grid: Grid) -> RelativeTerms | None:
+        """Return the terms of `position` on a grid; see `Mixer`."""
+        return None if self.position is None else self.position(grid)
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return what the mixer of this name computes: its bias, and no choice of backends."""

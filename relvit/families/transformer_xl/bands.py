@@ -22,7 +22,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
-# A model in bands lacks these abilities, see `relvit.models.depth.lack`.
+# A model in bands lacks these abilities, see `relvit.models.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",

@@ -74,6 +74,11 @@ def at_image_size(
 
     That method interpolates position embeddings and tables, as timm's evaluation does for another `img_size`. For
     arguments and errors see `check_image_size`.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", depth=1)  # takes 224 x 224 pixels alone
+        >>> at_image_size(vit, (64, 96), 3)(torch.randn(1, 3, 64, 96)).shape
+        torch.Size([1, 1000])
     """
     try:
         check_image_size(net, img_size, in_chans, trained_size)
@@ -88,7 +93,12 @@ def at_image_size(
 
 
 def patch_size_of(net: nn.Module) -> tuple[int, int]:
-    """Return height and width of a model's patches in pixels; (1, 1) for a model without a patch embedding."""
+    """Return height and width of a model's patches in pixels; (1, 1) for a model without a patch embedding.
+
+    Examples:
+        >>> patch_size_of(timm.create_model("relvit_tiny", depth=1))
+        (16, 16)
+    """
     # Some models of timm have one number for both sides.
     return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
 

@@ -97,6 +97,9 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
 def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:
     """Run a model on a native batch of two shapes, before a long run starts.
 
+    Examples:
+        >>> check_native(timm.create_model("relvit_tiny", depth=1), (16, 16), in_chans=3)
+
     Args:
         net: a model of timm or relvit; not changed.
         patch_size: (height, width) of the patches of the data.

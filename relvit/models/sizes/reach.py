@@ -19,16 +19,6 @@ Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"
 """Rule for images of another size than in training, see `set_reach`."""
 
 
-def check_reach(reach: Reach, fixed: bool, path: str) -> None:
-    """Refuse a reach that needs images of one size in training, if they had native shapes (`fixed` is False).
-
-    Raises:
-        ValueError: the checkpoint at `path` was trained on native shapes, which the reach does not allow.
-    """
-    if not fixed and reach not in ("trained", "logn"):
-        raise ValueError(f"reach {reach!r} is for images of one size, and {path} was trained on native shapes")
-
-
 def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
     """Choose how relative attention treats images of another size than in training, until chosen again; in place.
 

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 def pooled_features(net: nn.Module, images: Tensor | dict[str, Any]) -> Tensor:
     """Compute the pooled features before the classifier, (B, num_features).
 
+    Examples:
+        >>> model = timm.create_model("relvit_tiny", img_size=64, depth=1)
+        >>> pooled_features(model, torch.randn(2, 3, 64, 96)).shape
+        torch.Size([2, 192])
+
     Args:
         net: a model of timm or relvit.
         images: (B, C, H, W), or the patches of images of any shapes, see `relvit.models.sizes.native.embed_native`.

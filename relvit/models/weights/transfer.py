@@ -101,6 +101,13 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
       initialised if the names differ, or, without names on one side, if the numbers of classes differ.
     - Relative tables that the checkpoint lacks are zero in relvit's models, and as initialised in retrofitted models.
 
+    Examples:
+        >>> trained = timm.create_model("relvit_tiny", img_size=64, depth=2, num_classes=3)
+        >>> model = timm.create_model("relvit_tiny", img_size=(64, 96), depth=2, num_classes=5)
+        >>> report = transfer_weights(model, Weights("trained", trained.state_dict(), input_size=(3, 64, 64)))
+        >>> report.new
+        ['head.weight', 'head.bias']
+
     Args:
         net: the model, built for its own classes and image size.
         weights: the weights.

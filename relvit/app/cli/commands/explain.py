@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,26 @@ from rich.console import Console
 from rich.table import Table
 
 from relvit.app.cli.errors import UsageError
+from relvit.app.data import parse_size
 from relvit.app.evaluation import Size
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.checkpoints.file import FOLDER, HUB, is_published
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.layers import LayerPlan
 from relvit.models import build_model
-from relvit.models.explain import HEADER, as_rows, as_table
-from relvit.models.explain import explain as explain_model
-from relvit.ops.checks import int_pair
+from relvit.models import explain as explain_model
 
 PLACES = {"cpu": "the CPU", "cuda": "CUDA"}
+HEADER = (
+    "layers",
+    "position",
+    "terms",
+    "backend",
+    "why",
+    "head width (in fused)",
+    "kept for backward",
+    "parameters each",
+)
 
 
 def explain(
@@ -58,7 +69,7 @@ def explain(
         # The plans depend neither on the weights nor on the number of classes.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size, device=device or "cpu")
-    height, width = net.patch_embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
+    height, width = net.patch_embed.img_size if img_size is None else parse_size(img_size)
     print(
         f"{model} at {height} x {width} pixels, as it would train on {PLACES[device or 'cpu']} in float32:\n",
         flush=True,
@@ -79,3 +90,23 @@ def explain(
         for layers, _, _, backend, reason, *_ in as_rows(explain_model(net, img_size, device="cuda")):
             line = f"- {layers}: {f'backend {backend}, ' if backend != '-' else ''}{reason}"
             console.print(line, soft_wrap=not console.is_terminal)
+
+
+def as_rows(plans: Sequence[LayerPlan]) -> list[list[str]]:
+    """Format plans as the cells of a table with the columns `HEADER`, layers with the same plan in one row."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for plan in plans:
+        groups.setdefault(plan[1:], []).append(plan.layer)
+    rows = []
+    for plan, layers in groups.items():
+        position, terms, backend, reason, width, keeps, parameters = plan
+        names = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
+        cells = (names, position, terms, backend, reason, f"{width[0]} ({width[1]})", keeps, f"{parameters:,}")
+        rows.append([str(cell) or "-" for cell in cells])
+    return rows
+
+
+def as_table(plans: Sequence[LayerPlan]) -> str:
+    """Format plans as a Markdown table, layers with the same plan in one row."""
+    rows = [f"| {' | '.join(row)} |" for row in (HEADER, *as_rows(plans))]
+    return "\n".join([rows[0], f"|{'---|' * len(HEADER)}", *rows[1:]])

@@ -31,7 +31,6 @@ from relvit.app.training.run.processes import (
 )
 from relvit.app.utils.remote import local_file
 from relvit.models import Reach, set_reach
-from relvit.models.sizes.reach import check_reach
 from relvit.utils.ranges import Range
 
 # These options of the model change how it is evaluated, and not what it is.
@@ -175,7 +174,7 @@ class Evaluation(RelvitCLI):
 
     def set_reach(self, reach: Reach) -> None:
         """Choose how attention works at other sizes than in training."""
-        check_reach(reach, self.datamodule.shape.fixed, self.checkpoint.path)
+        self.checkpoint.check_reach(reach)
         if reach != "trained":
             set_reach(self.model.net, reach, self.checkpoint.transforms().img_size)
 

@@ -23,7 +23,7 @@ from relvit.app.evaluation.pictures import Kind, draw
 from relvit.app.evaluation.pictures.draw import LABELS, OF_HEADS, first_kinds
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.plots import picture_of
-from relvit.models.attention_maps import patch_grid
+from relvit.models import patch_grid
 from relvit.utils.messages import MissingPackageError, one_line
 
 # Attention weights of more patches take gigabytes.

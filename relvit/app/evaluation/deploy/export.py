@@ -22,7 +22,7 @@ from relvit.app.evaluation.deploy.onnx_model import quantise
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import check_output, disk_errors_name, move_complete
-from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
+from relvit.layers import AnySizePatchEmbed, whole_patches
 from relvit.utils.messages import MissingPackageError, size_text
 
 FORMATS = (".onnx", ".pt2")

@@ -22,8 +22,8 @@ from relvit.app.evaluation.pictures.positions import (
 )
 from relvit.app.plots import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
 from relvit.app.training.labels import Labels, OneLabel
-from relvit.layers.mixer import Mixer
-from relvit.models.attention_maps import attention_maps, attention_rollout, patch_grid
+from relvit.layers import Mixer
+from relvit.models import attention_maps, attention_rollout, patch_grid
 from relvit.ops import Grid
 from relvit.utils.messages import check_choice
 

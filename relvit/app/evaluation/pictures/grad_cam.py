@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.app.evaluation.pictures.positions import NotApplicableError, chosen_layer
-from relvit.models.attention_maps import patch_grid
-from relvit.models.depth import lack
+from relvit.models import lack, patch_grid
 from relvit.utils.messages import MissingPackageError
 
 

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.attention import GridAttention
-from relvit.layers.attention_weights import record_logit_inputs
-from relvit.layers.mixer import Mixer
-from relvit.layers.positions.base import needs_tokens
-from relvit.models.attention_maps import patch_grid
-from relvit.ops import AxisTables, Channels, Grid, JointTable, RelativeTerms
-from relvit.ops.inputs import AttentionInputs
+from relvit.layers import Mixer
+from relvit.models import logit_inputs, patch_grid
+from relvit.ops import AttentionInputs, AxisTables, Channels, Grid, JointTable, RelativeTerms
 from relvit.ops.reference import attention_logits
 
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
@@ -41,15 +37,13 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
         NotApplicableError: a model without such tables.
     """
     found, kinds = {}, set()
-    for name, layer in _layers(model, Mixer).items():
+    grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
+    for name, layer in _mixers(model).items():
         position = getattr(layer, "position", None)
         kinds.add("no position" if position is None else type(position).__name__)
-        if position is None or needs_tokens(position):
+        terms = layer.position_terms(grid)
+        if terms is None:
             continue
-        window = getattr(layer, "block_window", None)
-        terms = position(
-            Grid(*patch_grid(model, img_size), model.num_prefix_tokens) if window is None else Grid(*window)
-        )
         tables = {}
         for field, letter in LETTERS.items():
             tables |= _tables(letter, getattr(terms, field))
@@ -98,7 +92,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         NotApplicableError: a model without relative positions, or one in windows or bands.
         ValueError: a model in training mode, a patch outside the grid.
     """
-    if all(layer.position is None for layer in _layers(model, GridAttention).values()):
+    if all(getattr(layer, "position", None) is None for layer in _mixers(model).values()):
         raise NotApplicableError(f"{type(model).__name__} has no attention with relative terms")
     return {name: _kernel(given, patch) for name, given in _logit_inputs(model, image).items()}
 
@@ -210,7 +204,7 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
     grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
     index = None if patch is None else patch_index(patch, grid)
     found = {}
-    for name, layer in _layers(model, Mixer).items():
+    for name, layer in _mixers(model).items():
         bias = layer.learned_bias(grid)
         if bias is not None:
             by_pair = bias.dim() == 2
@@ -237,8 +231,8 @@ def chosen_layer(names: Sequence[str], layer: int) -> str:
     return names[layer]
 
 
-def _layers(model: nn.Module, kinds: object) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+def _mixers(model: nn.Module) -> dict[str, Mixer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Mixer)}
 
 
 def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -251,20 +245,14 @@ def _position_vectors(given: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]:
     """Run the model once, and return the inputs of each layer's logits."""
-    layers, name = _layers(model, GridAttention), type(model).__name__
-    if not layers:
-        raise NotApplicableError(f"{name} has no attention with relative positions")
     if model.training:
         raise ValueError("pictures need a model in evaluation mode: call model.eval()")
-    if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
-        raise NotApplicableError("there are no logits of all pairs in windows or parts: set_reach(model, 'trained')")
-    with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
-        model.forward_features(image[None])
-    found = {name: record.get(layer.attn_drop) for name, layer in layers.items()}
-    rows, columns = patch_grid(model, image.shape[-2:])
-    for given in found.values():
-        if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
-            raise NotApplicableError(f"{name} does not compute all patches in each layer")
-        if given.terms.axis_logits is not None:
-            raise NotApplicableError(f"positions of {name} have no tables by offset that hold for all queries")
+    try:
+        found = logit_inputs(model, image[None])
+    except (TypeError, ValueError) as error:
+        raise NotApplicableError(str(error)) from error
+    if any(given.terms.axis_logits is not None for given in found.values()):
+        raise NotApplicableError(
+            f"positions of {type(model).__name__} have no tables by offset that hold for all queries"
+        )
     return found

@@ -23,8 +23,7 @@ from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.remote import suffix_of
-from relvit.models.factory import model_arguments
-from relvit.models.sizes.run import pooled_features
+from relvit.models import model_arguments, pooled_features
 from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.

@@ -26,6 +26,7 @@ from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.utils.masks import MASK, masked
+from relvit.models import Reach
 from relvit.utils.messages import listing, one_line
 from relvit.version import __version__
 
@@ -216,6 +217,11 @@ class Checkpoint:
         """Return the shape of the training's images: one size, or patches within a budget."""
         with self._reading("the shape of its images"):
             return shape_of(self.images_args)
+
+    def check_reach(self, reach: Reach) -> None:
+        """Raise ValueError for a reach that needs images of one size in training, where they had native shapes."""
+        if reach not in ("trained", "logn") and not self.shape().fixed:
+            raise ValueError(f"reach {reach!r} is for images of one size, and {self.path} was trained on native shapes")
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""

@@ -24,9 +24,7 @@ from relvit.app.utils.hub import hub_access
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
-from relvit.models.factory import DATA_ARGUMENTS, check_description, check_size
-from relvit.models.retrofit.api import RETROFITTED_NAME
-from relvit.models.weights.transfer import TransferReport, Weights, transfer_weights
+from relvit.models import TransferReport, Weights, check_model_size, described_model, transfer_weights
 from relvit.utils.messages import did_you_mean, listing, one_line
 
 ALLOWED = (
@@ -70,12 +68,7 @@ class Pretrained:
             raise ValueError(f"{self._file} does not say which model it is of: give --model.model as well")
         if self._config is None:
             return Architecture(self._timm_name)
-        _, architecture, given = self._config
-        kwargs = {key: value for key, value in given.items() if key not in DATA_ARGUMENTS}
-        retrofit = None
-        if architecture == RETROFITTED_NAME:
-            architecture, retrofit = kwargs.pop("model"), kwargs.pop("retrofit")
-        return Architecture(architecture, kwargs or None, retrofit)
+        return self._config[1]
 
     def normalisation(self) -> Normalisation:
         """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""
@@ -157,8 +150,8 @@ class Pretrained:
         return Checkpoint.read(self._file) if self._file is not None and suffix_of(self._file) == ".ckpt" else None
 
     @cached_property
-    def _config(self) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
-        """The config.json of a folder or on the hub: the description of the weights, the model and its arguments."""
+    def _config(self) -> tuple[dict[str, Any], Architecture, dict[str, Any]] | None:
+        """The config.json of a folder or on the hub: the description of the weights, the model, all its arguments."""
         source, _, path = self._timm_name.partition(":")
         if f"{source}:" not in (HUB, FOLDER):
             return None
@@ -174,8 +167,8 @@ class Pretrained:
                 f"the config.json of {self.name} does not say which model it is of ({one_line(error)})"
             ) from error
         check_bounds([cfg, arguments], f"the config.json of {self.name}")
-        check_description(architecture, arguments, f"the config.json of {self.name}")
-        return cfg, architecture, arguments
+        described = described_model(architecture, arguments, f"the config.json of {self.name}")
+        return cfg, Architecture(*described), arguments
 
     def _weights_of_checkpoint(self, checkpoint: Checkpoint) -> Weights:
         model = checkpoint.model
@@ -199,7 +192,7 @@ class Pretrained:
         described = self._config[2] if self._config else {}
         try:
             with hub_access() if pretrained and not name.startswith(FOLDER) else nullcontext():
-                check_size(partial(timm.create_model, name, **arguments), described)
+                check_model_size(partial(timm.create_model, name, **arguments), described)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
         # A config.json may hold anything, and timm and the models raise almost any type of error for it.
         except Exception as error:

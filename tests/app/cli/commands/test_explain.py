@@ -7,6 +7,7 @@ from timm.models import save_for_hf
 
 import relvit
 from relvit.app.cli import main
+from relvit.app.cli.commands.explain import as_table
 
 
 def test_the_command(capsys, fails):
@@ -25,6 +26,13 @@ def test_the_command(capsys, fails):
         ["explain", "test_relvit", "--device", "gpu"]
     )
     assert "did you mean 'test_relvit'" in fails(["explain", "--model.model", "test_relvitt"])
+
+
+def test_equal_layers_share_a_row():
+    model = timm.create_model("test_relvit", img_size=32, depth=3)
+    model.blocks[1].attn.backend = "fused"
+    _, _, *rows = as_table(relvit.explain(model)).splitlines()
+    assert [row.split("|")[1].strip() for row in rows] == ["blocks.0.attn ... blocks.2.attn (2)", "blocks.1.attn"]
 
 
 def test_the_command_takes_a_published_folder_and_a_checkpoint(best, tmp_path, capsys, fails):
