@@ -63,7 +63,7 @@ def lack(model: nn.Module, need: str) -> str | None:
         >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None
         True
         >>> lack(timm.create_model("relvit_aft_conv_tiny", img_size=64, depth=1), "weights")
-        'it is attention-free, AFTConv2d'
+        'its AFTConv2d is attention-free'
 
     Args:
         model: any model.
