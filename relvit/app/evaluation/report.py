@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from relvit.app.data import ImageData, UnreadableImageError
 from relvit.app.data.batches import image_of
 from relvit.app.data.images.file_datasets import LabelledFiles
-from relvit.app.evaluation.outcomes import AnyClassMetrics, Outcomes, outcomes_of
 from relvit.app.evaluation.trust.robustness import Corruptions, evaluate_corruptions
 from relvit.app.plots import picture_of, plot_confusion, plot_sheet
+from relvit.app.training.class_metrics import AnyClassMetrics
+from relvit.app.training.labels import Labels
 from relvit.app.utils.files import from_here, write_csv
 from relvit.utils.messages import printable
 
@@ -58,7 +59,7 @@ class EvaluationReport(Callback):
         self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._outcomes: Outcomes = outcomes_of(pl_module.labels)
+        self._labels: Labels = pl_module.labels
         self._kept: list[np.ndarray] = []
         self._hook = pl_module.register_forward_hook(self._keep_logits)
 
@@ -73,8 +74,8 @@ class EvaluationReport(Callback):
     ) -> None:
         labels = batch[1]
         if len(labels):
-            # Outcomes are kept in double precision, which holds labels exactly and which not every accelerator has.
-            self._kept.append(self._outcomes.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
+            # Numbers are kept in double precision, which holds labels exactly and which not every accelerator has.
+            self._kept.append(self._labels.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hook.remove()
@@ -97,7 +98,7 @@ class EvaluationReport(Callback):
         if conditions := getattr(data, "conditions", ()):
             of_images = [conditions[index] for index in indices]
             present = len(set(data.dataset("test").targets))
-            self.corruptions = evaluate_corruptions(self._outcomes.right(kept), of_images, present)
+            self.corruptions = evaluate_corruptions(self._labels.right(kept), of_images, present)
             self.results |= self.corruptions.results
             write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
 
@@ -109,14 +110,14 @@ class EvaluationReport(Callback):
         self._logits = logits
 
     def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
-        self.classes = metrics = self._outcomes.class_metrics(kept, len(names))
+        self.classes = metrics = self._labels.class_metrics(kept, len(names))
         # With several labels the mean F1 is among the logged metrics.
         self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
-        self.results |= {f"test/{name}": value for name, value in self._outcomes.calibration(kept).items()}
+        self.results |= {f"test/{name}": value for name, value in self._labels.calibration(kept).items()}
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
         rows = zip(names, metrics.count.tolist(), *values, strict=True)
         write_csv(self.folder / "classes.csv", ["class", *metrics._fields], rows)
-        if (confusion := self._outcomes.confusion(kept, len(names))) is None:
+        if (confusion := self._labels.confusion(kept, len(names))) is None:
             return
         if len(names) <= DENSE:
             rows = ([name, *row] for name, row in zip(names, confusion.tolist(), strict=True))
@@ -129,7 +130,7 @@ class EvaluationReport(Callback):
     def _write_mistakes(self, kept: np.ndarray, indices: Sequence[int], data: ImageData) -> None:
         dataset = data.dataset(data.evaluated_split)
         wrong = []
-        for mistake in self._outcomes.mistakes(kept, data.class_names):
+        for mistake in self._labels.mistakes(kept, data.class_names):
             index = indices[mistake.position]
             path = f"{data.evaluated_split}/{index:05d}"
             if isinstance(dataset, LabelledFiles):
@@ -138,7 +139,7 @@ class EvaluationReport(Callback):
             wrong.append((-mistake.weight, path, mistake.true, mistake.predicted, index, mistake.caption))
         wrong.sort()
         rows = ([path, true, predicted, f"{-weight:.6f}"] for weight, path, true, predicted, *_ in wrong[:LISTED])
-        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._outcomes.mistakes_by], rows)
+        write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
             # The test keeps its other results where a file has been deleted since.
@@ -146,7 +147,7 @@ class EvaluationReport(Callback):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")
         if pictures:
-            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._outcomes.mistakes_title)
+            plot_sheet(pictures, captions, self.folder / "mistakes.png", title=self._labels.mistakes_title)
 
 
 def _evaluated_indices(data: ImageData, rank: int, world_size: int) -> list[int]:

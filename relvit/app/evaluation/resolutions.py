@@ -18,7 +18,6 @@ from relvit.app.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.app.data.at_size import at_size
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation.costs import count_macs, peak_memory
-from relvit.app.evaluation.outcomes import outcomes_of
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.app.training.checkpoints.checkpoint import first_difference
@@ -187,7 +186,7 @@ def _evaluate(
     classifier.eval()
     net = classifier.net if classifier.average is None else classifier.average.net
     net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
-    metrics, outcomes = epoch_metrics(classifier.labels, own.num_classes), outcomes_of(classifier.labels)
+    metrics, of = epoch_metrics(classifier.labels, own.num_classes), classifier.labels
     batches: list[np.ndarray] = []
     memory, seconds = None, 0.0
     what = f"{classifier.hparams.model} at {height} x {width}"
@@ -201,7 +200,7 @@ def _evaluate(
             seconds += _now(classifier.device) - begin
         logits = logits.float().cpu() / classifier.temperature
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
-        batches.append(outcomes.keep(classifier.probabilities(logits.double()), labels))
+        batches.append(of.keep(classifier.probabilities(logits.double()), labels))
     if not batches:
         raise ValueError(f"none of the images of {split} could be read")
     tested = np.concatenate(batches, axis=1)
@@ -214,12 +213,12 @@ def _evaluate(
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
         "images": images,
         **with_errors(accuracies, images),
-        **outcomes.calibration(tested),
+        **of.calibration(tested),
         "images_per_second": images / seconds,
         "macs": count_macs(net, own.img_size, own.in_chans),
         "peak_memory": memory,
     }
-    return results, outcomes.right(tested)
+    return results, of.right(tested)
 
 
 def _square_of(net: torch.nn.Module, size: Size) -> int | None:

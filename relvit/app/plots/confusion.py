@@ -1,4 +1,4 @@
-"""Draw a confusion matrix as a PNG; `relvit.app.evaluation.outcomes` computes it."""
+"""Draw a confusion matrix as a PNG; `relvit.app.training.class_metrics` computes it."""
 
 from __future__ import annotations
 

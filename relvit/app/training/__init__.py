@@ -10,8 +10,9 @@ from relvit.app.training.checkpoints.callback import RunCheckpoints, StoppedBySi
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
 from relvit.app.training.checkpoints.load import classifier_of, load_classifier
+from relvit.app.training.class_metrics import multi_label_metrics
 from relvit.app.training.classifier import ImageClassifier
-from relvit.app.training.labels import Labels, OneLabel, SeveralLabels, multi_label_metrics
+from relvit.app.training.labels import Labels, OneLabel, SeveralLabels
 from relvit.app.training.optim.distillation import Teacher, distillation_loss
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.gradients import NonFiniteLossError

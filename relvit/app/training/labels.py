@@ -1,12 +1,12 @@
-"""One label per image, or several (multi-label): probabilities, predicted classes, thresholds and metrics of training.
+"""One label per image, or several (multi-label): probabilities, predicted classes, thresholds, results of a test.
 
-The metrics of a test's report, such as the confusion matrix, are in `relvit.app.evaluation.outcomes`.
+`class_metrics.py` computes the metrics of each class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -17,29 +17,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.utilities import dim_zero_cat
+
+from relvit.app.training.class_metrics import (
+    AnyClassMetrics,
+    ClassMetrics,
+    MultiLabelMetrics,
+    MultiLabelScores,
+    calibration_error,
+    class_metrics,
+    confusion_matrix,
+    multi_label_metrics,
+)
 
 
-class MultiLabelMetrics(NamedTuple):
-    """Metrics of each class of multi-label images: `count`, its number of images, int64 (C,); the others float64 (C,).
+class Mistake(NamedTuple):
+    """A wrong prediction.
 
-    An image gets a class where the probability reaches the `threshold`. An undefined metric is NaN: `recall` and
-    `average_precision` where a class has no images, `precision` where it is never predicted, `f1` where both are the
-    case.
+    Attributes:
+        weight: How bad the mistake is.
+        position: The position of the image among those of the test.
+        true: The names of the image's classes.
+        predicted: The names of the predicted classes.
+        caption: The prediction in the words of a figure.
     """
 
-    count: np.ndarray
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    average_precision: np.ndarray
-    threshold: np.ndarray
-
-    def means(self) -> dict[str, float]:
-        """Return 'map' (mean average precision) and 'f1' (mean F1), both over the classes that have images."""
-        known = self.count > 0
-        values = {"map": self.average_precision, "f1": self.f1}
-        return {name: float(value[known].mean()) if known.any() else np.nan for name, value in values.items()}
+    weight: float
+    position: int
+    true: str
+    predicted: str
+    caption: str
 
 
 class Labels(Protocol):
@@ -49,6 +55,8 @@ class Labels(Protocol):
         score: The metric that chooses the best checkpoint.
         loss: The loss of evaluation, as `ClassificationLoss` names it.
         activation: The Python code that turns logits into probabilities.
+        mistakes_by: The column by which a table of mistakes is sorted.
+        mistakes_title: The title of the pictures of mistakes.
         thresholds: The probability of each class from which on an image has this class. None: an image has its most
             probable class.
     """
@@ -56,6 +64,8 @@ class Labels(Protocol):
     score: str
     loss: str
     activation: str
+    mistakes_by: str
+    mistakes_title: str
     thresholds: list[float] | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -95,6 +105,31 @@ class Labels(Protocol):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         """Format names and probabilities of the classes of an image as the cells of a row."""
 
+    # A test keeps numbers of each image as float64 rows (rows, N) with a column for each image, which the processes of
+    # a test can gather. The figures of a report are computed from these rows.
+
+    def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
+        """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""
+
+    def right(self, kept: np.ndarray) -> np.ndarray | None:
+        """Return whether each image was right, bool (N,); None with several labels."""
+
+    def calibration(self, kept: np.ndarray) -> dict[str, float]:
+        """Return the 'calibration_error'; nothing with several labels."""
+        return {}
+
+    def confusion(self, kept: np.ndarray, num_classes: int) -> np.ndarray | None:
+        """Compute the confusion matrix; None with several labels."""
+
+    def class_metrics(self, kept: np.ndarray, num_classes: int) -> AnyClassMetrics:
+        """Compute the metrics of each class."""
+
+    def compute_score(self, kept: np.ndarray) -> float:
+        """Compute the metric that `score` names: accuracy or mean average precision."""
+
+    def mistakes(self, kept: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
+        """Yield the mistakes, given the names of the classes."""
+
 
 @dataclass(frozen=True)
 class OneLabel(Labels):
@@ -103,6 +138,8 @@ class OneLabel(Labels):
     score = "acc1"
     loss = "ce"
     activation = "softmax(-1)"
+    mistakes_by = "probability"
+    mistakes_title = "most confident mistakes"
     thresholds: list[float] | None = field(default=None, init=False)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -133,6 +170,32 @@ class OneLabel(Labels):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         return list(chain.from_iterable((name, f"{probability:.6f}") for name, probability in found))
 
+    def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
+        """Return rows of label, predicted class and probability of this class."""
+        probability, predicted = probabilities.double().max(-1)
+        return torch.stack((labels.double(), predicted.double(), probability)).numpy()
+
+    def right(self, kept: np.ndarray) -> np.ndarray:
+        return kept[0] == kept[1]
+
+    def calibration(self, kept: np.ndarray) -> dict[str, float]:
+        return {"calibration_error": calibration_error(kept[2], self.right(kept))}
+
+    def confusion(self, kept: np.ndarray, num_classes: int) -> np.ndarray:
+        return confusion_matrix(*kept[:2].astype(np.int64), num_classes)
+
+    def class_metrics(self, kept: np.ndarray, num_classes: int) -> ClassMetrics:
+        return class_metrics(self.confusion(kept, num_classes))
+
+    def compute_score(self, kept: np.ndarray) -> float:
+        return float(self.right(kept).mean())
+
+    def mistakes(self, kept: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
+        for position in np.flatnonzero(~self.right(kept)).tolist():
+            label, predicted, probability = kept[:, position].tolist()
+            guess = names[int(predicted)]
+            yield Mistake(probability, position, names[int(label)], guess, f"{probability:.1%} {guess}")
+
 
 @dataclass(frozen=True)
 class SeveralLabels(Labels):
@@ -147,6 +210,8 @@ class SeveralLabels(Labels):
     score = "map"
     loss = "bce"
     activation = "sigmoid()"
+    mistakes_by = "loss"
+    mistakes_title = "mistakes of the highest loss"
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return _finite(_at_least_single(logits).sigmoid())
@@ -168,6 +233,11 @@ class SeveralLabels(Labels):
         classes = metrics["scores"].classes
         return self if classes is None else SeveralLabels(classes.threshold.tolist())
 
+    def fitted(self, kept: np.ndarray) -> SeveralLabels:
+        """Return labels with the thresholds of the best F1 on the images that were kept."""
+        labels, probabilities = np.split(kept, 2)
+        return SeveralLabels(multi_label_metrics(probabilities.T, labels.T > 0).threshold.tolist())
+
     def restored(self, thresholds: list[float] | None) -> SeveralLabels:
         return self if thresholds is None else SeveralLabels(thresholds)
 
@@ -179,6 +249,26 @@ class SeveralLabels(Labels):
 
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         return [";".join(name for name, _ in found), ";".join(f"{probability:.6f}" for _, probability in found)]
+
+    def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
+        """Return C rows of labels, then C rows of probabilities."""
+        return torch.cat((labels.double(), probabilities.double()), 1).T.numpy()
+
+    def class_metrics(self, kept: np.ndarray, num_classes: int) -> MultiLabelMetrics:
+        labels, probabilities = np.split(kept, 2)
+        return multi_label_metrics(probabilities.T, labels.T > 0, self.thresholds)
+
+    def compute_score(self, kept: np.ndarray) -> float:
+        return self.class_metrics(kept, len(self.thresholds)).means()["map"]
+
+    def mistakes(self, kept: np.ndarray, names: Sequence[str]) -> Iterator[Mistake]:
+        labels, probabilities = (torch.from_numpy(rows.T) for rows in np.split(kept, 2))
+        losses = F.binary_cross_entropy(probabilities, labels, reduction="none").mean(1).tolist()
+        true, found = classes_above(labels, [0.5] * len(names)), classes_above(probabilities, self.thresholds)
+        for position, (loss, label, predicted) in enumerate(zip(losses, true, found, strict=True)):
+            if set(label) != set(predicted):
+                texts = [";".join(names[index] for index in each) for each in (label, predicted)]
+                yield Mistake(loss, position, *texts, f"predicted: {texts[1]}")
 
 
 def labels_of(thresholds: list[float] | None) -> Labels:
@@ -217,73 +307,3 @@ def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[li
         above = (row >= torch.tensor(thresholds, dtype=torch.float64)).nonzero()[:, 0]
         found.append(above[row[above].argsort(descending=True, stable=True)].tolist())
     return found
-
-
-def multi_label_metrics(
-    probabilities: np.ndarray, labels: np.ndarray, thresholds: Sequence[float] | None = None
-) -> MultiLabelMetrics:
-    """Compute the metrics of each class where images have several labels.
-
-    Average precision is the sum over the scores s_n, from high to low, of (R_n - R_(n-1)) P_n, with precision P_n and
-    recall R_n at the threshold s_n, as scikit-learn's `average_precision_score` computes it.
-
-    Args:
-        probabilities: (N, C).
-        labels: Bool (N, C).
-        thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
-            threshold is midway between the lowest score to be included and the next one below it; it is the highest of
-            equally good ones, and 0.5 for a class without images.
-    """
-    curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
-    chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
-    predicted = probabilities >= chosen
-    right, count, guesses = (predicted & labels).sum(0), labels.sum(0), predicted.sum(0)
-    with np.errstate(invalid="ignore"):
-        rates = right / guesses, right / count, 2 * right / (count + guesses)
-    return MultiLabelMetrics(count, *rates, np.array([precision for precision, _ in curves]), chosen)
-
-
-def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Compute the average precision of a class, and the threshold of its best F1."""
-    if not labels.any():
-        return np.nan, 0.5
-    order = np.argsort(-scores, kind="stable")
-    scores = scores[order]
-    # A threshold includes all images of equal scores or none, so only the last of them counts.
-    last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
-    found, scores = labels[order].cumsum()[last], scores[last]
-    average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]
-    best = np.argmax(found / (last + 1 + found[-1]))
-    return float(average), float((scores[best] + np.append(scores, 0)[best + 1]) / 2)
-
-
-class MultiLabelScores(Metric):
-    """Mean average precision 'map' and mean F1 'f1' of an epoch, exact on any number of devices.
-
-    Attributes:
-        thresholds: One threshold for each class. None lets `multi_label_metrics` choose them.
-        classes: The metrics of each class, after `compute`.
-    """
-
-    full_state_update: bool | None = False
-
-    def __init__(self, thresholds: Sequence[float] | None = None) -> None:
-        super().__init__()
-        self.thresholds: Sequence[float] | None = thresholds
-        self.classes: MultiLabelMetrics | None = None
-        for name in ("probabilities", "labels"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add the logits and labels of a batch, both (B, C)."""
-        # Empty batches are added, too, so that all processes have states to gather.
-        self.probabilities.append(logits.float().sigmoid())
-        self.labels.append(labels.view(logits.shape).to(torch.uint8))
-
-    def compute(self) -> dict[str, float]:
-        """Return 'map' and 'f1', which are NaN without images."""
-        if not len(self.labels):
-            return dict.fromkeys(("map", "f1"), np.nan)
-        probabilities, labels = (dim_zero_cat(state).cpu().numpy() for state in (self.probabilities, self.labels))
-        self.classes = multi_label_metrics(probabilities, labels.astype(bool), self.thresholds)
-        return self.classes.means()

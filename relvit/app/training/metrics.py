@@ -1,6 +1,6 @@
 """Metrics of an epoch on all devices (torchmetrics): loss and accuracy or mean average precision, logged and resumed.
 
-The metrics of a test's report are in `relvit.app.evaluation.outcomes`.
+The metrics of each class, as a test reports them, are in `class_metrics.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import relvit
 from relvit.app.cli import main
 from relvit.app.data import ImageListData
 from relvit.app.training import load_classifier
-from relvit.app.training.labels import multi_label_metrics
+from relvit.app.training.class_metrics import multi_label_metrics
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
 

@@ -9,7 +9,7 @@ from small_training import SeveralLabels, build, record_steps, train
 
 from relvit.app.training import load_classifier
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.app.training.labels import MultiLabelScores, multi_label_metrics
+from relvit.app.training.class_metrics import MultiLabelScores, multi_label_metrics
 from relvit.app.training.labels import SeveralLabels as Several
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from two_processes import REVERSIBLE, STEP, alone, content, trainings
 
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
-from relvit.app.training.labels import multi_label_metrics
+from relvit.app.training.class_metrics import multi_label_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from relvit.app.cli.trainer.command_folder import SCORES, baseline, files_line, 
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation import Corruptions, EvaluationReport, MirrorAverage, RestrictedClasses
-from relvit.app.evaluation.outcomes import AnyClassMetrics
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
+from relvit.app.training.class_metrics import AnyClassMetrics
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 

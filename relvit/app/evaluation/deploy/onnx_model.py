@@ -18,7 +18,6 @@ from relvit.app.data import ImageData
 from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.shape import shape_of
 from relvit.app.evaluation.deploy.exported_description import read_description
-from relvit.app.evaluation.outcomes import outcomes_of
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import Labels, labels_of
 from relvit.utils.memory import available_memory
@@ -206,8 +205,8 @@ def compare(predictor: Predictor, exported: OnnxClassifier, data: ImageData) -> 
             theirs = predictor.labels.probabilities(exported(images))
             rows.append((labels, predictor.probabilities(images), theirs))
     labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
-    outcomes = outcomes_of(predictor.labels)
-    scores = [outcomes.score(outcomes.keep(each, labels)) for each in both]
-    ours, theirs = (predictor.labels.classes(each, 1) for each in both)
+    of = predictor.labels
+    scores = [of.compute_score(of.keep(each, labels)) for each in both]
+    ours, theirs = (of.classes(each, 1) for each in both)
     same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
     return Comparison(len(labels), *scores, same)

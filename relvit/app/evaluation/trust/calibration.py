@@ -13,11 +13,11 @@ from torch import Tensor
 from relvit.app.data import ImageData
 from relvit.app.data.modules.base import Split
 from relvit.app.data.registry import named_data_module
-from relvit.app.evaluation.outcomes import calibration_error
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.app.training.checkpoints.file import read_checkpoint, write_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.app.training.labels import multi_label_metrics
+from relvit.app.training.class_metrics import calibration_error
+from relvit.app.training.labels import SeveralLabels
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import check_output
 from relvit.app.utils.remote import local_file
@@ -160,7 +160,7 @@ def calibrate(
                 _check_val(found, split, *_outcomes(classifier, images, "val", progress))
             change: dict[str, Any] = {"temperature": found.temperature}
         else:
-            found = _choose(*outcomes, classifier.thresholds, next_split)
+            found = _choose(*outcomes, classifier.labels, next_split)
             change = {"thresholds": found.thresholds}
         content = read_checkpoint(ckpt_path, file, averaged=False)
     content[KEY] |= change
@@ -198,12 +198,12 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
         )
 
 
-def _choose(logits: Tensor, labels: Tensor, thresholds: list[float], next_split: Split) -> ChosenThresholds:
+def _choose(logits: Tensor, labels: Tensor, before: SeveralLabels, next_split: Split) -> ChosenThresholds:
     # A training chooses thresholds in single precision, too.
-    probabilities = logits.float().sigmoid().numpy()
-    before, after = (multi_label_metrics(probabilities, labels.numpy(), each) for each in (thresholds, None))
-    f1 = before.means()["f1"], after.means()["f1"]
-    return ChosenThresholds(after.threshold.tolist(), len(labels), f1, next_split)
+    kept = before.keep(before.probabilities(logits.float()), labels)
+    after = before.fitted(kept)
+    f1 = tuple(each.class_metrics(kept, logits.shape[1]).means()["f1"] for each in (before, after))
+    return ChosenThresholds(after.thresholds, len(labels), f1, next_split)
 
 
 def _evaluate(logits: Tensor, labels: Tensor, next_split: Split) -> Calibration:

@@ -1,0 +1,149 @@
+"""Metrics of each class (confusion matrix, precision, recall, F1, average precision) and calibration error.
+
+`labels.py` says which of these metrics belong to images of one label, and which to images of several labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+
+class ClassMetrics(NamedTuple):
+    """The number of images of each class, int64 (C,), and metrics, float64 (C,), which are NaN where undefined.
+
+    `precision` is undefined where a class is never predicted, `recall` where the class has no images, `f1` where both
+    are the case.
+    """
+
+    count: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+
+
+class MultiLabelMetrics(NamedTuple):
+    """Metrics of each class of multi-label images: `count`, its number of images, int64 (C,); the others float64 (C,).
+
+    An image gets a class where the probability reaches the `threshold`. An undefined metric is NaN: `recall` and
+    `average_precision` where a class has no images, `precision` where it is never predicted, `f1` where both are the
+    case.
+    """
+
+    count: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    average_precision: np.ndarray
+    threshold: np.ndarray
+
+    def means(self) -> dict[str, float]:
+        """Return 'map' (mean average precision) and 'f1' (mean F1), both over the classes that have images."""
+        known = self.count > 0
+        values = {"map": self.average_precision, "f1": self.f1}
+        return {name: float(value[known].mean()) if known.any() else np.nan for name, value in values.items()}
+
+
+AnyClassMetrics = ClassMetrics | MultiLabelMetrics
+
+
+def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """Count images of each class (rows) by predicted class (columns): int64 (N,), int64 (N,) -> int64 (C, C)."""
+    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+def class_metrics(confusion: np.ndarray) -> ClassMetrics:
+    """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
+    right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    # torchmetrics cannot tell an undefined metric from one that is zero.
+    with np.errstate(invalid="ignore"):
+        return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
+
+
+def calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int = 15) -> float:
+    """Compute the expected calibration error (Guo et al. 2017, arXiv 1706.04599, eq. 3) in bins of equal width.
+
+    Args:
+        confidence: The probability of the predicted class, (N,).
+        right: Whether the prediction was right, (N,).
+        bins: The number of bins.
+    """
+    # The paper's bins are ((m - 1) / bins, m / bins]; torchmetrics gives a confidence of 1 a bin of its own.
+    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    return float(np.abs(np.bincount(place, right - confidence, bins)).sum() / len(confidence))
+
+
+def multi_label_metrics(
+    probabilities: np.ndarray, labels: np.ndarray, thresholds: Sequence[float] | None = None
+) -> MultiLabelMetrics:
+    """Compute the metrics of each class where images have several labels.
+
+    Average precision is the sum over the scores s_n, from high to low, of (R_n - R_(n-1)) P_n, with precision P_n and
+    recall R_n at the threshold s_n, as scikit-learn's `average_precision_score` computes it.
+
+    Args:
+        probabilities: (N, C).
+        labels: Bool (N, C).
+        thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
+            threshold is midway between the lowest score to be included and the next one below it; it is the highest of
+            equally good ones, and 0.5 for a class without images.
+    """
+    curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
+    chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
+    predicted = probabilities >= chosen
+    right, count, guesses = (predicted & labels).sum(0), labels.sum(0), predicted.sum(0)
+    with np.errstate(invalid="ignore"):
+        rates = right / guesses, right / count, 2 * right / (count + guesses)
+    return MultiLabelMetrics(count, *rates, np.array([precision for precision, _ in curves]), chosen)
+
+
+def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Compute the average precision of a class, and the threshold of its best F1."""
+    if not labels.any():
+        return np.nan, 0.5
+    order = np.argsort(-scores, kind="stable")
+    scores = scores[order]
+    # A threshold includes all images of equal scores or none, so only the last of them counts.
+    last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
+    found, scores = labels[order].cumsum()[last], scores[last]
+    average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]
+    best = np.argmax(found / (last + 1 + found[-1]))
+    return float(average), float((scores[best] + np.append(scores, 0)[best + 1]) / 2)
+
+
+class MultiLabelScores(Metric):
+    """Mean average precision 'map' and mean F1 'f1' of an epoch, exact on any number of devices.
+
+    Attributes:
+        thresholds: One threshold for each class. None lets `multi_label_metrics` choose them.
+        classes: The metrics of each class, after `compute`.
+    """
+
+    full_state_update: bool | None = False
+
+    def __init__(self, thresholds: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.thresholds: Sequence[float] | None = thresholds
+        self.classes: MultiLabelMetrics | None = None
+        for name in ("probabilities", "labels"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add the logits and labels of a batch, both (B, C)."""
+        # Empty batches are added, too, so that all processes have states to gather.
+        self.probabilities.append(logits.float().sigmoid())
+        self.labels.append(labels.view(logits.shape).to(torch.uint8))
+
+    def compute(self) -> dict[str, float]:
+        """Return 'map' and 'f1', which are NaN without images."""
+        if not len(self.labels):
+            return dict.fromkeys(("map", "f1"), np.nan)
+        probabilities, labels = (dim_zero_cat(state).cpu().numpy() for state in (self.probabilities, self.labels))
+        self.classes = multi_label_metrics(probabilities, labels.astype(bool), self.thresholds)
+        return self.classes.means()
