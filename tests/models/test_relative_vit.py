@@ -163,6 +163,9 @@ FAMILY = {
     "relvit_small": (384, 12, 6, 16, 224, 0, 1000),
     "relvit_base": (768, 12, 12, 16, 224, 0, 1000),
     "relvit_large": (1024, 24, 16, 16, 224, 0, 1000),
+    "relvit_learn_tiny": (192, 12, 3, 16, 224, 0, 1000),
+    "relvit_learn_small": (384, 12, 6, 16, 224, 0, 1000),
+    "relvit_learn_base": (768, 12, 12, 16, 224, 0, 1000),
     "relvit_rev_small": (384, 12, 6, 16, 224, 0, 1000),
     "relvit_rev_base": (768, 12, 12, 16, 224, 0, 1000),
     "relvit_rev_large": (1024, 24, 16, 16, 224, 0, 1000),
@@ -183,6 +186,15 @@ EMBEDDINGS = {
 }
 
 
+def test_a_clip_distance_of_a_name_is_not_for_another_position():
+    model = timm.create_model("relvit_learn_tiny", position="fire", depth=1, device="meta")
+    assert not hasattr(model.blocks[0].attn.position, "max_distance")
+    slopes = timm.create_model("relvit_learn_tiny", position="slopes", depth=1, device="meta").blocks[0].attn.position
+    assert slopes.max_distance is None
+    tables = timm.create_model("relvit_learn_tiny", position="tables", depth=1, device="meta").blocks[0].attn.position
+    assert tables.max_distance == (2, 2)
+
+
 def test_all_registered_models_are_in_the_list():
     assert set(NAMES) == set(FAMILY)
 
@@ -192,10 +204,13 @@ def test_all_registered_models_are_in_the_list():
 )
 def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     options = {"rel_terms": "k", "max_distance": (2, 3), "layout": "joint", "shared_heads": False} if pos_embed else {}
-    model = timm.create_model(name, pos_embed=pos_embed, weight_init="skip", device="meta", **options)
+    options |= {"pos_embed": pos_embed} if pos_embed else {}
+    model = timm.create_model(name, weight_init="skip", device="meta", **options)
     width, depth, heads, patch, image, registers, classes = FAMILY[name]
     hidden = width * (3 if name.startswith("test_relvit") else 4)
     tables = (heads * 5 * 7 if options else 2 * 2 * 15) * (width // heads)
+    if name.startswith("relvit_learn_"):
+        tables, pos_embed = 2 * 2 * 5 * (width // heads), "learn"
     if name == "relvit_xl_small":
         # The projection of the sinusoids of both axes, u and v.
         tables = width * width + 2 * width
