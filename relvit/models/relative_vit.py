@@ -36,13 +36,10 @@ class RelVisionTransformer(GridVisionTransformer):
         torch.Size([2, 10])
 
     Args:
-        position: 'tables' (learned, `RelativePosition2d`), 'slopes' (ALiBi's, without parameters, `SlopePosition2d`),
-            'slopes-euclidean' (the same for the Euclidean distance), 'xl' (Transformer-XL's projected sinusoids,
-            `TransformerXLPosition2d`), 'fire' (`FirePosition2d`), 'cpb' (Swin V2's network, `ContinuousPosition2d`),
-            'pape' (parabolas, `ParabolicPosition2d`), 'low-rank' (FlashBias, `LowRankPosition2d`), 'lookhere' (heads
-            that see one direction each, `LookHerePosition2d`), or a class of yours or a `functools.partial` of it,
-            called as `position(head_dim, num_heads, device=, dtype=)` for each block, and with
-            `layer=(index, depth)` if it has an argument of this name.
+        position: a name in `relvit.layers.positions.POSITIONS`, such as 'tables' (learned, `RelativePosition2d`) or
+            'slopes' (ALiBi's, without parameters), or a class of yours or a `functools.partial` of it, called as
+            `position(head_dim, num_heads, device=, dtype=)` for each block, and with `layer=(index, depth)` if it has
+            an argument of this name.
         rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.

@@ -40,10 +40,22 @@ def _fill(module: nn.Module, device: torch.device) -> None:
 
 
 class KeepConstants(FillConstants, nn.Module):
-    """Mixin of modules whose non-persistent buffers are constants: kept in float32 at least, on its device.
+    """Base of modules that initialise themselves, whose non-persistent buffers are constants: in float32 at least.
 
-    `module.bfloat16()` would round them, and a cast back to float32, with float32 weights, would leave them rounded.
+    `module.bfloat16()` would round constants, and a cast back to float32, with float32 weights, would leave them
+    rounded.
     """
+
+    def init_weights(self) -> None:
+        """Initialise the parameters; timm calls this method when it initialises a model."""
+
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the constants; timm calls this method for buffers that no state dict holds."""
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters and constants, as PyTorch and timm do for modules made on the meta device."""
+        self.init_non_persistent_buffers()
+        self.init_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # All casts and moves of a module go through this method.

@@ -2,14 +2,21 @@
 
 import copy
 import functools
+import re
 import sys
 
 import pytest
 import torch
-from documents import blocks
+from documents import blocks, text
 from timm.models import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
 from vits import DEFAULTS, SMALL, assert_same, images, small
+
+from relvit.layers.positions import POSITIONS
+
+
+def test_the_page_of_positions_has_a_row_for_every_name():
+    assert sorted(re.findall(r"^\| `'(.+?)'`", text("docs/positions.md"), re.MULTILINE)) == sorted(POSITIONS)
 
 
 @pytest.fixture(scope="module")

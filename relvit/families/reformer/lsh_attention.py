@@ -114,9 +114,6 @@ class LSHAttention(Mixer, KeepConstants):
             drawn = [lsh_rotations(1, head_dim, 2 * pairs, generator, "cpu") for _ in range(rounds)]
             self.rotations.copy_(torch.cat(drawn))
 
-    # PyTorch and timm call these names for modules made on the meta device.
-    reset_parameters = init_non_persistent_buffers
-
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim).
 

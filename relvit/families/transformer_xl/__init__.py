@@ -2,7 +2,7 @@
 
 from relvit.families.transformer_xl.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.families.transformer_xl.xl_position import TransformerXLPosition2d
-from relvit.layers.positions.by_name import POSITIONS
+from relvit.layers.positions import POSITIONS
 from relvit.models.segments import SEGMENTERS
 
 __all__ = ["Bands", "Memory", "TransformerXLPosition2d", "classify_bands", "forward_segment", "set_bands"]

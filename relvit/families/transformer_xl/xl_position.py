@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets
+from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import AxisTables, Grid, RelativeTerms
 from relvit.ops.checks import int_pair
 
 
-class TransformerXLPosition2d(LearnedPosition, Position):
+class TransformerXLPosition2d(Position):
     """Positions of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3) for rows and columns of an image.
 
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
@@ -34,7 +34,7 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         num_heads: number of heads.
         max_distance: offsets beyond so many patches count as this one (`clamp_len` of the authors' code), one number
             for both axes or (rows, columns); None: no offset is clipped.
-        init_std: see `LearnedPosition`.
+        init_std: see `Position`.
 
     Attributes:
         row_weight, col_weight: the two halves of W_R, (num_heads head_dim, 2 F) each.
@@ -45,7 +45,7 @@ class TransformerXLPosition2d(LearnedPosition, Position):
         TypeError: a clip distance that is not an integer.
     """
 
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
     row_weight: nn.Parameter
     col_weight: nn.Parameter
     content_bias: nn.Parameter

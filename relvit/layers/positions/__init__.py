@@ -1,4 +1,9 @@
-"""Position modules, a paper is a file: relative tables, slopes, sinusoids, networks; axial and rotary embeddings."""
+"""Position modules, a paper is a file, with their names; axial and rotary embeddings."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
 
 from relvit.layers.positions.axial import AxialPositionEmbedding
 from relvit.layers.positions.continuous import ContinuousPosition2d
@@ -22,3 +27,15 @@ __all__ = [
     "SlopePosition2d",
     "factorise_bias",
 ]
+
+# The argument `position` of models and `retrofit` takes these names; rooms of `relvit.families` add theirs.
+POSITIONS: dict[str, Callable[..., nn.Module]] = {
+    "tables": RelativePosition2d,
+    "slopes": SlopePosition2d,
+    "slopes-euclidean": partial(SlopePosition2d, distance="euclidean"),
+    "fire": FirePosition2d,
+    "cpb": ContinuousPosition2d,
+    "pape": ParabolicPosition2d,
+    "low-rank": LowRankPosition2d,
+    "lookhere": LookHerePosition2d,
+}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.mixer import Leaf
-from relvit.layers.positions.base import LearnedPosition
+from relvit.layers.positions.base import initialise
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.ops.tracing import larger
@@ -15,7 +15,7 @@ from relvit.utils.messages import check_choice
 COMBINES = ("concat", "sum")
 
 
-class AxialPositionEmbedding(Leaf, LearnedPosition):
+class AxialPositionEmbedding(Leaf):
     """Absolute embedding from one vector per row and one per column of the grid.
 
     A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
@@ -37,7 +37,7 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         combine: 'concat' or 'sum'.
         widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, an odd channel
             to the column.
-        init_std: see `LearnedPosition`.
+        init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
         ValueError: an unknown `combine`, sizes out of range, widths that do not add up to `dim` or are given for the
@@ -58,7 +58,7 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(init_std)
+        super().__init__()
         check_choice("combine", combine, COMBINES)
         if combine == "sum" and widths is not None:
             raise ValueError(f"widths is for combine 'concat', got widths={widths!r} with combine 'sum'")
@@ -67,12 +67,20 @@ class AxialPositionEmbedding(Leaf, LearnedPosition):
         if combine == "concat" and sum(widths) != dim:
             raise ValueError(f"widths must add up to dim {dim}, got {widths}, which is {sum(widths)}")
         self.combine = combine
+        self.init_std = init_std
         tables = [
             nn.Parameter(torch.empty(size, width, device=device, dtype=dtype))
             for size, width in zip(int_pair("grid_size", grid_size, 1), widths, strict=True)
         ]
         self.rows, self.cols = tables
         self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise the tables."""
+        initialise(self.parameters(), self.init_std)
+
+    # PyTorch and timm call this name for modules made on the meta device.
+    reset_parameters = init_weights
 
     @property
     def grid_size(self) -> tuple[int, int]:

@@ -12,60 +12,59 @@ from torch import Tensor, nn
 from relvit.ops import Grid, RelativeTerms
 from relvit.ops.buckets import bucket, saturation
 from relvit.ops.tracing import is_compiling
+from relvit.utils.constants import KeepConstants
 
 
-class Position(nn.Module):
+class Position(KeepConstants):
     """Base of relative position modules, which compute `RelativeTerms` from the grid of the tokens.
 
     A position implements `forward(grid)`, or `terms` where it depends on the tokens. Every block makes a position of
     its own, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments. A
     module without this base only needs `forward(grid)`.
 
+    Args:
+        init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
+            network; 0: zeros, with which a layer starts as plain attention. None: there is nothing to initialise.
+
     Attributes:
         needs_tokens: the terms depend on tokens or are free channels, so there are no tables.
         needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
             `relvit.families.transformer_xl.set_bands` refuses such positions.
+        stretchable: the terms follow `trained_grid`.
         trained_grid: rows and columns of patches in training: in images of another size, offsets are divided by the
-            ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches. A position that cannot be
-            stretched lacks this attribute.
+            ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches.
+
+    Raises:
+        ValueError: a negative standard deviation.
     """
 
     needs_tokens: ClassVar[bool] = False
     needs_extent: ClassVar[bool] = False
+    stretchable: ClassVar[bool] = False
+    trained_grid: tuple[int, int] | None = None
+
+    def __init__(self, init_std: float | None = None) -> None:
+        super().__init__()
+        self.init_std = init_std
+
+    def init_weights(self) -> None:
+        """Initialise all parameters."""
+        if self.init_std is not None:
+            initialise(self.parameters(), self.init_std)
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
         return self(key_grid)
 
 
-class LearnedPosition(nn.Module):
-    """Base of positions with parameters: relative positions and absolute embeddings.
-
-    Args:
-        init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
-            network; 0: zeros, with which a layer starts as plain attention.
+def initialise(tables: Iterable[Tensor], std: float) -> None:
+    """Fill tables from a normal of standard deviation `std`, truncated at ±2, or with zeros for 0.
 
     Raises:
         ValueError: a negative standard deviation.
     """
-
-    def __init__(self, init_std: float) -> None:
-        super().__init__()
-        if init_std < 0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
-        self.init_std = init_std
-
-    def init_weights(self) -> None:
-        """Initialise all parameters."""
-        initialise(self.parameters(), self.init_std)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters; PyTorch and timm call this method for modules made on the meta device."""
-        self.init_weights()
-
-
-def initialise(tables: Iterable[Tensor], std: float) -> None:
-    """Fill tables from a normal of standard deviation `std`, truncated at ±2, or with zeros for 0."""
+    if std < 0:
+        raise ValueError(f"init_std must not be negative, got {std}")
     for table in tables:
         if std:
             trunc_normal_(table, std=std)
@@ -89,8 +88,8 @@ def needs_extent(position: nn.Module) -> bool:
 
 
 def is_stretchable(position: nn.Module) -> bool:
-    """Return whether a position can count offsets in trained patches, by its attribute `trained_grid`."""
-    return hasattr(position, "trained_grid")
+    """Return whether a position can count offsets in trained patches."""
+    return getattr(position, "stretchable", False)
 
 
 def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:

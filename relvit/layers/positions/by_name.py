@@ -10,29 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from relvit.layers.positions import POSITIONS
 from relvit.layers.positions.base import needs_tokens
-from relvit.layers.positions.continuous import ContinuousPosition2d
-from relvit.layers.positions.fire import FirePosition2d
-from relvit.layers.positions.lookhere import LookHerePosition2d
-from relvit.layers.positions.low_rank import LowRankPosition2d
-from relvit.layers.positions.parabolic import ParabolicPosition2d
-from relvit.layers.positions.slopes import SlopePosition2d
-from relvit.layers.positions.tables import RelativePosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# Rooms of `relvit.families` add positions of their own.
-POSITIONS: dict[str, Callable[..., nn.Module]] = {
-    "tables": RelativePosition2d,
-    "slopes": SlopePosition2d,
-    "slopes-euclidean": partial(SlopePosition2d, distance="euclidean"),
-    "fire": FirePosition2d,
-    "cpb": ContinuousPosition2d,
-    "pape": ParabolicPosition2d,
-    "low-rank": LowRankPosition2d,
-    "lookhere": LookHerePosition2d,
-}
 # `retrofit` calls the argument of all learned positions by the first name, models call it by the second.
 INIT_STD = ("init_std", "rel_init_std")
 
@@ -43,7 +26,7 @@ def position_factory(
     """Return the factory of position modules, for `make_position`.
 
     Args:
-        position: a name in `POSITIONS`, or a class of the user.
+        position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
         owner: class or function that a user calls, whose signature has the defaults.
         **tables: arguments of the owner for 'tables' alone, or, named in `INIT_STD`, for all learned positions.
 

@@ -7,7 +7,7 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise, is_stretched
+from relvit.layers.positions.base import Position, axis_offsets, initialise, is_stretched
 from relvit.ops import Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
 from relvit.ops.grid import once_per_raster
@@ -16,7 +16,7 @@ from relvit.utils.messages import check_choice
 MODES = ("cr", "swin")
 
 
-class ContinuousPosition2d(LearnedPosition, Position):
+class ContinuousPosition2d(Position):
     """Bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 
     b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
@@ -40,14 +40,14 @@ class ContinuousPosition2d(LearnedPosition, Position):
         hidden_dim: width of the network.
         window: rows and columns of patches in the window, or image, of the training, by which 'swin' scales offsets;
             one number for both or (rows, columns).
-        init_std: see `LearnedPosition`; with 'swin', 0 makes the bias 8 for all pairs of patches.
+        init_std: see `Position`; with 'swin', 0 makes the bias 8 for all pairs of patches.
 
     Raises:
         ValueError: an unknown mode, a window below 2, a standard deviation out of range.
         TypeError: a window that is not made of integers.
     """
 
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
 
     def __init__(
         self,

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, axis_offsets, initialise
+from relvit.layers.positions.base import Position, axis_offsets, initialise
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
-class FirePosition2d(LearnedPosition, Position):
+class FirePosition2d(Position):
     """Bias that a network computes per axis: FIRE (Li et al. 2023, arXiv 2310.04418, eq. 7 to 9, appendix).
 
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
@@ -28,7 +28,7 @@ class FirePosition2d(LearnedPosition, Position):
         hidden_dim: width of the networks, 32 as in the paper.
         init_c: initial c, as in the authors' code.
         threshold: initial L, in patches.
-        init_std: see `LearnedPosition`.
+        init_std: see `Position`.
 
     Attributes:
         trained_grid: see `Position`; it replaces the size in u.
@@ -39,7 +39,7 @@ class FirePosition2d(LearnedPosition, Position):
 
     # The size of the image divides offsets.
     needs_extent = True
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
 
     c: nn.Parameter
     threshold: nn.Parameter

@@ -6,7 +6,6 @@ import torch
 
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
-from relvit.utils.constants import KeepConstants
 
 # This number hides a key, and half precision can represent it. It is finite, since backends multiply unused entries of
 # a table by 0.
@@ -26,7 +25,7 @@ VIEWS = {
 EVERYWHERE = ((0, 0), (0, 0))
 
 
-class LookHerePosition2d(KeepConstants, Position):
+class LookHerePosition2d(Position):
     """LookHere: a bias -m sqrt(dy^2 + dx^2), and keys outside of a head's field of view are hidden.
 
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
@@ -97,9 +96,6 @@ class LookHerePosition2d(KeepConstants, Position):
         slopes += [4.0 ** -(head // repeats % 4 + 1) for head in range(everywhere)]
         self.slopes.copy_(of_layer * torch.tensor(slopes))
         self.views.copy_(torch.tensor(views))
-
-    # PyTorch and timm call both for modules made on the meta device.
-    reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a joint table (num_heads, 2 H - 1, 2 W - 1), hidden entries -1e4."""

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relvit.layers.positions.axial import look_up
-from relvit.layers.positions.base import LearnedPosition, Position
+from relvit.layers.positions.base import Position
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.checks import check_shape, int_pair
 from relvit.ops.grid import batched_coords
 
 
-class LowRankPosition2d(LearnedPosition, Position):
+class LowRankPosition2d(Position):
     """Bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
     Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): a bias of rank r is r more channels of queries and
@@ -33,7 +33,7 @@ class LowRankPosition2d(LearnedPosition, Position):
         num_heads: number of heads.
         rank: r.
         grid_size: rows and columns of the factors, one number for both or (rows, columns).
-        init_std: see `LearnedPosition`; for the query's factors alone, the key's have a deviation of 1.
+        init_std: see `Position`; for the query's factors alone, the key's have a deviation of 1.
 
     Raises:
         ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, initialise, is_stretched
+from relvit.layers.positions.base import Position, initialise, is_stretched
 from relvit.ops import Channels, Grid, RelativeTerms
 from relvit.ops.grid import batched_coords
 
 
-class ParabolicPosition2d(LearnedPosition, Position):
+class ParabolicPosition2d(Position):
     """Parabolic position encoding, PaPE (Ohrstrom et al. 2026, arXiv 2602.01418), as in the authors' code.
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
@@ -31,7 +31,7 @@ class ParabolicPosition2d(LearnedPosition, Position):
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
         num_heads: number of heads.
         parabolas: M, by default the authors' number.
-        init_std: see `LearnedPosition`; for the directions, by default that of the authors' uniform distribution.
+        init_std: see `Position`; for the directions, by default that of the authors' uniform distribution.
 
     Attributes:
         directions: (num_heads, M, 2), w, for rows and columns.
@@ -42,7 +42,7 @@ class ParabolicPosition2d(LearnedPosition, Position):
     """
 
     needs_tokens = True
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class RotaryEmbedding2d(KeepConstants):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set the frequencies."""
+        """Set the frequencies, parameters of 'mixed' and constants of 'axial'."""
         _, heads, half = self.frequencies.shape
         options = {"temperature": self.temperature, "device": self.frequencies.device}
         with torch.no_grad():
@@ -94,9 +94,6 @@ class RotaryEmbedding2d(KeepConstants):
             else:
                 bands = freq_bands(half // 2, step=1, **options)
                 self.frequencies.copy_(torch.block_diag(bands, bands)[:, None])
-
-    # PyTorch and timm call this name for modules made on the meta device.
-    reset_parameters = init_weights
 
     def init_non_persistent_buffers(self) -> None:
         """Set the frequencies of 'axial'."""

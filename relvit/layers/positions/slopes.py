@@ -7,13 +7,12 @@ import torch
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import int_pair
-from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 DISTANCES = ("manhattan", "euclidean")
 
 
-class SlopePosition2d(KeepConstants, Position):
+class SlopePosition2d(Position):
     """Bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
 
     The slopes m_h are those of ALiBi, see `alibi_slopes`; as in ALiBi, whose sequences have one axis, the bias is not
@@ -39,7 +38,7 @@ class SlopePosition2d(KeepConstants, Position):
         TypeError: a clip distance that is not an integer.
     """
 
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
 
     def __init__(
         self,
@@ -64,9 +63,6 @@ class SlopePosition2d(KeepConstants, Position):
     def init_non_persistent_buffers(self) -> None:
         """Compute the slopes."""
         self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
-
-    # PyTorch and timm call these names for modules made on the meta device.
-    reset_parameters = init_non_persistent_buffers
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, in tables (num_heads, 2 H - 1) and (num_heads, 2 W - 1), or a joint one."""

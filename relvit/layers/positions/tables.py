@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import LearnedPosition, Position, is_stretched, stretch
+from relvit.layers.positions.base import Position, is_stretched, stretch
 from relvit.ops import BUCKETINGS, AxisTables, Grid, JointTable, RelativeTerms
 from relvit.ops.checks import check_kind, int_pair
 from relvit.utils.messages import check_choice
@@ -16,7 +16,7 @@ TERMS = {"q": "query", "k": "key", "v": "value", "b": "bias"}
 LAYOUTS: dict[str, type[AxisTables] | type[JointTable]] = {"separate": AxisTables, "joint": JointTable}
 
 
-class RelativePosition2d(LearnedPosition, Position):
+class RelativePosition2d(Position):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     Every term in `rel_terms` has one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
@@ -39,7 +39,7 @@ class RelativePosition2d(LearnedPosition, Position):
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors,
             which can hold more than sums, and costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
-        init_std: see `LearnedPosition`.
+        init_std: see `Position`.
 
     Raises:
         ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
@@ -47,7 +47,7 @@ class RelativePosition2d(LearnedPosition, Position):
         TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
     """
 
-    trained_grid: tuple[int, int] | None = None
+    stretchable = True
 
     def __init__(
         self,
@@ -131,6 +131,8 @@ class LayerTables:
     Args:
         layer: the attention, which has an attribute `trained_grid`, see `Position`.
     """
+
+    stretchable = True
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer

@@ -40,8 +40,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
     At the trained size all of them compute the same. Rotary embeddings keep their own rules for other sizes, and so do
     absolute embeddings except with 'mirror'. Names in the state dict stay the same; gradients, graphs and exports work.
-    Your own position can be stretched if it has an attribute `trained_grid`, None or (rows, columns), and its `forward`
-    follows this attribute.
+    Your own position can be stretched if it declares `stretchable = True`, and its `forward` follows the attribute
+    `trained_grid`, None or (rows, columns).
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -127,6 +127,6 @@ def _check_position(position: nn.Module | None, refused: str) -> None:
         raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
     if not is_stretchable(position):
         raise ValueError(
-            f"{refused} with position {type(position).__name__}, which cannot be stretched: it has no attribute "
-            "trained_grid, (rows, columns), for its forward to follow"
+            f"{refused} with position {type(position).__name__}, which cannot be stretched: it does not "
+            "declare stretchable = True, with a forward that follows the attribute trained_grid, (rows, columns)"
         )

@@ -9,7 +9,8 @@ from seeded import Tally, examples
 from vits import band_mask
 
 from relvit.families.transformer_xl import set_bands
-from relvit.layers.positions.by_name import POSITIONS, accepts
+from relvit.layers.positions import POSITIONS
+from relvit.layers.positions.by_name import accepts
 from relvit.models.relative_vit import RelVisionTransformer
 
 pytestmark = pytest.mark.fuzz

@@ -19,9 +19,11 @@ from relvit.layers import (
     RotaryEmbedding2d,
     SlopePosition2d,
 )
-from relvit.layers.positions.base import is_stretchable, needs_tokens, terms_of
+from relvit.layers.positions import POSITIONS as NAMED
+from relvit.layers.positions.base import Position, is_stretchable, needs_tokens, terms_of
+from relvit.models import RelVisionTransformer
 from relvit.models.retrofit.timm_attention import TimmRelativePlain
-from relvit.ops import make_grid, num_tokens, patch_coords
+from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, patch_coords
 from relvit.ops.terms import with_query_bias
 
 LEARNED = {
@@ -82,6 +84,26 @@ def test_zeros_are_plain_attention_and_every_parameter_learns(name):
     assert all(parameter.grad.any() for key, parameter in position.named_parameters() if key != "threshold")
     if hasattr(position, "no_weight_decay"):
         assert position.no_weight_decay() <= {key for key, _ in position.named_parameters()}
+
+
+def test_every_position_with_a_name_is_tested_here():
+    named = {getattr(made, "func", made) for made in NAMED.values()}
+    assert named == {getattr(made, "func", made) for made in POSITIONS.values()}
+
+
+def test_a_position_without_init_std_keeps_its_own_initialisation():
+    class Own(Position):
+        def __init__(self, head_dim, num_heads, device=None, dtype=None):
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.full((num_heads, 1), 3.0, device=device, dtype=dtype))
+
+        def forward(self, grid):
+            return RelativeTerms(bias=AxisTables(self.slope, self.slope))
+
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": DIM, "num_heads": HEADS, "depth": 1}
+    position = RelVisionTransformer(position=Own, **sizes).blocks[0].attn.position
+    position.reset_parameters()
+    assert (position.slope == 3).all()
 
 
 @pytest.mark.parametrize("name", POSITIONS)
