@@ -1,5 +1,9 @@
 """`--data.native true`: train, validate, test, predict and embed images of many shapes, in one process and in two."""
 
+import contextlib
+import io
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -50,51 +54,86 @@ def check(best, root, test, predict):
     assert (test / "mistakes.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "budget", "side"),
+@pytest.fixture(
+    scope="module",
     # By default as many patches of 16 px as 224 px have.
-    [(SMALL, 9, 8), pytest.param([], 196, 16, marks=pytest.mark.slow)],
+    params=[(SMALL, 9, 8), pytest.param(([], 196, 16), marks=pytest.mark.slow)],
     ids=("small", "default"),
 )
-def test_one_process(shapes, tmp_path, capsys, options, budget, side):
-    assert main([*FIT, f"--data.root={shapes}", f"--runs={tmp_path / 'runs'}", *QUIET, *options]) == 0
-    run = only(tmp_path / "runs")
-    text = capsys.readouterr().out
-    assert f"native shapes of up to {budget} patches of {side} x {side} px x 3" in text
-    assert "could not be drawn" not in text
-    assert (run / "training_images.png").is_file()
-    best = run / "checkpoints" / "best.ckpt"
-    # As the last line of the training suggests.
-    assert f"relvit validate {best} --data.max_tokens {round(1.5 * budget)}" in text
-    assert main(["validate", str(best), "--data.max_tokens=49", *QUIET]) == 0
-    tested = evaluate("test", best, tmp_path / "test", f"--data.root={shapes}", "--mirror=true")
-    predicted = evaluate("predict", best, tmp_path / "predict", shapes / "test", "--mirror=true")
-    check(best, shapes, tested, predicted)
-    assert main(["embed", str(best), f"--root={shapes / 'test'}", f"--output={tmp_path / 'x.npz'}"]) == 0
-    found = np.load(tmp_path / "x.npz")
-    predictor = relvit.load(best)
+def trained(request, shapes, tmp_path_factory):
+    """A run in one process: its folder, its output, the most patches of an image and the side of a patch."""
+    (options, budget, side), place = request.param, tmp_path_factory.mktemp("trained")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*FIT, f"--data.root={shapes}", f"--runs={place / 'runs'}", *QUIET, *options]) == 0
+    run = only(place / "runs")
+    return SimpleNamespace(
+        run=run, best=run / "checkpoints" / "best.ckpt", text=out.getvalue(), budget=budget, side=side, place=place
+    )
+
+
+@pytest.fixture(scope="module")
+def predicted(trained, shapes):
+    """The folder of mirrored predictions of the test images."""
+    return evaluate("predict", trained.best, trained.place / "predict", shapes / "test", "--mirror=true")
+
+
+def test_the_training_names_its_budget_and_draws_images(trained):
+    assert f"native shapes of up to {trained.budget} patches of {trained.side} x {trained.side} px x 3" in trained.text
+    assert "could not be drawn" not in trained.text
+    assert (trained.run / "training_images.png").is_file()
+
+
+def test_the_last_line_suggests_a_larger_budget_and_the_command_works(trained):
+    assert f"relvit validate {trained.best} --data.max_tokens {round(1.5 * trained.budget)}" in trained.text
+    assert main(["validate", str(trained.best), "--data.max_tokens=49", *QUIET]) == 0
+
+
+def test_test_and_predict_count_each_image_at_its_exact_size(trained, predicted, shapes, tmp_path):
+    tested = evaluate("test", trained.best, tmp_path / "test", f"--data.root={shapes}", "--mirror=true")
+    check(trained.best, shapes, tested, predicted)
+
+
+def test_features_are_those_of_the_exact_size(trained, shapes, tmp_path):
+    assert main(["embed", str(trained.best), f"--root={shapes / 'test'}", f"--output={tmp_path / 'x.npz'}"]) == 0
+    found, predictor = np.load(tmp_path / "x.npz"), relvit.load(trained.best)
     for path, features in list(zip(found["path"], found["features"], strict=True))[::4]:
         pixels, _ = next(predictor.batches([str(path)]))
         model, (image,) = predictor.model, images_of(pixels)
         expected = model.forward_head(model.forward_features(image[None]), pre_logits=True)[0]
         torch.testing.assert_close(torch.from_numpy(features), expected, atol=1e-5, rtol=1e-4)
-    path = str(next((shapes / "test").glob("*/*")))
-    assert main(["show", str(best), path, "--kind", "logits", "rollout", f"--output={tmp_path / 'pictures'}"]) == 0
-    assert len(list((tmp_path / "pictures").iterdir())) == 2
+
+
+def test_pictures_of_one_image(trained, shapes, tmp_path):
+    path, options = str(next((shapes / "test").glob("*/*"))), ["--kind", "logits", "rollout", f"--output={tmp_path}"]
+    assert main(["show", str(trained.best), path, *options]) == 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_predictor_has_the_probabilities_of_the_command(trained, predicted):
     table = rows(predicted / "predictions.csv")
-    for row, prediction in zip(table, predictor.predict([row["path"] for row in table], mirror=True), strict=True):
-        assert float(row["probability"]) == pytest.approx(prediction.probability, abs=5e-6)
-    # Another budget is another result.
-    given = ["predict", str(best), str(shapes / "test"), "--mirror", f"--runs={tmp_path / 'other'}", *QUIET]
-    assert main([*given, f"--data.max_tokens={2 * budget}"]) == 0
-    other = rows(only(tmp_path / "other") / "predictions.csv")
-    assert [row["probability"] for row in other] != [row["probability"] for row in table]
-    capsys.readouterr()
-    for command in (given, ["test", str(best), *QUIET]):
-        assert main([*command, "--reach=windows"]) == 2
-        assert "reach 'windows' is for images of one size, and" in capsys.readouterr().err
-    height, width = predictor.attention(str(shapes / "test" / "cat" / "banner.png")).grid
-    assert 9 * height <= width <= budget // height
+    found = relvit.load(trained.best).predict([row["path"] for row in table], mirror=True)
+    assert [prediction.probability for prediction in found] == [
+        pytest.approx(float(row["probability"]), abs=5e-6) for row in table
+    ]
+
+
+def test_another_budget_has_another_result(trained, predicted, shapes, tmp_path):
+    given = ["predict", str(trained.best), str(shapes / "test"), "--mirror", f"--runs={tmp_path}", *QUIET]
+    assert main([*given, f"--data.max_tokens={2 * trained.budget}"]) == 0
+    tables = [rows(folder / "predictions.csv") for folder in (only(tmp_path), predicted)]
+    assert len({tuple(row["probability"] for row in table) for table in tables}) == 2
+
+
+@pytest.mark.parametrize("command", ["predict", "test"])
+def test_windows_are_for_images_of_one_size(trained, shapes, tmp_path, fails, command):
+    images = [shapes / "test"] if command == "predict" else []
+    message = fails([command, trained.best, *images, f"--runs={tmp_path}", *QUIET, "--reach=windows"])
+    assert "reach 'windows' is for images of one size, and" in message
+
+
+def test_attention_is_on_the_grid_of_the_shape(trained, shapes):
+    height, width = relvit.load(trained.best).attention(str(shapes / "test" / "cat" / "banner.png")).grid
+    assert 9 * height <= width <= trained.budget // height
 
 
 @pytest.mark.slow

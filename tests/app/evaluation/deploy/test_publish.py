@@ -4,13 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-import yaml
 from huggingface_hub import HfApi
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
@@ -143,42 +141,65 @@ def test_a_light_process_of_timm_and_relvit_alone_computes_the_same(published, t
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_images_and_classes(published, name):
-    clf = relvit.load(published / f"{name}.ckpt")
-    model = timm.create_model(f"local-dir:{published / name}", pretrained=True)
-    assert list(model.pretrained_cfg["label_names"]) == clf.class_names
-    config = json.loads((published / name / "config.json").read_text())
-    assert config["label_names"] == clf.class_names
-    assert config["num_classes"] == 3
+def test_the_folder_holds_a_card_a_description_and_weights(published, name):
     written = {path.name for path in (published / name).iterdir()}
     assert written == {"README.md", "config.json", "model.safetensors"}
-    text = (published / name / "README.md").read_text(encoding="utf-8")
-    for each in clf.class_names:
-        assert f"`{each}`" in text
-    if name == "native":
-        assert config["relvit"] == {"version": relvit.__version__, "patch_size": [8, 8], "max_tokens": 12}
-        assert text.count("native shapes of up to 12 patches of 8 x 8 px") == 2
-        assert "**Images:** native shapes of up to 12 patches of 8 x 8 px, 3 channels" in text
-        return
-    described = resolve_model_data_config(clf.model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_timm_the_description_and_the_card_name_the_classes(published, name):
+    names = relvit.load(published / f"{name}.ckpt").class_names
+    model = timm.create_model(f"local-dir:{published / name}", pretrained=True)
+    assert list(model.pretrained_cfg["label_names"]) == names
+    config = json.loads((published / name / "config.json").read_text())
+    assert (config["label_names"], config["num_classes"]) == (names, 3)
+    card = (published / name / "README.md").read_text(encoding="utf-8")
+    assert [each for each in names if f"`{each}`" not in card] == []
+
+
+def test_the_description_and_the_card_have_the_budget_of_native_images(published):
+    config = json.loads((published / "native" / "config.json").read_text())
+    assert config["relvit"] == {"version": relvit.__version__, "patch_size": [8, 8], "max_tokens": 12}
+    card = (published / "native" / "README.md").read_text(encoding="utf-8")
+    assert card.count("native shapes of up to 12 patches of 8 x 8 px") == 2
+    assert "**Images:** native shapes of up to 12 patches of 8 x 8 px, 3 channels" in card
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "native"])
+def test_timm_gets_the_size_and_normalisation_of_the_training(published, name):
+    model = timm.create_model(f"local-dir:{published / name}", pretrained=True)
     data = DEFAULT | CASES[name][1]
-    assert described == {"input_size": (3, *data["img_size"]), **{key: data[key] for key in OWN}, **BICUBIC}
+    expected = {"input_size": (3, *data["img_size"]), **{key: data[key] for key in OWN}, **BICUBIC}
+    described = resolve_model_data_config(relvit.load(published / f"{name}.ckpt").model)
+    assert described == expected
     # JSON has lists for tuples.
     assert json.dumps(resolve_model_data_config(model)) == json.dumps(described)
+
+
+@pytest.mark.parametrize("size", [(40, 60), (33, 91), (17, 16), (16, 24), (200, 31)])
+@pytest.mark.parametrize("name", ["relvit", "imported", "timm"])
+def test_timms_transform_makes_the_same_pixels(published, name, size):
+    clf = relvit.load(published / f"{name}.ckpt")
+    noise = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = Image.fromarray(noise.numpy())
+    pixels = create_transform(**resolve_model_data_config(clf.model))(image)
     # `relvit predict` reads files in this way, with a checkpoint and with an exported file.
     files = ImagePathsData([], ["a", "b", "c"], clf.img_size, clf.mean, clf.std, clf.crop_pct)
-    transform = create_transform(**described)
-    for size in ((40, 60), (33, 91), (17, 16), (16, 24), (200, 31)):
-        noise = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        image = Image.fromarray(noise.numpy())
-        for ours in (clf.transform, files.file_transform):
-            torch.testing.assert_close(transform(image), ours(image), rtol=0, atol=1e-6)
+    for ours in (clf.transform, files.file_transform):
+        torch.testing.assert_close(pixels, ours(image), rtol=0, atol=1e-6)
 
 
-def test_grey_images(digits_run, tmp_path):
-    best = digits_run / "checkpoints" / "best.ckpt"
-    publish_model(best, str(tmp_path / "digits"), license="mit")
-    clf, model = relvit.load(best), timm.create_model(f"local-dir:{tmp_path / 'digits'}", pretrained=True).eval()
+@pytest.fixture(scope="module")
+def grey(digits_run, tmp_path_factory):
+    """A checkpoint of grey images, the model that timm loads after its publication under a licence, and the card."""
+    folder, best = tmp_path_factory.mktemp("grey") / "digits", digits_run / "checkpoints" / "best.ckpt"
+    publish_model(best, str(folder), license="mit")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    return relvit.load(best), model, (folder / "README.md").read_text()
+
+
+def test_grey_images_become_the_same_pixels_and_logits(grey):
+    clf, model, _ = grey
     config = resolve_model_data_config(model)
     assert tuple(config["input_size"]) == (1, *clf.img_size)
     image = Image.fromarray(torch.arange(600).reshape(20, 30).remainder(256).to(torch.uint8).numpy())
@@ -186,97 +207,17 @@ def test_grey_images(digits_run, tmp_path):
     torch.testing.assert_close(pixels, clf.transform(image), rtol=0, atol=1e-6)
     with torch.no_grad():
         assert torch.equal(model(pixels[None]), clf.model(pixels[None]))
-    text = (tmp_path / "digits" / "README.md").read_text()
-    assert 'load_rgb("photo.jpg").convert("L")' in text
-    assert "\nlicense: mit\n" in text
-    assert "**Licence:** mit" in text
+
+
+def test_the_code_of_the_card_makes_images_grey(grey):
+    assert 'load_rgb("photo.jpg").convert("L")' in grey[2]
+
+
+def test_the_licence_is_in_the_card_and_in_timms_description(grey):
+    _, model, card = grey
+    assert "\nlicense: mit\n" in card
+    assert "**Licence:** mit" in card
     assert model.pretrained_cfg["license"] == "mit"
-
-
-def test_the_command_and_the_card(run, photos, tmp_path, monkeypatch, capsys, fails):
-    """The card has results, a table of sizes and a recipe that trains, and its code runs unchanged."""
-    folder, best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "best.ckpt"
-    shutil.copytree(run, folder)
-    assert main(["resolutions", str(best), "--sizes", "16", "24", f"--root={photos}", f"--output={folder}"]) == 0
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert main(["publish", str(best), "--to", "owls"]) == 0
-    out = capsys.readouterr().out
-    assert "timm.create_model('local-dir:owls', pretrained=True)" in out
-    assert out.endswith(
-        "The model card lacks:\n  the licence of the weights: publish with --license NAME, such as apache-2.0\n"
-    )
-    assert len({path.stat().st_mode for path in Path("owls").iterdir()}) == 1, "whom the files are for"
-    text = Path("owls/README.md").read_text()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert f"- test/acc1: {summary['test/acc1']:.4f} ± {summary['test/acc1_se']:.4f}\n" in text
-    assert "_se" not in text
-    assert f"- val/images: {len(list((photos / 'val').rglob('*.jpg')))}" in text
-    header, _, first, second = text.partition("by image size\n\n")[2].splitlines()[:4]
-    assert header == "| size | protocol | reach | images | accuracy | calibration error | MACs |"
-    rows = json.loads((folder / "resolutions.json").read_text())
-    for line, size, row in zip((first, second), (16, 24), rows, strict=True):
-        figures = f"{row['acc1']:.4f} ± {row['acc1_se']:.4f} | {row['calibration_error']:.4f}"
-        assert line.startswith(f"| {size} x {size} | crop | trained | 18 | {figures} |")
-    assert "license: unknown" in text
-    assert "**Licence:** not given" in text
-    # Nothing of this machine.
-    assert str(tmp_path) not in text
-    assert str(photos) not in text
-    Path("recipe.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
-    recipe = yaml.safe_load(Path("recipe.yaml").read_text())
-    assert recipe["model"]["lr"] == 5e-3
-    assert recipe["data"]["init_args"] == {"img_size": [16, 16], "batch_size": 8}
-    assert recipe["trainer"] == {"max_epochs": 4}
-    options = ["--config=recipe.yaml", f"--data.root={photos}", "--trainer.fast_dev_run=true", "--data.num_workers=0"]
-    assert main(["fit", *options, "--trainer.accelerator=cpu"]) == 0
-    shutil.copy(photos / "test" / "owl" / "0.jpg", "photo.jpg")
-    capsys.readouterr()
-    exec(text.partition("```python\n")[2].partition("```")[0], {})
-    name, probability = capsys.readouterr().out.split()
-    found = relvit.load(best).predict("photo.jpg")
-    assert (name, float(probability)) == (found.name, pytest.approx(found.probability, abs=1e-6))
-    # Calibrated: the accuracies stay, the losses do not.
-    content = torch.load(best, weights_only=True)
-    content["relvit"]["temperature"] = 0.4321
-    content["relvit"]["data"]["init_args"] |= {"cache": True, "crop_pct": 0.8}
-    torch.save(content, best.with_name("best_calibrated.ckpt"))
-    assert main(["publish", str(best.with_name("best_calibrated.ckpt")), "--to=calibrated"]) == 0
-    text = Path("calibrated/README.md").read_text()
-    recipe = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
-    assert recipe["data"]["init_args"] == {"img_size": [16, 16], "crop_pct": 0.8, "cache": True, "batch_size": 8}
-    assert f"- test/acc1: {summary['test/acc1']:.4f}" in text
-    assert "test/loss" not in text
-    # Another one in its place; results are those of best.ckpt alone.
-    torch.save(content, "other.ckpt")
-    capsys.readouterr()
-    assert main(["publish", "other.ckpt", "--to=owls"]) == 0
-    licence, results, curve = capsys.readouterr().out.partition("The model card lacks:\n")[2].splitlines()
-    assert licence.startswith("  the licence of the weights: ")
-    assert results.startswith("  results: publish best.ckpt in the folder of its run, ")
-    expected = (
-        "relvit resolutions other.ckpt --sizes SIZE ... --output curve.json, then publish with --curve curve.json"
-    )
-    assert curve == f"  accuracy by image size: {expected}"
-    text = Path("owls/README.md").read_text()
-    assert "by image size" not in text
-    assert "**Results:** not given" in text
-    assert json.loads(Path("owls/config.json").read_text())["relvit"]["temperature"] == 0.4321
-    capsys.readouterr()
-    exec(text.partition("```python\n")[2].partition("```")[0], {})
-    calibrated = relvit.load("other.ckpt").predict("photo.jpg").probability
-    assert float(capsys.readouterr().out.split()[1]) == pytest.approx(calibrated, abs=1e-6)
-    assert calibrated > found.probability + 1e-3
-    message = fails(["publish", "other.ckpt", "--to=owls", "--curve=run/resolutions.json"])
-    assert "run/resolutions.json has no figures of other.ckpt" in message
-    # The remedy in the message works.
-    assert main(["resolutions", "other.ckpt", "--sizes=16", f"--root={photos}", "--output=curve.json"]) == 0
-    capsys.readouterr()
-    assert main(["publish", "other.ckpt", "--to=owls", "--curve=curve.json", "--license=mit"]) == 0
-    assert capsys.readouterr().out.partition("lacks:\n")[2].splitlines() == [results]
-    # All of it.
-    assert main(["publish", str(best), "--to=owls", "--license=mit"]) == 0
-    assert "lacks" not in capsys.readouterr().out
 
 
 def test_a_retrofitted_folder_to_start_a_training_from(published):
