@@ -31,8 +31,8 @@ BELOW = CORE | {
 }
 # The packages that the core imports: what `pip install relvit` brings.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}
-# One thing in several folders: operation, its reference and its layer; base of a folder; kernels of two operations.
-SHARED_NAMES = {"__init__", "attention", "reference", "base", "forward", "backward", "launch"}
+# One thing in several folders: operation, its reference and its layer; base of a folder.
+SHARED_NAMES = {"__init__", "attention", "reference", "base"}
 # Imported only where the user has them: for kernels on a GPU, and for models of these libraries.
 OPTIONAL = {"triton", "transformers", "segment_anything"}
 

@@ -2,8 +2,8 @@
 
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout, logit_inputs, patch_grid
 from relvit.models.depth import lack
-from relvit.models.explain import explain
 from relvit.models.factory import build_model, check_model_size, described_model, model_arguments
+from relvit.models.layer_plans import explain
 from relvit.models.param_groups import param_groups
 from relvit.models.relative_vit import RelVisionTransformer
 from relvit.models.retrofit import restore, retrofit, retrofit_arguments

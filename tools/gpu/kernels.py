@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
-from relvit.ops.backends.triton.joint import launch as joint
+from relvit.ops.backends.triton.joint import joint_launch as joint
 from relvit.ops.backends.triton.joint.offsets import layout
 from relvit.ops.backends.triton.launch import Variant, constants
 from relvit.ops.grid import Grid, num_tokens

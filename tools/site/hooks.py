@@ -23,11 +23,7 @@ REFERENCE = {
     **{name: f"relvit.app.{name}" for name in APPLICATION},
 }
 # These functions have the name of their module. MkDocs does not import sources, and would find the module instead.
-SAME_NAME = (
-    "relvit.models.retrofit.api.retrofit",
-    "relvit.models.attention_maps.attention_maps",
-    "relvit.models.explain.explain",
-)
+SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -25,12 +25,12 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# Arguments of one mixer only, with the default that None selects.
-OWN: dict[str, dict[str, Any]] = {
-    "full": {"bias_dim": 128},
-    "local": {"bias_dim": 128, "window": 4},
-    "simple": {},
-    "conv": {"kernel_size": 11},
+# Arguments of one mixer only; None selects the default of its class.
+OWN: dict[str, set[str]] = {
+    "full": {"bias_dim"},
+    "local": {"bias_dim", "window"},
+    "simple": set(),
+    "conv": {"kernel_size"},
 }
 
 # Names of the tensors that only attention-free mixers have.
@@ -47,9 +47,9 @@ class AFTVisionTransformer(GridVisionTransformer):
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
         num_heads: heads of 'conv', each with a window and keys of its own; the other mixers of the paper have one.
-        kernel_size: of 'conv', see `AFTConv2d`; None: 11.
-        window: of 'local', see `AFTLocal`; None: 4.
-        bias_dim: of 'full' and 'local', see `AFTFull`; None: 128.
+        kernel_size: of 'conv', see `AFTConv2d`.
+        window: of 'local', see `AFTLocal`.
+        bias_dim: of 'full' and 'local', see `AFTFull`.
         pos_embed, class_token: as in `RelVisionTransformer`; None: as in the paper.
         global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, else 'avg'.
         patch_drop_rate: as in `RelVisionTransformer`.
@@ -126,14 +126,10 @@ class AFTVisionTransformer(GridVisionTransformer):
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
     """Return a factory of mixers for blocks; `given` are the model's arguments for mixers, None where not given."""
-    own = dict(OWN[mixer])
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name not in own:
-            theirs = listing([other for other, names in OWN.items() if name in names])
-            raise ValueError(f"{name} is for mixer {theirs}, got {name}={value!r} with mixer {mixer!r}")
-        own[name] = value
+    own = {name: value for name, value in given.items() if value is not None}
+    for name in own.keys() - OWN[mixer]:
+        theirs = listing([other for other, names in OWN.items() if name in names])
+        raise ValueError(f"{name} is for mixer {theirs}, got {name}={own[name]!r} with mixer {mixer!r}")
     return partial(MIXERS[mixer], backend=backend, **own)
 
 
@@ -231,7 +227,7 @@ def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     defaults = VARIANTS[name]
     mixer = given.get("mixer", defaults["mixer"])
     if mixer in OWN and mixer != defaults["mixer"]:
-        foreign = {other for names in OWN.values() for other in names} - OWN[mixer].keys()
+        foreign = set().union(*OWN.values()) - OWN[mixer]
         defaults = {argument: value for argument, value in defaults.items() if argument not in foreign}
     return {**defaults, **given}
 

@@ -194,7 +194,7 @@ class AFTLocal(AFTFull):
         **kwargs: see `AFTFull`, also for the other arguments.
     """
 
-    def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int], **kwargs: object) -> None:
+    def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int] = 4, **kwargs: object) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.window: tuple[int, int] | None = int_pair("window", window, 0)
 

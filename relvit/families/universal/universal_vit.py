@@ -103,7 +103,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     Args:
         depth: The number of steps, or with halting the highest number of steps; `set_steps` changes it.
         halting: '' (all steps) or 'act'.
-        halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`.
+        halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`; None: the defaults there.
         drop_path_rate: The drop path rate of the block at every step.
         **kwargs: See `RelVisionTransformer`.
 
@@ -123,8 +123,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         *,
         depth: int = 12,
         halting: str = "",
-        halting_epsilon: float = 0.01,
-        halting_bias: float = -3.0,
+        halting_epsilon: float | None = None,
+        halting_bias: float | None = None,
         drop_path_rate: float = 0.0,
         **kwargs: Any,
     ) -> None:
@@ -133,14 +133,16 @@ class UniversalVisionTransformer(RelVisionTransformer):
             raise ValueError(f"drop_path_rate must be in 0 <= x <= 1, got {drop_path_rate}")
         if halting and depth < 2:
             raise ValueError(f"halting={halting!r} needs a depth of 2 steps or more, got {depth}")
-        if not halting and (halting_epsilon, halting_bias) != (0.01, -3.0):
+        options = {"epsilon": halting_epsilon, "bias_init": halting_bias}
+        options = {name: given for name, given in options.items() if given is not None}
+        if options and not halting:
             raise ValueError("halting_epsilon and halting_bias have no effect without halting='act'")
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.signals: PositionStepSignals = PositionStepSignals(self.embed_dim, **factory_kwargs)
         self.halting: AdaptiveHalting | None = None
         if halting:
-            self.halting = AdaptiveHalting(self.embed_dim, halting_epsilon, halting_bias, **factory_kwargs)
+            self.halting = AdaptiveHalting(self.embed_dim, **options, **factory_kwargs)
         if drop_path_rate:
             self.blocks[0].drop_path1 = DropPath(drop_path_rate)
             self.blocks[0].drop_path2 = DropPath(drop_path_rate)

@@ -15,7 +15,7 @@ def loss(**arguments):
 
 
 def optimizer(**arguments):
-    make_optimizer(torch.nn.Linear(2, 3), **arguments)
+    make_optimizer(torch.nn.Linear(2, 3), **{"opt": "adamw", "lr": 0.001, "weight_decay": 0.05, **arguments})
 
 
 def fit(data=None, max_epochs=1, **arguments):

@@ -9,7 +9,7 @@ from interpreted_triton import compare, rounded
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import JointTable, RelativeTerms, make_grid, relative_attention, to_windows
-from relvit.ops.backends.triton.joint import launch
+from relvit.ops.backends.triton.joint import joint_launch as launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 

@@ -18,9 +18,9 @@ TAKEN = {"self", "params", "lr", "weight_decay"}
 
 def make_optimizer(
     net: nn.Module,
-    opt: str = "adamw",
-    lr: float = 1e-3,
-    weight_decay: float = 0.05,
+    opt: str,
+    lr: float,
+    weight_decay: float,
     layer_decay: float | None = None,
     opt_kwargs: dict[str, Any] | None = None,
     position_lr_scale: float = 1.0,

@@ -34,7 +34,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         raise ValueError(f"backend 'triton' {reason}")
     # Triton is imported here, because users of other backends need not have it.
     if isinstance(inputs.terms.bias, JointTable):
-        from relvit.ops.backends.triton.joint.launch import joint_attention
+        from relvit.ops.backends.triton.joint.joint_launch import joint_attention
 
         with without_autocast(inputs.query.device):
             return joint_attention(inputs)

@@ -44,12 +44,12 @@ def test_without_layer_decay_there_are_two_groups(net):
     spared = {"reg_token", "pos_embed", "patch_embed.proj.bias", "fc_norm.weight", "fc_norm.bias", "head.bias"}
     decayed = {"patch_embed.proj.weight", "head.weight"} | block(0, MATRICES) | block(1, MATRICES)
     spared |= block(0, SPARED) | block(1, SPARED)
-    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3)
+    optimizer = make_optimizer(net, "adamw", lr=0.01, weight_decay=0.3)
     assert groups(net, optimizer) == {(0.01, 0.0, False): spared, (0.01, 0.3, False): decayed}
 
 
 def test_layer_decay_by_depth_with_tables_in_their_blocks(net):
-    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3, layer_decay=0.5)
+    optimizer = make_optimizer(net, "adamw", lr=0.01, weight_decay=0.3, layer_decay=0.5)
     assert groups(net, optimizer) == {
         (0.00125, 0.0, False): {"reg_token", "pos_embed", "patch_embed.proj.bias"},
         (0.00125, 0.3, False): {"patch_embed.proj.weight"},
@@ -72,7 +72,7 @@ def test_muon_leaves_tables_embeddings_and_classifier_to_its_fallback(net):
 
 def test_retrofitted_tables_belong_to_their_blocks():
     vit = relvit.retrofit(timm.create_model("test_vit", num_classes=7), rel_terms="kv")
-    found = groups(vit, make_optimizer(vit, lr=1.0, weight_decay=0.3, layer_decay=0.5))
+    found = groups(vit, make_optimizer(vit, "adamw", lr=1.0, weight_decay=0.3, layer_decay=0.5))
     for number in range(len(vit.blocks)):
         assert block(number, TABLES) <= found[0.5 ** (len(vit.blocks) - number), 0.0, False]
 
@@ -88,7 +88,7 @@ def test_retrofitted_tables_belong_to_their_blocks():
     ],
 )
 def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, expected):
-    optimizer = make_optimizer(net, opt, lr=0.003, opt_kwargs=kwargs)
+    optimizer = make_optimizer(net, opt, lr=0.003, weight_decay=0.05, opt_kwargs=kwargs)
     assert type(optimizer).__name__ == expected
     for key, value in kwargs.items():
         assert optimizer.param_groups[0][key] == (tuple(value) if isinstance(value, list) else value)
@@ -108,7 +108,7 @@ def test_optimisers_by_name_learn_and_their_state_is_plain(net, opt, kwargs, exp
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_relative_positions_have_their_factor_on_the_rate_of_their_layer(net, layer_decay):
-    optimizer = make_optimizer(net, lr=0.01, weight_decay=0.3, layer_decay=layer_decay, position_lr_scale=10)
+    optimizer = make_optimizer(net, "adamw", lr=0.01, weight_decay=0.3, layer_decay=layer_decay, position_lr_scale=10)
     found = groups(net, optimizer)
     for number in (0, 1):
         rate = 0.01 * (layer_decay or 1) ** (2 - number)

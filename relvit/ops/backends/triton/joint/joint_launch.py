@@ -14,8 +14,8 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends.pair_bias import offset_table
 from relvit.ops.backends.tile import new_tokens
-from relvit.ops.backends.triton.joint.backward import joint_backward_keys, joint_backward_queries
-from relvit.ops.backends.triton.joint.forward import joint_forward
+from relvit.ops.backends.triton.joint.joint_backward import joint_backward_keys, joint_backward_queries
+from relvit.ops.backends.triton.joint.joint_forward import joint_forward
 from relvit.ops.backends.triton.joint.offsets import by_entry, layout
 from relvit.ops.backends.triton.joint.table_gradient import joint_backward_table
 from relvit.ops.grid import Grid, key_mask, num_tokens
