@@ -24,7 +24,7 @@ CONFIGS = [BY_NAME[name] for name in sorted(BY_NAME)]
 # What stands behind another configuration.
 DEVICES = {"multi_gpu": (8, 1), "multi_node": (8, 2)}
 ADDITIONS = {*DEVICES, "bands", "lsh", "reversible", "universal"}
-RECIPES = [path for path in CONFIGS if path.stem not in ADDITIONS]
+RECIPES = [path for path in CONFIGS if path.stem not in {*ADDITIONS, "retrofit"}]
 ON_A_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
 # Of learning rates that follow the batch little is left for four images.
 TINY_BATCH = ["--data.batch_size=4", "--model.min_lr=0"]
@@ -182,6 +182,14 @@ def test_the_small_recipe_is_the_long_training_of_the_study():
     }
     assert recipe["trainer"]["max_epochs"] == study.RECIPES["long"].epochs
     assert recipe["trainer"]["gradient_clip_val"] == options["trainer.gradient_clip_val"]
+
+
+def test_a_retrofit_stands_behind_the_pretrained_weights_of_finetune(photos, capsys):
+    command = ["fit", "--config=finetune", "--config=retrofit", f"--data.root={photos}", "--print_config"]
+    assert main(command) == 0, capsys.readouterr().err
+    taken = yaml.safe_load(capsys.readouterr().out)["model"]
+    assert taken["pretrained"] == yaml.safe_load(BY_NAME["finetune"].read_text())["model"]["pretrained"]
+    assert (taken["retrofit"], taken["position_lr_scale"]) == ({"rel_terms": "kv", "max_distance": 4}, 10.0)
 
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))
