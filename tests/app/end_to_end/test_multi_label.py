@@ -1,6 +1,8 @@
 """Multi-label classification from a list to predictions, on the command line, with everything else at its default."""
 
+import contextlib
 import csv
+import io
 import json
 import shutil
 
@@ -74,52 +76,83 @@ def average_precision(labels, probabilities):
     )
 
 
-def test_fit(trained, expected):
-    root, folder = trained
-    results = summary(folder)
-    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+@pytest.fixture(scope="module")
+def thresholds(trained):
+    """The thresholds of the trained checkpoint."""
+    return load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
+
+
+def test_thresholds_are_those_of_the_best_f1_on_val(thresholds, expected):
     labels, probabilities = expected["val"]
-    thresholds = best["relvit"]["thresholds"]
     np.testing.assert_allclose(thresholds, multi_label_metrics(probabilities, labels).threshold, rtol=1e-5)
+
+
+def test_the_summary_has_average_precision_and_f1(trained, expected, thresholds):
+    results = summary(trained[1])
+    labels, probabilities = expected["val"]
     assert results["val/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
-    assert results["val/map"] == max(float(row["val/map"]) for row in rows(folder / "metrics.csv"))
+    assert results["val/map"] == max(float(row["val/map"]) for row in rows(trained[1] / "metrics.csv"))
     labels, probabilities = expected["test"]
     assert results["test/map"] == pytest.approx(average_precision(labels, probabilities), rel=1e-5)
     f1 = sklearn.metrics.f1_score(labels, probabilities >= thresholds, average="macro")
     assert results["test/f1"] == pytest.approx(f1, rel=1e-5)
     assert results["test/map"] > 0.8
+
+
+def test_the_run_has_pictures_and_the_labels_of_its_split(trained):
+    root, folder = trained
     assert {"curves.png", "training_images.png", "val_split.csv"} <= {path.name for path in folder.iterdir()}
     written = {row["path"]: row["label"] for row in rows(root / "train.csv")}
     held_out = rows(folder / "val_split.csv")
     assert all(set(row["label"].split(";")) == set(written[row["path"]].split(";")) for row in held_out)
 
 
-def test_validate_and_test(trained, expected, tmp_path, capsys):
-    labels, probabilities = expected["test"]
-    folder = run(trained, tmp_path, "test")
-    out = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def tested(trained, tmp_path_factory):
+    """The folder of `relvit test`, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        folder = run(trained, tmp_path_factory.mktemp("tested"), "test")
+    return folder, out.getvalue()
+
+
+def test_test_prints_f1_and_average_precision(tested):
+    folder, out = tested
     f1 = f"mean F1 of the classes {summary(folder)['test/f1']:.4f}, mean average precision"
     assert f"24 images of test at 16 x 24 px, {f1}" in out
-    thresholds = load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
+
+
+def test_the_table_of_classes_is_that_of_the_probabilities(tested, expected, thresholds):
+    labels, probabilities = expected["test"]
     metrics = multi_label_metrics(probabilities, labels, thresholds)
-    table = rows(folder / "classes.csv")
+    table = rows(tested[0] / "classes.csv")
     assert [row["class"] for row in table] == list(COLOURS)
     for name in ("precision", "recall", "f1", "average_precision", "threshold"):
         assert [float(row[name]) for row in table] == pytest.approx(getattr(metrics, name), abs=1e-4)
+
+
+def test_mistakes_have_a_wrong_label_and_are_sorted_by_loss(tested, expected, thresholds):
+    folder, (labels, probabilities) = tested[0], expected["test"]
     wrong = (labels != (probabilities >= thresholds)).any(1)
     mistakes = rows(folder / "mistakes.csv") if wrong.any() else []
     assert len(mistakes) == wrong.sum()
     losses = [float(row["loss"]) for row in mistakes]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_validate_prints_average_precision_at_another_size(trained, capsys):
     assert main(["validate", str(trained[1] / "checkpoints" / "best.ckpt"), "--img_size", "24", *QUIET]) == 0
     assert "val/map" in capsys.readouterr().out
 
 
-def test_predict(trained, expected, tmp_path):
+@pytest.fixture(scope="module")
+def written(trained, tmp_path_factory):
+    """The table that `relvit predict` writes of the test images."""
+    return run(trained, tmp_path_factory.mktemp("predicted"), "predict", trained[0] / "test") / "predictions.csv"
+
+
+def test_predict_writes_the_classes_above_their_thresholds(trained, written, expected, thresholds):
     root, folder = trained
-    thresholds = load_classifier(folder / "checkpoints" / "best.ckpt").thresholds
     _, probabilities = expected["test"]
-    written = run(trained, tmp_path, "predict", root / "test") / "predictions.csv"
     table = {row["path"]: row for row in rows(written)}
     assert list(next(iter(table.values()))) == ["path", "label", "probability"]
     found = relvit.load(folder / "checkpoints" / "best.ckpt").predict(root / "test")
@@ -134,9 +167,15 @@ def test_predict(trained, expected, tmp_path):
             prediction.probabilities, abs=1e-5
         )
     assert {len(prediction.names) for prediction in found} >= {0, 1, 2}
-    # What was predicted is a list to train on.
+
+
+def test_predictions_are_a_list_to_train_on(written):
     again = ImageListData(str(written), label_separator=";", class_names=list(COLOURS), num_workers=0)
     assert len(again.samples("train")) + len(again.samples("val")) == 24
+
+
+def test_top_and_mirror_in_python(trained):
+    root, folder = trained
     clf = relvit.load(folder / "checkpoints" / "best.ckpt")
     assert len(clf.predict(root / "test" / "0.png", top=2).names) == 2
     mirrored = clf.predict(root / "test" / "0.png", top=3, mirror=True)
@@ -145,37 +184,61 @@ def test_predict(trained, expected, tmp_path):
     assert mirrored.probabilities == pytest.approx(sorted(mean[0].tolist(), reverse=True), abs=1e-5)
 
 
-def test_sizes_average_and_publish(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    best = str(trained[1] / "checkpoints" / "best.ckpt")
-    assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
+@pytest.fixture(scope="module")
+def published(trained, tmp_path_factory):
+    """A folder with `curves` of `relvit resolutions`, and the model `published` with them."""
+    place, best = tmp_path_factory.mktemp("published"), str(trained[1] / "checkpoints" / "best.ckpt")
+    with contextlib.chdir(place):
+        assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
+        assert main(["publish", best, "--to", "published", "--curve", "curves/resolutions.json"]) == 0
+    return place
+
+
+def test_resolutions_have_the_figures_of_the_test(trained, published):
     results = summary(trained[1])
-    curve = json.loads((tmp_path / "curves" / "resolutions.json").read_text())
+    curve = json.loads((published / "curves" / "resolutions.json").read_text())
     for name in ("map", "f1", "loss"):
         assert curve[0][name] == pytest.approx(results[f"test/{name}"], rel=1e-5)
-    assert main(["publish", best, "--to", "published", "--curve", "curves/resolutions.json"]) == 0
-    thresholds = load_classifier(best).thresholds
-    assert json.loads((tmp_path / "published" / "config.json").read_text())["relvit"]["thresholds"] == thresholds
-    card = (tmp_path / "published" / "README.md").read_text()
+
+
+def test_the_published_model_has_thresholds_and_the_card_its_figures(published, thresholds):
+    assert json.loads((published / "published" / "config.json").read_text())["relvit"]["thresholds"] == thresholds
+    card = (published / "published" / "README.md").read_text()
     assert str(thresholds) in card
     assert "| size | protocol | reach | images | mAP | mean F1 |" in card
+
+
+def test_the_code_of_the_card_finds_the_same_classes(trained, published, monkeypatch, capsys):
+    monkeypatch.chdir(published)
+    card = (published / "published" / "README.md").read_text()
     shutil.copy(trained[0] / "test" / "1.png", "photo.jpg")
-    capsys.readouterr()
     exec(card.partition("```python\n")[2].partition("```")[0], {})
-    found = relvit.load(best).predict("photo.jpg")
+    found = relvit.load(trained[1] / "checkpoints" / "best.ckpt").predict("photo.jpg")
     assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == sorted(found.names)
 
 
-def test_average_and_thresholds_anew(trained, expected, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def copies(trained, thresholds, tmp_path_factory):
+    """A folder with three copies of the checkpoint, the last with thresholds of its own."""
+    place = tmp_path_factory.mktemp("copies")
     best = torch.load(trained[1] / "checkpoints" / "best.ckpt", weights_only=True)
-    thresholds = best["relvit"]["thresholds"]
     for name, values in {"a": thresholds, "b": thresholds, "c": [0.25] * 3}.items():
         best["relvit"]["thresholds"] = values
-        torch.save(best, f"{name}.ckpt")
+        torch.save(best, place / f"{name}.ckpt")
+    return place
+
+
+def test_the_average_keeps_thresholds_that_all_have(copies, thresholds, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(shutil.copytree(copies, tmp_path / "copies"))
     assert main(["average", "a.ckpt", "b.ckpt", "--output", "same.ckpt"]) == 0
     assert load_classifier("same.ckpt").thresholds == thresholds
     assert "thresholds" not in capsys.readouterr().err
+
+
+def test_calibrate_finds_thresholds_anew_where_those_of_an_average_differ(
+    copies, expected, thresholds, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(shutil.copytree(copies, tmp_path / "copies"))
     with pytest.warns(UserWarning, match="in mean.ckpt that of every class is 0.5; .* relvit calibrate mean.ckpt"):
         assert main(["average", "a.ckpt", "c.ckpt", "--output", "mean.ckpt"]) == 0
     assert load_classifier("mean.ckpt").thresholds == [0.5] * 3

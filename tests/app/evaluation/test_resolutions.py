@@ -1,6 +1,7 @@
 """Figures by image size: against logits, formulas and timm's resampling; several checkpoints, and what is refused."""
 
 import shutil
+from typing import NamedTuple
 
 import pytest
 import timm
@@ -51,17 +52,37 @@ def logits_and_labels(net, photos, split, transform):
     return torch.stack(logits), torch.tensor(labels)
 
 
-@pytest.mark.parametrize(("protocol", "split"), [("crop", "val"), ("resize", "val"), ("field", "train")])
-def test_figures_of_the_logits_and_squashed_squares(protocol, split, best, photos):
-    """16 x 40 px are 2 x 5 patches: the square of as many has 3 x 3, and shows what the image of 16 x 40 px showed."""
+class Wide(NamedTuple):
+    """Rows of 16 x 16 and of 16 x 40 px, and the transform, logits and labels by hand at 16 x 40 px."""
+
+    protocol: str
+    split: str
+    square: dict
+    row: dict
+    transform: v2.Compose
+    logits: torch.Tensor
+    labels: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=[("crop", "val"), ("resize", "val"), ("field", "train")], ids="-".join)
+def wide(request, best, photos):
+    protocol, split = request.param
     square, row = evaluate_sizes(best, [16, (16, 40)], split, accelerator="cpu", protocol=protocol, squares=True)
-    assert "square" not in square
-    net, transform = load_classifier(best), eval_transform((16, 40), MEAN, STD, 0.9, protocol, 16)
-    logits, labels = logits_and_labels(net, photos, split, transform)
-    probabilities = logits.softmax(-1)
+    transform = eval_transform((16, 40), MEAN, STD, 0.9, protocol, 16)
+    given = logits_and_labels(load_classifier(best), photos, split, transform)
+    return Wide(protocol, split, square, row, transform, *given)
+
+
+def test_a_row_says_of_which_model_and_images_it_is(wide, best):
+    protocol, row = wide.protocol, wide.row
     assert (row["height"], row["width"], row["images"], row["protocol"]) == (16, 40, 18, protocol)
     assert ("fill" in row) == (protocol == "field")
     assert (row["checkpoint"], row["model"], row["train_sizes"]) == (str(best), "test_relvit", [[16, 16]])
+
+
+def test_figures_are_those_of_the_logits(wide):
+    row, logits, labels = wide.row, wide.logits, wide.labels
+    probabilities = logits.softmax(-1)
     assert row["acc1"] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
     assert row["acc1_se"] == pytest.approx(accuracy_error(row["acc1"], 18))
     assert row["loss"] == pytest.approx(float(-probabilities.log()[range(18), labels].mean()), rel=1e-4)
@@ -69,6 +90,16 @@ def test_figures_of_the_logits_and_squashed_squares(protocol, split, best, photo
     assert row["calibration_error"] == pytest.approx(expected, abs=1e-5)
     assert "acc5" not in row
     assert row["images_per_second"] > 0
+
+
+def test_a_square_has_no_squashed_square_beside_it(wide):
+    assert "square" not in wide.square
+
+
+def test_squashed_images_show_the_same_on_a_square_of_as_many_patches(wide, best, photos):
+    """16 x 40 px are 2 x 5 patches: the square of as many has 3 x 3, and shows what the image of 16 x 40 px showed."""
+    protocol, split, _, row, transform, _, labels = wide
+    net = load_classifier(best)
     *shown, tensor, scale, normalise = transform.transforms
     # The whole image is squashed at once.
     steps = [*(shown if protocol != "resize" else []), v2.Resize((24, 24), v2.InterpolationMode.BICUBIC)]
@@ -77,15 +108,23 @@ def test_figures_of_the_logits_and_squashed_squares(protocol, split, best, photo
     assert (row["square"], row["square_acc1"]) == (24, pytest.approx(right))
 
 
-def test_of_a_classifier_in_memory_and_top_5(digits_run):
-    """A study evaluates one classifier with one data module at any sizes, and neither is changed."""
-    classifier = load_classifier(digits_run / "checkpoints" / "best.ckpt")
-    data = DigitsData(batch_size=100)
+@pytest.fixture(scope="module")
+def digits(digits_run):
+    return load_classifier(digits_run / "checkpoints" / "best.ckpt"), DigitsData(batch_size=100)
+
+
+def test_a_classifier_and_a_data_module_in_memory_are_not_changed(digits):
+    classifier, data = digits
     before = {name: value.clone() for name, value in classifier.state_dict().items()}
-    given = {"field": "grey", "resize": None}
-    rows = {name: evaluate_size(classifier, data, (8, 12), "test", name, fill) for name, fill in given.items()}
+    evaluate_size(classifier, data, (8, 12), "test", "field", "grey")
     assert data.img_size == (8, 8)
     assert all(torch.equal(before[name], value) for name, value in classifier.state_dict().items())
+
+
+def test_figures_of_a_classifier_in_memory_at_another_size(digits):
+    classifier, data = digits
+    given = {"field": "grey", "resize": None}
+    rows = {name: evaluate_size(classifier, data, (8, 12), "test", name, fill) for name, fill in given.items()}
     images, labels = zip(*data.dataset("test"), strict=True)
     images, labels = torch.stack(images), torch.tensor(labels)
     # The normalised mean but for rounding to 8 bits.
@@ -189,13 +228,19 @@ def test_sizes_that_one_cannot_take_are_left_out(best, vit, gmlp):
         assert 0 <= row["acc1_difference_se"] <= 1
     with pytest.raises(ValueError, match=reason):
         evaluate_sizes(gmlp, [16, 32], accelerator="cpu")
+
+
+def test_a_size_that_none_can_take_is_refused(best, vit):
     with pytest.raises(ValueError, match="20"):
         evaluate_sizes([best, vit], [16, 20], accelerator="cpu")
 
 
-def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos, tmp_path):
+def test_checkpoints_of_other_classes_are_refused(best, digits_run):
     with pytest.raises(ValueError, match=r"best\.ckpt has the classes .*'cat', 'dog', 'owl'.*: evaluate them apart"):
         evaluate_sizes([best, digits_run / "checkpoints" / "best.ckpt"], [16])
+
+
+def test_checkpoints_of_other_folders_need_the_folder_of_both(best, other, photos, tmp_path):
     several = {"train_sizes": [16, [24, 32]], "batch_size": 3, "crop_pct": 0.5}
     elsewhere = other("vit_tiny_patch16_224", VIT, root=str(tmp_path), **several)
     with pytest.raises(
@@ -205,9 +250,15 @@ def test_checkpoints_of_other_classes_or_images(best, digits_run, other, photos,
     rows = evaluate_sizes([best, elsewhere], [16], root=str(photos), accelerator="cpu")
     assert [row["images"] for row in rows] == [18, 18]
     assert [row["train_sizes"] for row in rows] == [[[16, 16]], [[16, 16], [24, 32]]]
+
+
+def test_checkpoints_of_other_images_are_refused(best, other):
     divided = other("vit_tiny_patch16_224", VIT, split_seed=1)
     with pytest.raises(ValueError, match=r"was trained with split_seed 0, .* with 1: evaluate them apart"):
         evaluate_sizes([best, divided], [16])
+
+
+def test_a_checkpoint_twice_is_refused(best):
     with pytest.raises(ValueError, match=r"best\.ckpt is given more than once"):
         evaluate_sizes([best, best], [16])
 

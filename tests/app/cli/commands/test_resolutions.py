@@ -1,7 +1,11 @@
 """`relvit resolutions`: the table, the files, and mistakes; the numbers are checked in `tests/app/evaluation`."""
 
+import contextlib
+import io
 import json
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from command_line import rows, write_checkpoint_like
@@ -14,30 +18,62 @@ from relvit.app.plots.style import short_labels
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
-def test_two_checkpoints_and_all_files(best, tmp_path, capsys):
+class Compared(NamedTuple):
+    """Two checkpoints, the command's output, and the folder that it wrote."""
+
+    checkpoints: tuple[Path, Path]
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def found(self):
+        return json.loads((self.folder / "resolutions.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def compared(best, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("compared")
     vit = write_checkpoint_like(best, tmp_path / "vit.ckpt", "vit_tiny_patch16_224", VIT)
     command = ["resolutions", best, vit, "--sizes", "16", "[24,16]", "--protocol", "field", "--fill", "grey"]
     command += ["--split", "test", "--accelerator", "cpu", "--output", tmp_path / "new" / "folder"]
-    assert main(list(map(str, command))) == 0
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(list(map(str, command))) == 0
+    return Compared((best, vit), out.getvalue(), err.getvalue(), tmp_path / "new" / "folder")
+
+
+def test_the_output_says_what_is_compared(compared):
+    (best, vit), lines = compared.checkpoints, compared.out.splitlines()
     assert lines[0] == f"1  {best}: test_relvit, trained at 16 x 16 px"
     assert lines[1] == f"2  {vit}: vit_tiny_patch16_224, trained at 16 x 16 px"
     assert lines[2].startswith("18 images of test; field: objects keep their scale")
-    assert "vit_tiny_patch16_224 at 24 x 16" in err
-    found = json.loads((tmp_path / "new" / "folder" / "resolutions.json").read_text())
-    expected = evaluate_sizes([best, vit], [16, (24, 16)], "test", accelerator="cpu", protocol="field", fill="grey")
+    assert "vit_tiny_patch16_224 at 24 x 16" in compared.err
+
+
+def test_the_file_has_the_rows_of_evaluate_sizes(compared):
+    found, given = compared.found, {"accelerator": "cpu", "protocol": "field", "fill": "grey"}
+    expected = evaluate_sizes(compared.checkpoints, [16, (24, 16)], "test", **given)
     for row, of_python in zip(found, expected, strict=True):
         assert row.keys() == of_python.keys()
         # A first pass keeps index tables in memory, which a second one finds there.
         assert row["peak_memory"] == pytest.approx(of_python["peak_memory"], rel=0.01)
         measured = dict.fromkeys(("images_per_second", "peak_memory"))
         assert row | measured == of_python | measured
-    of_csv = rows(tmp_path / "new" / "folder" / "resolutions.csv")
+
+
+def test_the_csv_has_the_same_rows(compared):
+    found, of_csv = compared.found, rows(compared.folder / "resolutions.csv")
     columns = list(found[1] | found[2])
     assert of_csv == [{name: str(row.get(name, "")) for name in columns} for row in found]
-    with Image.open(tmp_path / "new" / "folder" / "resolutions.png") as figure:
+
+
+def test_the_figure_has_two_panels(compared):
+    with Image.open(compared.folder / "resolutions.png") as figure:
         assert figure.size == (1500, 550)
+
+
+def test_the_table_is_sorted_by_size_and_shows_differences(compared):
+    found, lines = compared.found, compared.out.splitlines()
     # By size and number of the checkpoint, though rows are by checkpoint.
     table = [numbers for line in lines if len(numbers := re.findall(r"\d\.\d{4}(?= )", line)) > 1]
     names = ("acc1", "acc1_se", "loss", "calibration_error")

@@ -72,51 +72,92 @@ def next_command(out):
     return arguments
 
 
-def test_only_the_temperature_is_new_and_it_is_that_of_val(calibrated, tmp_path, capsys, fails):
-    path, output = calibrated
+def test_the_temperature_is_that_of_val(calibrated):
+    expected = fit_temperature(*logits_and_labels(calibrated[0], "val"))
+    assert Checkpoint.read(calibrated[1]).temperature == pytest.approx(expected, rel=1e-4)
+
+
+def test_only_the_temperature_is_new(calibrated):
     before, after = (torch.load(each, weights_only=True) for each in calibrated)
-    temperature = after["relvit"].pop("temperature")
-    assert temperature == pytest.approx(fit_temperature(*logits_and_labels(path, "val")), rel=1e-4)
+    del after["relvit"]["temperature"]
     plain = [json.dumps(content, default=lambda tensor: tensor.tolist()) for content in (before, after)]
     assert plain[0] == plain[1]
-    # No tensor is in it twice.
+
+
+def test_no_tensor_is_in_the_file_twice(calibrated):
+    path, output = calibrated
     assert output.stat().st_size < 1.1 * path.stat().st_size
-    # From the calibrated one, as if it were not.
-    again = tmp_path / "again.ckpt"
-    assert main(["calibrate", str(output), "--output", str(again), "--split", "val"]) == 0
-    out = capsys.readouterr().out
-    assert Checkpoint.read(again).temperature == temperature
-    # The images are where the checkpoint remembers them.
-    assert next_command(out) == ["test", str(again)]
-    logits, labels = logits_and_labels(path, "val")
+
+
+@pytest.fixture
+def again(calibrated, tmp_path, capsys):
+    """A checkpoint calibrated from a calibrated one, and what the command printed."""
+    path = tmp_path / "again.ckpt"
+    assert main(["calibrate", str(calibrated[1]), "--output", str(path), "--split", "val"]) == 0
+    return path, capsys.readouterr().out
+
+
+def test_a_calibrated_checkpoint_is_calibrated_as_if_it_were_not(calibrated, again):
+    assert Checkpoint.read(again[0]).temperature == Checkpoint.read(calibrated[1]).temperature
+
+
+def test_the_next_command_needs_no_folder_that_the_checkpoint_remembers(again):
+    assert next_command(again[1]) == ["test", str(again[0])]
+
+
+def test_the_likelihood_before_and_after_is_printed(calibrated, again):
+    _, out = again
+    logits, labels = logits_and_labels(calibrated[0], "val")
+    temperature = Checkpoint.read(calibrated[1]).temperature
     nll = [torch.nn.functional.cross_entropy(logits / t, labels).item() for t in (1, temperature)]
     assert [float(text) for text in re.search(r"likelihood\s+(\S+)\s+(\S+)", out).groups()] == pytest.approx(
         nll, abs=6e-5
     )
     assert nll[1] < nll[0] - 1e-3
+
+
+def test_an_output_that_exists_is_kept(calibrated, again, fails):
+    output, (again, _) = calibrated[1], again
     assert "exists: give another one (--output)" in fails(["calibrate", output, "--output", again])
 
 
-def test_commands_use_it(calibrated, tmp_path):
-    path, output = calibrated
-    logits, labels = logits_and_labels(path, "val")
-    temperature = Checkpoint.read(output).temperature
-    probabilities = (logits / temperature).softmax(-1)
-    nll = -probabilities[range(len(labels)), labels].log().mean().item()
-    assert main(["test", str(output), "--split=val", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
-    results = summary(only(tmp_path / "test"))
-    assert results["test/loss"] == pytest.approx(nll, rel=1e-4)
+@pytest.fixture(scope="module")
+def probabilities(calibrated):
+    """Calibrated probabilities of an image of val or test, by split, and the labels."""
+    temperature, found = Checkpoint.read(calibrated[1]).temperature, {}
+    for split in ("val", "test"):
+        logits, labels = logits_and_labels(calibrated[0], split)
+        found[split] = (logits / temperature).softmax(-1), labels
+    return found
+
+
+def mean_nll(probabilities, labels):
+    return -probabilities[range(len(labels)), labels].log().mean().item()
+
+
+def test_test_uses_it(calibrated, probabilities, tmp_path):
+    assert main(["test", str(calibrated[1]), "--split=val", f"--runs={tmp_path / 'test'}", *QUIET]) == 0
+    results, (probabilities, labels) = summary(only(tmp_path / "test")), probabilities["val"]
+    assert results["test/loss"] == pytest.approx(mean_nll(probabilities, labels), rel=1e-4)
     confidence, predicted = probabilities.max(-1)
     right = (predicted == labels).numpy()
     assert results["test/acc1"] == pytest.approx(right.mean())
     assert results["test/acc1_se"] == pytest.approx(accuracy_error(right.mean(), len(right)))
     assert results["test/calibration_error"] == pytest.approx(calibration_error(confidence.numpy(), right), abs=1e-5)
-    assert main(["resolutions", str(output), "--sizes=8", "--accelerator=cpu", f"--output={tmp_path / 'r.json'}"]) == 0
-    assert json.loads((tmp_path / "r.json").read_text())[0]["loss"] == pytest.approx(nll, rel=1e-4)
-    assert main(["predict", str(output), "--data=DigitsData", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
+
+
+def test_resolutions_use_it(calibrated, probabilities, tmp_path):
+    options = ["--sizes=8", "--accelerator=cpu", f"--output={tmp_path / 'r.json'}"]
+    assert main(["resolutions", str(calibrated[1]), *options]) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert row["loss"] == pytest.approx(mean_nll(*probabilities["val"]), rel=1e-4)
+
+
+def test_predict_uses_it(calibrated, probabilities, tmp_path):
+    assert main(["predict", str(calibrated[1]), "--data=DigitsData", f"--runs={tmp_path / 'p'}", *QUIET]) == 0
     table = rows(only(tmp_path / "p") / "predictions.csv")
-    of_test = (logits_and_labels(path, "test")[0] / temperature).softmax(-1)
-    assert [float(row["probability"]) for row in table] == pytest.approx(of_test.amax(1).tolist(), abs=2e-6)
+    expected = probabilities["test"][0].amax(1).tolist()
+    assert [float(row["probability"]) for row in table] == pytest.approx(expected, abs=2e-6)
 
 
 def test_load_uses_it(calibrated):

@@ -1,5 +1,7 @@
 """`relvit test --robustness`: each layout against the classifier image by image, among the classes there are."""
 
+import contextlib
+import io
 import json
 import math
 import shutil
@@ -59,30 +61,50 @@ def by_hand(checkpoint, paths, classes, mirror=False):
         return [classes[i] for i in probabilities.argmax(-1).tolist()]
 
 
-def test_corruptions_and_severities(best, corrupted, tmp_path, capsys):
-    folder, results = evaluated(best, corrupted, tmp_path / "runs")
+@pytest.fixture(scope="module")
+def tested(best, corrupted, tmp_path_factory):
+    """The folder of a test of the corrupted images, its summary and its output."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        folder, results = evaluated(best, corrupted, tmp_path_factory.mktemp("tested"))
+    return folder, results, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def accuracies(best, corrupted):
+    """The accuracy by hand for each corruption and severity."""
     expected = {}
     for name, severity in product(("blur/gaussian_blur", "colour"), ("1", "2")):
         paths = sorted((corrupted / name / severity).glob("*/*.jpg"))
         found = by_hand(best, paths, NAMES)
         right = [path.parent.name == one for path, one in zip(paths, found, strict=True)]
         expected[name, severity] = np.mean(right)
-    found = rows(folder / "corruptions.csv")
+    assert len(set(expected.values())) > 1
+    return expected
+
+
+def test_the_table_has_the_accuracy_by_corruption_and_severity(tested, accuracies):
+    found = rows(tested[0] / "corruptions.csv")
     assert [row["corruption"] for row in found] == ["blur/gaussian_blur", "colour", "mean"]
     for row in found[:2]:
-        own = [expected[row["corruption"], severity] for severity in ("1", "2")]
+        own = [accuracies[row["corruption"], severity] for severity in ("1", "2")]
         assert [float(row[key]) for key in ("1", "2", "mean")] == pytest.approx([*own, np.mean(own)], abs=6e-5)
-    assert len(set(expected.values())) > 1
-    mean = np.mean(list(expected.values()))
-    assert float(found[2]["mean"]) == pytest.approx(mean, abs=6e-5)
-    assert results["test/mean_corruption_error"] == pytest.approx(1 - mean)
+    assert float(found[2]["mean"]) == pytest.approx(np.mean(list(accuracies.values())), abs=6e-5)
+
+
+def test_the_summary_has_the_mean_corruption_error(tested, accuracies, corrupted):
+    _, results, _ = tested
+    assert results["test/mean_corruption_error"] == pytest.approx(1 - np.mean(list(accuracies.values())))
     assert results["images"] == 72
     assert "test/mce" not in results
     assert results["robustness"] == str(corrupted)
-    out = capsys.readouterr().out
-    assert "mean corruption error" in out
-    assert "accuracy by corruption and severity" in out
-    # A corruption alone is named by its folder.
+
+
+def test_the_output_has_the_mean_and_the_table(tested):
+    assert "mean corruption error" in tested[2]
+    assert "accuracy by corruption and severity" in tested[2]
+
+
+def test_a_corruption_alone_is_named_by_its_folder(corrupted):
     data = RobustnessData(str(corrupted / "colour"), NAMES, **OPTIONS)
     data.dataset("test")
     assert data.conditions == [("colour", severity) for severity in (1, 2) for _ in range(18)]
@@ -145,7 +167,12 @@ def test_mce_is_that_of_the_paper():
         ratios.append(wrong.reshape(5, 20).mean(1).sum() / (5 * alexnet))
     assert found.results["test/mce"] == pytest.approx(np.mean(ratios))
     assert found.results["test/mean_corruption_error"] == pytest.approx(1 - right.mean())
-    # There is no mCE for fewer classes, or without a severity.
+
+
+def test_there_is_no_mce_for_other_classes_or_without_a_severity():
+    conditions = [(f"kind/{name}", s) for name in ALEXNET for s in range(1, 6)]
+    right = np.arange(len(conditions)) % 2 == 0
+    assert "test/mce" in evaluate_corruptions(right, conditions, classes=1000).results
     assert "test/mce" not in evaluate_corruptions(right, conditions, classes=999).results
     part = [index for index, condition in enumerate(conditions) if condition != ("kind/fog", 3)]
     rest = evaluate_corruptions(right[part], [conditions[index] for index in part], 1000)
