@@ -7,9 +7,14 @@ from timm.data.naflex_transforms import Patchify
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 
-import relvit  # noqa: F401 (registers the models)
+import relvit
 
-NAMES = timm.list_models("*relvit*", exclude_filters=["*_aft*", "*_lsh*", "*_universal*"])
+
+def class_of(name):
+    return timm.model_entrypoint(name).__annotations__["return"]
+
+
+NAMES = [name for name in timm.list_models("*relvit*") if class_of(name) is relvit.RelVisionTransformer]
 UNIVERSAL = timm.list_models("*relvit_universal*")
 ATTENTION_FREE = timm.list_models("*relvit_aft*")
 SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2, "num_classes": 5}
