@@ -14,6 +14,7 @@ import torch
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.modules.image_folder import find_splits
 from relvit.app.evaluation.predictor import Predictor
+from relvit.app.training.answering import answers
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_write, check_output, write_csv
 from relvit.utils.messages import MissingPackageError, printable
@@ -67,8 +68,9 @@ def embed_folder(
     unreadable: dict[str, str] = {}
     features, read = [torch.empty(0, predictor.num_features)], []
     batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)
-    for pixels, indices in batches if progress is None else progress(batches, math.ceil(len(paths) / batch_size)):
-        features.append(predictor.features(pixels))
+    batches = batches if progress is None else progress(batches, math.ceil(len(paths) / batch_size))
+    for rows, indices in answers(predictor.features, batches):
+        features.append(rows)
         read += [paths[index] for index in indices.tolist()]
     splits = find_splits(root).values()
     return Embeddings(read, [_class(path, [*splits, root]) for path in read], torch.cat(features).numpy(), unreadable)

@@ -24,11 +24,11 @@ from relvit.app.data.images.file_datasets import OnError, SkipUnreadable, SkipUn
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.images.given_images import ImageInput, InputImages
 from relvit.app.data.shape import ImageShape
-from relvit.app.evaluation.mirror import average_with_mirror
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.answering import answers
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
-from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, pooled_features, set_reach
+from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
 from relvit.utils.messages import check_choice, visible
 
 # These entries of timm's description are about the weights that timm has for the architecture.
@@ -205,14 +205,15 @@ class Predictor:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
 
-        def best(pixels: ImageBatch) -> list[tuple[list[float], list[int]]]:
-            found = self.probabilities(pixels, mirror)
+        def best(found: Tensor) -> list[tuple[list[float], list[int]]]:
             most = min(top or 5, len(self.class_names))
             classes = found.topk(most).indices.tolist() if top else self.labels.classes(found, most)
             return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, classes, strict=True)]
 
         found: list[Prediction | None] = []
-        for item, row in zip(items, self._map(best, items, batch_size, num_workers, on_error), strict=True):
+        probabilities = partial(self.probabilities, mirror=mirror)
+        rows = self._map(probabilities, best, items, batch_size, num_workers, on_error)
+        for item, row in zip(items, rows, strict=True):
             path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
             found.append(row and Prediction([self.class_names[label] for label in row[1]], row[0], path))
         if form == "folder":
@@ -234,7 +235,7 @@ class Predictor:
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)
-        for index, row in enumerate(self._map(self.features, items, batch_size, num_workers, on_error)):
+        for index, row in enumerate(self._map(self.features, list, items, batch_size, num_workers, on_error)):
             if row is not None:
                 found[index] = row
         return found
@@ -266,21 +267,13 @@ class Predictor:
     @torch.no_grad()
     def probabilities(self, pixels: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute probabilities float32 (B, classes), on the CPU, of a batch of `batches`."""
-        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
-        logits = self.classifier(pixels)
-        if mirror:
-            logits = average_with_mirror(self.classifier, (pixels,), logits)
-        return self.classifier.probabilities(logits).cpu()
+        return self.classifier.probabilities(pixels, mirror).cpu()
 
     @torch_defaults()
     @torch.no_grad()
     def features(self, pixels: ImageBatch) -> Tensor:
         """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
-        pixels = self.classifier.transfer_batch_to_device(pixels, self.device, 0)
-        features = pooled_features(self.model, pixels).float().cpu()
-        if not features.isfinite().all():
-            raise ValueError("the model computes features that are not finite: its weights, or mean and std are broken")
-        return features
+        return self.classifier.features(pixels).cpu()
 
     def batches(
         self,
@@ -308,18 +301,19 @@ class Predictor:
 
     def _map(
         self,
-        compute: Callable[[ImageBatch], Sequence[Any]],
+        compute: Callable[[ImageBatch], Tensor],
+        rows_of: Callable[[Tensor], Sequence[Any]],
         items: Sequence[ImageInput],
         batch_size: int,
         num_workers: int,
         on_error: OnError,
     ) -> list[Any]:
-        """Compute a row for each image, batch by batch; None for an image that cannot be read, with 'skip'."""
+        """Return `rows_of(compute(batch))` for each image; with 'skip' None for an image that cannot be read."""
         check_choice("on_error", on_error, get_args(OnError))
         unreadable: dict[str, str] | None = None if on_error == "error" else {}
         rows: list[Any] = [None] * len(items)
-        for pixels, indices in self.batches(items, batch_size, num_workers, unreadable):
-            for index, row in zip(indices.tolist(), compute(pixels), strict=True):
+        for found, indices in answers(compute, self.batches(items, batch_size, num_workers, unreadable)):
+            for index, row in zip(indices.tolist(), rows_of(found), strict=True):
                 rows[index] = row
         if unreadable:
             path, reason = next(iter(unreadable.items()))

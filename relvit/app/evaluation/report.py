@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.app.data import ImageData, UnreadableImageError
 from relvit.app.data.batches import image_of
@@ -56,18 +55,16 @@ class EvaluationReport(Callback):
         self.results: dict[str, float] = {}
         self.classes: AnyClassMetrics | None = None
         self.corruptions: Corruptions | None = None
-        self._hook: Any = None
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._labels: Labels = pl_module.labels
         self._kept: list[np.ndarray] = []
-        self._hook = pl_module.register_forward_hook(self._keep_logits)
 
     def on_test_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
+        outputs: Tensor,
         batch: tuple[Tensor, Tensor],
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -75,10 +72,9 @@ class EvaluationReport(Callback):
         labels = batch[1]
         if len(labels):
             # Numbers are kept in double precision, which holds labels exactly and which not every accelerator has.
-            self._kept.append(self._labels.keep(pl_module.probabilities(self._logits).cpu(), labels.cpu()))
+            self._kept.append(self._labels.keep(self._labels.probabilities(outputs).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._hook.remove()
         data = trainer.datamodule
         parts = [(self._kept, _evaluated_indices(data, trainer.global_rank, trainer.world_size))]
         if trainer.world_size > 1:
@@ -101,13 +97,6 @@ class EvaluationReport(Callback):
             self.corruptions = evaluate_corruptions(self._labels.right(kept), of_images, present)
             self.results |= self.corruptions.results
             write_csv(self.folder / "corruptions.csv", *self.corruptions.table())
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _keep_logits(self, module: nn.Module, args: Any, logits: Tensor) -> None:
-        self._logits = logits
 
     def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
         self.classes = metrics = self._labels.class_metrics(kept, len(names))

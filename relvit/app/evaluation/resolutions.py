@@ -13,13 +13,17 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
 
 from relvit.app.data import Fill, ImageData, SizeProtocol, parse_size
 from relvit.app.data.at_size import at_size
+from relvit.app.data.batches import ImageBatch
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation.costs import count_macs, peak_memory
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.answering import answers
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.metrics import count_batch, epoch_metrics
 from relvit.app.training.optim.loss import evaluation_loss
@@ -183,26 +187,25 @@ def _evaluate(
     own = at_size(data, size, split, protocol, fill, squash)
     loader = own.test_dataloader()
     height, width = own.img_size
-    classifier.eval()
-    net = classifier.net if classifier.average is None else classifier.average.net
-    net = at_image_size(net, own.img_size, own.in_chans, classifier.hparams.img_size)
+    classifier = classifier.at_size(own.img_size)
     metrics, of = epoch_metrics(classifier.labels, own.num_classes), classifier.labels
     batches: list[np.ndarray] = []
-    memory, seconds = None, 0.0
+    memory, seconds = [], []
+
+    def timed_logits(images: ImageBatch) -> Tensor:
+        images = move_data_to_device(images, classifier.device)
+        if not memory:
+            memory.append(peak_memory(classifier.net, images))
+        begin = _now(classifier.device)
+        logits = classifier.logits(images)
+        seconds.append(_now(classifier.device) - begin)
+        return logits.float()
+
     what = f"{classifier.hparams.model} at {height} x {width}"
-    for images, labels in loader if progress is None else progress(loader, len(loader), what):
-        images = images.to(classifier.device)
-        with torch.inference_mode():
-            if not batches:
-                memory = peak_memory(net, images)
-            begin = _now(classifier.device)
-            logits = net(images)
-            seconds += _now(classifier.device) - begin
-        logits = logits.float().cpu() / classifier.temperature
+    loader = loader if progress is None else progress(loader, len(loader), what)
+    for logits, labels in answers(timed_logits, loader, split):
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
-        batches.append(of.keep(classifier.probabilities(logits.double()), labels))
-    if not batches:
-        raise ValueError(f"none of the images of {split} could be read")
+        batches.append(of.keep(of.probabilities(logits.double()), labels))
     tested = np.concatenate(batches, axis=1)
     images = tested.shape[1]
     accuracies = {name: float(value) for name, value in metrics.compute().items()}
@@ -214,9 +217,9 @@ def _evaluate(
         "images": images,
         **with_errors(accuracies, images),
         **of.calibration(tested),
-        "images_per_second": images / seconds,
-        "macs": count_macs(net, own.img_size, own.in_chans),
-        "peak_memory": memory,
+        "images_per_second": images / sum(seconds),
+        "macs": count_macs(classifier.net, own.img_size, own.in_chans),
+        "peak_memory": memory[0],
     }
     return results, of.right(tested)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, SumMetric
 
-from relvit.app.data.batches import ImageBatch, image_count
+from relvit.app.data.batches import ImageBatch
 from relvit.app.data.mixup import BatchMix
+from relvit.app.training.answering import Answering, finite_features
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
 from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
@@ -23,20 +25,20 @@ from relvit.app.training.classifier_checks import check_arguments, check_images
 from relvit.app.training.compilation import compile_in_place
 from relvit.app.training.labels import Labels, labels_of
 from relvit.app.training.lightning_options import check_epsilon, check_trainer
-from relvit.app.training.metrics import METRICS_KEY, EpochMetrics, count_batch, current_lr
+from relvit.app.training.metrics import METRICS_KEY, count_batch, current_lr
 from relvit.app.training.optim.additional_losses import check_losses, loss_options, loss_weight, training_losses
 from relvit.app.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.freeze import Backbone
 from relvit.app.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
-from relvit.app.training.optim.loss import ClassificationLoss, Loss, evaluation_loss
+from relvit.app.training.optim.loss import ClassificationLoss, Loss
 from relvit.app.training.optim.optimizer import make_optimizer
 from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
 from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
-from relvit.models import TransferReport, build_model, param_groups
-from relvit.utils.messages import one_line, without_secrets
+from relvit.models import TransferReport, at_image_size, build_model, param_groups
+from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -49,7 +51,7 @@ from relvit.utils.ranges import (
 )
 
 
-class ImageClassifier(EpochMetrics):
+class ImageClassifier(Answering):
     """Trains, evaluates and predicts with any timm model and optimiser, by a learning rate for each step.
 
     Args:
@@ -196,9 +198,21 @@ class ImageClassifier(EpochMetrics):
         self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)
 
     @property
-    def score(self) -> str:
-        """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
-        return self.labels.score
+    def evaluated(self) -> nn.Module:
+        """The model that evaluation uses: with the averaged weights where a training keeps an average."""
+        return self.net if self.average is None else self.average.net
+
+    def at_size(self, img_size: tuple[int, int]) -> ImageClassifier:
+        """Return a classifier in evaluation mode whose model takes images of another size, see `at_image_size`."""
+        found = copy.copy(self).eval()
+        net = at_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
+        found._modules = self._modules | {"net": net}
+        found.average = None
+        return found
+
+    def features(self, images: ImageBatch) -> Tensor:
+        """Compute the pooled features before the classifier, see `finite_features`."""
+        return finite_features(self.evaluated, images, self.device)
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
@@ -208,8 +222,7 @@ class ImageClassifier(EpochMetrics):
         """
         if self.hparams.channels_last and isinstance(images, Tensor):
             images = images.contiguous(memory_format=torch.channels_last)
-        net = self.net if self.training or self.average is None else self.average.net
-        logits = net(images)
+        logits = (self.net if self.training else self.evaluated)(images)
         return logits if self.training or self.temperature == 1 else logits / self.temperature
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -235,35 +248,6 @@ class ImageClassifier(EpochMetrics):
         count_batch(self.train_metrics, loss, logits, targets)
         self.log_running()
         return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(self.val_metrics, batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(self.test_metrics, batch)
-
-    def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> dict[str, Any]:
-        """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
-        images, names = batch
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
-        return {"names": list(names), "probabilities": self.probabilities(self._logits(images))}
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the probabilities of logits, float32, (B, num_classes) both."""
-        return self.labels.probabilities(logits)
-
-    def _evaluate(self, metrics: MetricCollection, batch: tuple[Tensor, Tensor]) -> None:
-        images, labels = batch
-        logits = self._logits(images)
-        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
-
-    def _logits(self, images: ImageBatch) -> Tensor:
-        """Compute the logits of a batch, which may be empty."""
-        # A process that has fewer batches than others gets empty ones, which models cannot compute.
-        if image_count(images):
-            return self(images)
-        return torch.empty(0, self.hparams.num_classes, device=self.device)
 
     def configure_callbacks(self) -> list[Callback]:
         """Add none, and refuse what does not go with relvit; Lightning calls this hook before all others."""
@@ -390,21 +374,6 @@ class ImageClassifier(EpochMetrics):
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
         if self.progress.load(checkpoint):
             self.restore_metrics(checkpoint[METRICS_KEY])
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; weights of another model raise a ValueError, as other checkpoints that do not fit do."""
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
-            raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
-
-    @property
-    def _is_fitting(self) -> bool:
-        try:
-            return self.trainer.state.fn == "fit"
-        # Without a trainer, for example in a classifier that was only loaded, Lightning raises this error.
-        except RuntimeError:
-            return False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
         """Also move the average and the teacher, which are no submodules, to another device or dtype."""

@@ -119,7 +119,7 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.reset()
-        self.labels.choose_thresholds(self.val_metrics, choose=self.trainer.state.fn == "fit")
+        self.labels.choose_thresholds(self.val_metrics, choose=self._is_fitting)
 
     def on_test_epoch_start(self) -> None:
         self.test_metrics.reset()
@@ -147,11 +147,19 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self._log(self.val_metrics.compute())
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+        if self._is_fitting and not self.trainer.sanity_checking:
             self.labels = self.labels.chosen(self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
         self._log(self.test_metrics.compute())
+
+    @property
+    def _is_fitting(self) -> bool:
+        try:
+            return self.trainer.state.fn == "fit"
+        # Without a trainer, for example in a classifier that was only loaded, Lightning raises this error.
+        except RuntimeError:
+            return False
 
     def _log_train(self) -> None:
         self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)

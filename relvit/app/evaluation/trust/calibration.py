@@ -14,6 +14,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.modules.base import Split
 from relvit.app.data.registry import named_data_module
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
+from relvit.app.training.answering import answers
 from relvit.app.training.checkpoints.file import read_checkpoint, write_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.training.class_metrics import calibration_error
@@ -176,16 +177,10 @@ def _outcomes(
 ) -> tuple[Tensor, Tensor]:
     """Compute the logits float64 (N, classes) of the images of a split, and return them with the labels."""
     data.evaluate_on(split)
-    logits, labels = [], []
     loader = data.test_dataloader()
-    with torch.inference_mode():
-        for batch in loader if progress is None else progress(loader, len(loader)):
-            images, targets = classifier.transfer_batch_to_device(batch, classifier.device, 0)
-            logits.append(classifier(images).cpu().double())
-            labels.append(targets.cpu())
-    if not labels:
-        raise ValueError(f"none of the images of {split} could be read")
-    return torch.cat(logits).clone(), torch.cat(labels).clone()
+    loader = loader if progress is None else progress(loader, len(loader))
+    logits, labels = (torch.cat(part) for part in zip(*answers(classifier.logits, loader, split), strict=True))
+    return logits.double(), labels
 
 
 def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,11 @@ from relvit.app.data.shape import ImageShape
 from relvit.app.data.split import stratified_split
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.training import Checkpoint, classifier_of
+from relvit.app.training.answering import answers, finite_features
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.remote import suffix_of
-from relvit.models import model_arguments, pooled_features
+from relvit.models import model_arguments
 from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
@@ -100,7 +102,8 @@ def probe_models(
         found = []
         for part, loader in loaders.items():
             batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
-            found += _features(net, batches, device)
+            parts = zip(*answers(partial(finite_features, net, device=device), batches, part), strict=True)
+            found += [torch.cat(rows).numpy() for rows in parts]
         features, labels, queries, truth = found
         if unreadable := train.unreadable.get("train"):
             indices = indices[[str(dataset.samples[index][0]) not in unreadable for index in indices]]
@@ -206,15 +209,3 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
     # timm's mean and standard deviation are for colour images.
     known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
     return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])
-
-
-def _features(net: nn.Module, batches: Iterable[Any], device: torch.device | str) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the features float32 (N, D) and the labels int64 (N,)."""
-    features, labels = [], []
-    with torch.inference_mode():
-        for images, targets in batches:
-            features.append(pooled_features(net, images.to(device)).float().cpu().numpy())
-            labels.append(targets.numpy())
-    if not labels:
-        raise ValueError("none of the images could be read")
-    return np.concatenate(features), np.concatenate(labels)

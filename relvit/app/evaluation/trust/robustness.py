@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 # These are AlexNet's mean errors over five severities of ImageNet-C, in the authors' code (hendrycks/robustness).
 ALEXNET = {
@@ -42,24 +39,16 @@ class RestrictedClasses(Callback):
     2021, arXiv 1907.07174 and 2006.16241).
     """
 
-    hook: RemovableHandle | None = None
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         absent = torch.ones(trainer.datamodule.num_classes, dtype=torch.bool)
         absent[trainer.datamodule.dataset("test").targets] = False
-
-        def restrict(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
-            return logits.masked_fill(absent.to(logits.device), -math.inf)
-
-        self.hook = pl_module.register_forward_hook(restrict)
+        pl_module.absent = absent
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.hook.remove()
+        pl_module.absent = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        # Wrong folders raise an error before there is a hook.
-        if self.hook is not None:
-            self.hook.remove()
+        pl_module.absent = None
 
 
 class Corruptions(NamedTuple):

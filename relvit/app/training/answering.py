@@ -1,0 +1,113 @@
+"""From images to logits, probabilities and features, by a checkpoint's model or an exported file: `Answering`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+
+from relvit.app.data.batches import ImageBatch, image_count, mirrored
+from relvit.app.training.metrics import EpochMetrics, count_batch
+from relvit.app.training.optim.loss import evaluation_loss
+from relvit.models import pooled_features
+from relvit.utils.messages import one_line
+
+
+class Answering(EpochMetrics):
+    """A classifier that answers: subclasses compute logits in `forward`, and the rest follows.
+
+    Lightning's Trainer runs the steps of validation, test and prediction on any number of devices; `answers` is the
+    loop of everything else.
+
+    Attributes:
+        mirror: Whether the Trainer's steps average the probabilities of each image and its mirror image.
+        absent: The classes that no image has, bool (num_classes,), which are never predicted. None: there are none.
+    """
+
+    mirror: bool = False
+    absent: Tensor | None = None
+
+    @property
+    def score(self) -> str:
+        """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
+        return self.labels.score
+
+    def logits(self, images: ImageBatch, mirror: bool = False) -> Tensor:
+        """Compute the logits (B, num_classes) of a batch on any device, which may be empty.
+
+        With `mirror` these are the logits of the mean probabilities, float32, of each image and its mirror image.
+        """
+        # A process that has fewer batches than others gets empty ones, which models cannot compute.
+        if not image_count(images):
+            return torch.empty(0, self.hparams.num_classes, device=self.device)
+        images = move_data_to_device(images, self.device)
+        logits = self(images)
+        if mirror:
+            logits = self.labels.mean_logits(torch.stack((logits, self(mirrored(images)))).float())
+        return logits if self.absent is None else logits.masked_fill(self.absent.to(logits.device), -math.inf)
+
+    def probabilities(self, images: ImageBatch, mirror: bool = False) -> Tensor:
+        """Compute the probabilities (B, num_classes), float32, of a batch; arguments as of `logits`."""
+        return self.labels.probabilities(self.logits(images, mirror))
+
+    def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> None:
+        self._evaluate(self.val_metrics, batch)
+
+    def test_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> Tensor:
+        """Return the logits of a batch."""
+        return self._evaluate(self.test_metrics, batch)
+
+    def predict_step(self, batch: tuple[ImageBatch, list[str]], batch_idx: int) -> dict[str, Any]:
+        """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
+        images, names = batch
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
+        return {"names": list(names), "probabilities": self.probabilities(images, self.mirror)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; weights of another model raise a ValueError, as other checkpoints that do not fit do."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
+
+    def _evaluate(self, metrics: MetricCollection, batch: tuple[ImageBatch, Tensor]) -> Tensor:
+        images, labels = batch
+        logits = self.logits(images, self.mirror)
+        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
+        return logits
+
+
+def finite_features(net: nn.Module, images: ImageBatch, device: torch.device | str) -> Tensor:
+    """Compute the pooled features before the classifier of a batch on any device, float32 (B, num_features).
+
+    Raises:
+        ValueError: A feature is not finite.
+    """
+    features = pooled_features(net, move_data_to_device(images, device)).float()
+    if not features.isfinite().all():
+        raise ValueError("the model computes features that are not finite: its weights, or mean and std are broken")
+    return features
+
+
+def answers(
+    step: Callable[[ImageBatch], Tensor], batches: Iterable[tuple[ImageBatch, Any]], split: str | None = None
+) -> Iterator[tuple[Tensor, Any]]:
+    """Yield what `step` computes from the images of each batch, on the CPU, with the second part of the batch.
+
+    Raises:
+        ValueError: There is no batch, and `split` names the images.
+    """
+    found = False
+    for images, others in batches:
+        found = True
+        with torch.inference_mode():
+            rows = step(images).cpu()
+        yield rows, others
+    if split is not None and not found:
+        raise ValueError(f"none of the images of {split} could be read")
