@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from relvit.ops import Channels, Grid, num_tokens
+from relvit.utils.constants import KeepConstants
 
 
-class PrefixBias(nn.Module):
+class PrefixBias(KeepConstants):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 
     Source: the last three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254),
@@ -36,9 +37,6 @@ class PrefixBias(nn.Module):
     def init_weights(self) -> None:
         """Set the biases to zero."""
         nn.init.zeros_(self.weight)
-
-    # PyTorch and timm call this name for modules made on the meta device.
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the name of the biases."""

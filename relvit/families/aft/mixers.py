@@ -24,9 +24,10 @@ from relvit.layers.mixer import Mixer
 from relvit.ops import Grid
 from relvit.ops.checks import check_backend, check_heads, int_pair
 from relvit.ops.tracing import without_autocast
+from relvit.utils.constants import KeepConstants
 
 
-class AFTSimple(Mixer):
+class AFTSimple(Mixer, KeepConstants):
     """AFT-simple (Zhai et al. 2021, arXiv 2105.14103, section 3.2), the base of the other mixers; see `aft_simple`.
 
     It can replace attention: `forward` has the arguments of `RelativeAttention`'s.
@@ -145,8 +146,6 @@ class AFTFull(AFTSimple):
         for factor in (self.u, self.v):
             nn.init.normal_(factor, std=0.01)
 
-    reset_parameters = init_weights
-
     def no_weight_decay(self) -> set[str]:
         """Return the names of the factors."""
         return {"u", "v"}
@@ -243,8 +242,6 @@ class AFTConv2d(AFTSimple):
         trunc_normal_(self.kernel, std=0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)
-
-    reset_parameters = init_weights
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the filters, their gains and offsets."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from relvit.layers.mixer import Leaf
 from relvit.ops import Grid
+from relvit.utils.constants import KeepConstants
 
 
 class HaltingState(NamedTuple):
@@ -35,7 +36,7 @@ def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
     return HaltingState(running, total, patches.new_zeros(shape, dtype=torch.int64), total)
 
 
-class AdaptiveHalting(Leaf):
+class AdaptiveHalting(KeepConstants, Leaf):
     """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
 
     At step n a patch halts with the probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in
@@ -75,9 +76,6 @@ class AdaptiveHalting(Leaf):
         """Initialise w and b."""
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.bias_init)
-
-    # PyTorch and timm call this name for modules made on the meta device.
-    reset_parameters = init_weights
 
     def forward(self, patches: Tensor) -> Tensor:
         """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from relvit.layers.mixer import Leaf
 from relvit.ops import Grid
 from relvit.ops.grid import batched_coords
+from relvit.utils.constants import KeepConstants
 
 
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
@@ -24,7 +25,7 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=-1).to(gain.dtype)
 
 
-class PositionStepSignals(Leaf):
+class PositionStepSignals(KeepConstants, Leaf):
     """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
 
     Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
@@ -61,9 +62,6 @@ class PositionStepSignals(Leaf):
     def init_weights(self) -> None:
         """Initialise the gain."""
         nn.init.constant_(self.gain, self.gain_init)
-
-    # PyTorch and timm call this name for modules made on the meta device.
-    reset_parameters = init_weights
 
     def forward(self, grid: Grid) -> Tensor:
         """Compute the signals of the positions of all tokens, zero for prefix tokens: (1 or B, N, dim)."""

@@ -10,12 +10,13 @@ from relvit.layers.positions.base import initialise
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.ops.tracing import larger
+from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
 COMBINES = ("concat", "sum")
 
 
-class AxialPositionEmbedding(Leaf):
+class AxialPositionEmbedding(KeepConstants, Leaf):
     """Absolute embedding from one vector per row and one per column of the grid.
 
     A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
@@ -78,9 +79,6 @@ class AxialPositionEmbedding(Leaf):
     def init_weights(self) -> None:
         """Initialise the tables."""
         initialise(self.parameters(), self.init_std)
-
-    # PyTorch and timm call this name for modules made on the meta device.
-    reset_parameters = init_weights
 
     @property
     def grid_size(self) -> tuple[int, int]:
