@@ -52,17 +52,19 @@ ELSEWHERE = {
     "fit": "train finetune fine-tune resume",
     "validate": "val valid",
     "test": "eval evaluate",
-    "predict": "infer inference classify detect",
+    "predict": "infer inference classify",
     "resolutions": "sizes benchmark",
     "embed": "features extract",
     "probe": "knn linear",
     "export": "convert onnx",
     "publish": "push upload",
-    "show": "plot visualize visualise attention",
+    "show": "plot visualize visualise attention heatmap gradcam cam saliency interpret explainability",
     "demo": "serve app gradio",
     "explain": "info summary",
     "average": "soup swa ensemble",
     "check-data": "check data",
+    # These names have no counterpart.
+    "": "cross-validate cross-validation",
 }
 
 # As fast as without a limit on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
@@ -157,7 +159,8 @@ def unknown_command(command: str) -> str:
     messages = _read("utils/messages.py")
     others = {other: own for own, names in ELSEWHERE.items() for other in names.split()}
     found = messages["nearest"](command, [*COMMANDS, *others])
-    hint = "" if found is None else f" (did you mean {others.get(found, found)!r}?)"
+    meant = others.get(found, found)
+    hint = f" (did you mean {meant!r}?)" if meant else ""
     known = messages["listing"](list(COMMANDS), len(COMMANDS))
     return messages["visible_lines"](f"relvit: error: unknown command {command!r}{hint}; commands: {known}")
 

@@ -20,6 +20,7 @@ from relvit.models.retrofit import retrofit_arguments
 from relvit.models.retrofit.api import RETROFITTED_NAME
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
+from relvit.utils.model_names import model_hint
 
 # These arguments of timm's builders choose the weights that are loaded. No description of a model may hold them: the
 # description may come from a user, a checkpoint, a published folder or the hub.
@@ -219,8 +220,10 @@ def model_arguments(name: str) -> set[str]:
     """
     architecture = str(name).split(".", 1)[0]
     if not timm.is_model(architecture):
-        hint, ours = did_you_mean(architecture, timm.list_models()), sorted(timm.list_models("relvit*"), key=len)
-        raise ValueError(f"unknown model {name!r}{hint}; known: {listing(ours, 4)}, and every model of timm")
+        ours = sorted(timm.list_models("relvit*"), key=len)
+        raise ValueError(
+            f"unknown model {name!r}{model_hint(architecture)}; known: {listing(ours, 4)}, and every model of timm"
+        )
     model_class = _model_class(name)
     if model_class is None:
         return set()

@@ -23,9 +23,8 @@ EXTRAS = {
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
 
-    Case, hyphens and underscores do not count. A third of the letters, at most two, may be missing, wrong, too many or
-    exchanged with their neighbour; or, with `parts`, the names have a long beginning in common, or the end of one is
-    the other.
+    Case, hyphens and underscores do not count. One letter of a word, from seven letters on two, may be missing, wrong,
+    too many or exchanged with its neighbour; or, with `parts`, one name begins or ends with the other.
     """
     allowed = list(allowed)
     # PyTorch's name of the GPU.
@@ -33,15 +32,36 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
         return "cuda"
     typed = _letters(name)
     spelt = {each: _letters(each) for each in allowed}
-    found = [(_edits(typed, other), each) for each, other in spelt.items() if abs(len(typed) - len(other)) <= 2]
-    # Two faults and another first letter are another word.
-    alike = [(edits, spelt[each][:1] != typed[:1], allowed.index(each)) for edits, each in found]
-    near = [pair for pair in alike if pair[0] <= min(2 - pair[1], len(typed) // 3)]
-    if near:
-        return allowed[min(near)[2]]
+    near = [
+        (_edits(typed, other), other[:1] != typed[:1], allowed.index(each))
+        for each, other in spelt.items()
+        if typed == other or (abs(len(typed) - len(other)) <= 2 and _is_misspelt(name, each))
+    ]
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
-    # A name that goes on where the typed one ends is nearer than one with another ending.
-    return min(long, key=lambda each: (not spelt[each].startswith(typed), len(each)), default=None)
+    # A name that goes on where the typed one ends is nearer than one with another ending, or with another letter.
+    continued = [each for each in long if spelt[each].startswith(typed)]
+    if near and (not continued or min(near)[0] == 0):
+        return allowed[min(near)[2]]
+    return min(continued or long, key=len, default=None)
+
+
+def _is_misspelt(typed: str, other: str) -> bool:
+    one, two = ([word.casefold() for word in re.split(r"[\s_-]+", name)] for name in (typed, other))
+    if len(one) == len(two):
+        return all(a == b or _edits(a, b) <= _most_edits(a, b) for a, b in zip(one, two, strict=True))
+    # A short word that is added, as in `freeze_bn`, makes the name of something else.
+    added = {*one} <= {*two} or {*two} <= {*one}
+    joined = "".join(one), "".join(two)
+    return not added and _edits(*joined) <= min(1, _most_edits(*joined))
+
+
+def _most_edits(typed: str, other: str) -> int:
+    """Return how many faults a misspelling may have: few in a short word, or where the first letter is another."""
+    # Of three letters, such as 'eta' and 'ema', a wrong one makes another word.
+    if len(typed) < 4:
+        return int(len(typed) == 3 and {*typed} <= {*other})
+    same = typed[:1] == other[:1]
+    return 1 + (same and len(typed) > 6) - (not same and len(typed) == 4)
 
 
 def _letters(name: str) -> str:
@@ -49,11 +69,12 @@ def _letters(name: str) -> str:
 
 
 def _is_longer(short: str, long: str) -> bool:
-    """Return whether two names have their beginning in common, or whether the end of one is most of the other."""
-    same = next((place for place, pair in enumerate(zip(short, long, strict=False)) if len({*pair}) > 1), len(short))
-    return same >= max(5, 0.75 * len(short), 0.4 * len(long)) or (
-        len(short) >= max(5, 0.6 * len(long)) and long.endswith(short)
-    )
+    """Return whether one name begins with a good part of the other, or ends with most of it.
+
+    Two names that both go on after a common beginning, such as `cutmix_prob` and `cutmix_minmax`, are two things.
+    """
+    begins = long.startswith(short) and len(short) >= max(5, 0.4 * len(long))
+    return begins or (long.endswith(short) and len(short) >= max(5, 0.6 * len(long)))
 
 
 def _edits(one: str, other: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import timm
@@ -15,7 +16,7 @@ from jsonargparse import Namespace
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.hints import accepts, choices, in_words, subclasses
-from relvit.app.cli.typed_words import INSTEAD, OF_FIT, OF_TRAINER, SYNONYMS
+from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.models import model_arguments
 from relvit.utils.messages import cut, did_you_mean, listing, nearest
@@ -152,8 +153,12 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     of_fit = "resume" in known
-    # Other commands take the model as it is in the checkpoint.
-    names = {f"{dashes}{other}": other for other in known if of_fit or not other.startswith("model.")}
+    # Other commands take the model as it is in the checkpoint, and train nothing.
+    names = {
+        f"{dashes}{other}": other
+        for other in known
+        if of_fit or not (other.startswith("model.") or other in ONLY_IN_TRAINING)
+    }
     if option.file is None:
         # The options of the data are known also where nothing has named the kind of data yet. Only commands that run a
         # Trainer have short names.
@@ -161,7 +166,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
     lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}
-    if of_fit and (instead := INSTEAD.get(nearest(name, [*INSTEAD, *lasts, *SYNONYMS], parts=False) or "")):
+    words = [*INSTEAD, *lasts, *SYNONYMS]
+    if of_fit and (instead := INSTEAD.get(nearest(name.rpartition(".")[2], words, parts=False) or "")):
         return f"{shown}: {instead}"
     of_model = nearest(name, [*lasts, *SYNONYMS], parts=False) is None
     if of_fit and of_model and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
@@ -179,17 +185,29 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
         names: the options by the names that may be shown, with their full names.
     """
     group, _, last = typed.rpartition(".")
-    last = last.lstrip("-")
+    last = last.lstrip("-").replace("-", "_")
+    if SYNONYMS.get(last) == []:
+        return None
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # A name that another library has for an option is no misspelling of an option that looks like the name. What only
-    # begins or ends as such a name does is another option of that library.
-    names_elsewhere = others if last in others or last not in SYNONYMS else ()
-    spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or nearest(last, of_command)
+    # A name that another library has for an option is no misspelling of another such name, and short ones are alike.
+    names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
+    spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]
     return min(beside or found, key=len, default=None)
+
+
+def _of_same_words(typed: str, names: Collection[str]) -> str | None:
+    """Return the only name that begins or ends with the typed words, of which some are empty words such as `use`.
+
+    Any other word that is added, such as `lr` in `warmup_lr`, makes the name of another option, which may not exist.
+    """
+    bare = "_".join(word for word in re.split("[_-]", typed) if word not in EMPTY_WORDS)
+    ends = [each for each in names if each.startswith(bare) or each.endswith(bare)]
+    found = [each for each in ends if len(bare) >= max(5, 0.6 * len(each))]
+    return bare if bare in found else found[0] if len(found) == 1 else None
 
 
 def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:

@@ -31,63 +31,86 @@ FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 # Users of timm, ultralytics, Lightning and Hugging Face know an option (the last part of its name) by these names. If a
 # name stands for several options, the command's own is meant.
 _ELSEWHERE = {
-    "lr": "learning_rate lr0 base_lr",
-    "min_lr": "lrf eta_min",
+    "lr": "lr_base initial_lr init_lr lr_init learning_rate lr0 base_lr",
+    "min_lr": "lr_min lr_final final_lr lr_end end_lr min_learning_rate lrf eta_min",
     "max_epochs": "num_epochs n_epochs num_train_epochs train_epochs",
     "max_steps": "iterations iters num_steps steps total_steps",
-    "batch_size": "batch bs per_device_train_batch_size per_device_eval_batch_size train_batch_size eval_batch_size",
-    "num_workers": "workers dataloader_num_workers",
+    "batch_size": "bsz train_bs batch_per_gpu samples_per_gpu batch bs per_device_train_batch_size "
+    "per_device_eval_batch_size train_batch_size eval_batch_size",
+    "num_workers": "workers dataloader_num_workers threads n_threads num_threads",
     "img_size": "imgsz image_size size resolution input_size resize crop_size",
-    "devices": "gpus gpu num_gpus n_gpu",
+    "devices": "gpu_ids device_ids gpus gpu num_gpus n_gpu",
     "device": "gpus gpu cuda cpu mps accelerator",
     "accelerator": "cuda cpu mps tpu",
-    "precision": "amp fp16 bf16 half mixed_precision",
+    "precision": "dtype torch_dtype model_dtype amp_dtype use_amp native_amp fp32 float16 bfloat16 amp fp16 bf16 half "
+    "mixed_precision",
+    "paths": "source input inputs image images imgs path image_dir images_dir folder dir directory",
     "root": "path data_dir data_path data_root train_dir train_set train image_dir images_dir dataset_path folder dir "
     "directory",
     "data": "dataset",
-    "paths": "source input inputs image images",
-    "images": "image source input inputs",
+    "images": "image imgs source input inputs",
     "to": "output_dir save_dir out output",
     "output": "out output_dir save_dir out_dir outdir output_file save_path",
     "runs": "output output_dir save_dir out_dir outdir project log_dir run_dir experiment",
     "opt": "optimizer optim",
     "opt_kwargs": "momentum betas opt_eps opt_betas",
     "in_chans": "channels num_channels n_channels in_channels",
-    "model": "arch architecture backbone model_name model_name_or_path",
-    "pretrained": "weights checkpoint_path finetune init_weights",
+    "model": "model_type arch architecture backbone model_name model_name_or_path",
+    "pretrained": "from_pretrained init_checkpoint initial_checkpoint weights checkpoint_path finetune init_weights",
     "resume": "resume_from resume_from_checkpoint",
     "ckpt_path": "checkpoint ckpt weights resume_from_checkpoint",
     "weight_decay": "wd",
     "warmup_epochs": "warmup warmup_steps warmup_ratio epochs_warmup",
     "schedule": "scheduler lr_scheduler lr_scheduler_type sched cos_lr",
     "freeze_epochs": "freeze freeze_backbone frozen_epochs",
-    "patience": "early_stopping early_stop early_stopping_patience early_stop_patience",
-    "seed_everything": "seed",
+    "patience": "patience_epochs early_stopping_rounds early_stopping early_stop early_stopping_patience "
+    "early_stop_patience",
+    "seed_everything": "data_seed random_seed seed_value random_state seed",
     "label_smoothing": "smoothing label_smoothing_factor",
     "mixup": "mixup_alpha",
     "cutmix": "cutmix_alpha",
     "augment": "augmentation aug aa auto_augment autoaugment transform transforms rand_augment",
     "random_erasing": "reprob erasing",
-    "color_jitter": "jitter",
+    "color_jitter": "color jitter",
     "ema_decay": "ema model_ema model_ema_decay",
     "gradient_clip_val": "clip_grad grad_clip gradient_clip max_grad_norm clip",
     "accumulate_grad_batches": "accum grad_accum accumulate grad_accum_steps gradient_accumulation_steps",
     "layer_decay": "llrd layer_wise_decay backbone_lr lr_backbone",
     "val_fraction": "val_split val_ratio val_size validation_split val_percent",
-    "save_every": "save_steps save_period save_strategy",
-    "check_val_every_n_epoch": "eval_strategy evaluation_strategy eval_interval val_interval eval_every",
-    "lr_base_batch": "nbs",
+    "save_every": "save_freq save_interval save_steps save_period save_strategy",
+    "check_val_every_n_epoch": "val_every val_freq eval_freq eval_every_n_epochs validation_freq eval_strategy "
+    "evaluation_strategy eval_interval val_interval eval_every",
+    "lr_base_batch": "lr_base_size nbs",
     "loss": "criterion loss_fn",
     "class_weights": "class_weight",
     "logger": "log report_to",
     "limit_train_batches": "max_batches fraction",
-    "mirror": "tta augment_test flip",
+    "mirror": "tta augment_test flip augment",
+    "mix_prob": "mixup_prob cutmix_prob",
+    "lr_find": "find_lr lr_finder auto_lr_find",
+    "limit_val_batches": "limit_val",
+    "limit_test_batches": "limit_test max_batches",
+    "processes": "workers num_workers jobs n_jobs nproc num_proc",
+    "cache": "cache_ram cache_images",
+    "distill": "distillation distillation_type distill_type",
+    "distill_weight": "distillation_alpha",
+    "distill_temperature": "distillation_tau",
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
 }
+# Only a training uses these options, which other commands have as well because they are the Trainer's or the data's.
+ONLY_IN_TRAINING = {
+    f"trainer.{name}" for name in ["max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches"]
+}
+ONLY_IN_TRAINING |= {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.check_val_every_n_epoch"}
+ONLY_IN_TRAINING |= {f"data.{name}" for name in ["augment", "color_jitter", "random_erasing", "balance", "repeats"]}
+# These words say nothing more where a user adds them to the name of an option.
+EMPTY_WORDS = {"use", "enable", "auto", "rate", "value", "type", "training", "per", "gpu"}
+# Options of other libraries that look like one of relvit's and mean something else.
+_NOWHERE = "eta mode runner ipus train_bn warmup_lr warmup_bias_lr warmup_momentum train_size stratify stratified"
 SYNONYMS: dict[str, list[str]] = {
     other: [own for own, others in _ELSEWHERE.items() if other in others.split()]
-    for other in " ".join(_ELSEWHERE.values()).split()
+    for other in " ".join([*_ELSEWHERE.values(), _NOWHERE]).split()
 }
 _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --model.model_kwargs.drop_path_rate"
 _FOLDS = "K-fold cross-validation is a recipe in docs/own_data.md"
@@ -96,10 +119,21 @@ _LIST = "a CSV list of images is --data ImageListData --data.train FILE"
 # `fit` has no options of these names; this is what to do instead.
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
-    **dict.fromkeys(("nc", "num_classes", "num_labels", "labels", "classes", "names"), _CLASSES),
+    **dict.fromkeys(
+        ("nc", "num_classes", "num_labels", "labels", "classes", "names", "class_num", "num_class"), _CLASSES
+    ),
     **dict.fromkeys(("dropout", "drop_path", "stochastic_depth"), _DROPOUT),
     **dict.fromkeys(("csv", "csv_file", "train_csv", "annotations"), _LIST),
-    **dict.fromkeys(("patch_size", "patch"), "it is an argument of the model: --model.model_kwargs.patch_size"),
+    **{
+        other: f"it is an argument of the model: --model.model_kwargs.{own}"
+        for own, others in {
+            "patch_size": ("patch_size", "patch"),
+            "depth": ("num_layers", "n_layers", "layers", "num_hidden_layers"),
+            "num_heads": ("n_heads", "heads", "nheads"),
+            "embed_dim": ("d_model", "hidden_size", "hidden_dim"),
+        }.items()
+        for other in others
+    },
     **dict.fromkeys(("wandb", "use_wandb"), "give --logger wandb"),
     **dict.fromkeys(("tensorboard",), "the TensorBoard log is written without an option"),
     **dict.fromkeys(("name", "run_name", "exp_name"), "a run's folder is named by its time and model, below --runs"),

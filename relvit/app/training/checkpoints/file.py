@@ -26,6 +26,7 @@ from relvit.app.utils.files import atomic_write, has_links, is_address, parse_js
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
+from relvit.utils.model_names import nearest_model
 
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
@@ -297,6 +298,6 @@ def nearest_hint(path: Path) -> str:
         return f" (did you mean '{near[name]}'?)"
     # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
     architecture, tag = split_model_name_tag(path.name)
-    name = nearest(architecture, timm.list_models())
+    name = nearest_model(architecture)
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name
     return f" (did you mean {known!r}?)" if known else ""

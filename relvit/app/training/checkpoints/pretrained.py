@@ -26,6 +26,7 @@ from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
 from relvit.models import TransferReport, Weights, check_model_size, described_model, transfer_weights
 from relvit.utils.messages import did_you_mean, listing, one_line
+from relvit.utils.model_names import model_hint
 
 ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
@@ -128,7 +129,7 @@ class Pretrained:
         if name.lower() in ("true", "false", "yes", "no", "none"):
             raise ValueError(f"pretrained {name!r} names no weights: give {ALLOWED}, or null to train from scratch")
         if not timm.is_model(architecture):
-            hint = did_you_mean(architecture, timm.list_models())
+            hint = model_hint(architecture)
             raise ValueError(f"pretrained {name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
         tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
         if not tags:

@@ -1,4 +1,4 @@
-"""Sixty typed mistakes: the hint is the option that was meant, or there is none."""
+"""Typed mistakes: the hint is the option that was meant, or there is none."""
 
 import re
 from functools import cache
@@ -14,6 +14,7 @@ from relvit.app.cli.parser import Parser
 from relvit.app.data import ImageData
 from relvit.app.training import ImageClassifier
 from relvit.utils.messages import nearest
+from relvit.utils.model_names import nearest_model
 from relvit_start import COMMANDS
 
 # Command -> what a user types -> the option of the hint; None where a hint would be a guess.
@@ -43,22 +44,41 @@ MISTAKES = {
         "early_stop_patience": "--patience", "num_workers_per_gpu": "--num_workers", "flip": None, "folder": "--root",
         "train": "--root", "steps": "--trainer.max_steps", "epochs_warmup": "--model.warmup_epochs",
         "backbone_lr": "--model.layer_decay", "data_root": "--root",
+        "eta": None, "sgd": None, "mode": None, "runner": None, "ipus": None, "train_bn": None, "warmup_lr": None,
+        "no_pretrained": None, "lr_final": "--model.min_lr", "lr-base": "--lr", "train_bs": "--batch_size",
+        "dtype": "--precision", "native-amp": "--precision", "model_type": "--model", "decay": None, "wds": None,
+        "mixup_mode": None, "cutmix_minmax": None, "cutmix_prob": "--model.mix_prob", "epoch-repeats": None,
+        "layer-decay-min-scale": None, "data_seed": "--seed_everything", "device_modules": None, "split": None,
+        "distillation_alpha": "--model.distill_weight", "label_smooth": "--model.label_smoothing",
+        "optimizer_lr": None, "lr_factor": None, "train_size": None, "stratify": None, "freeze_bn": None,
+        "weigth_decay": "--model.weight_decay",
+        "btach_size": "--batch_size", "class_wts": None, "num_wokers": "--num_workers",
+        "weight_decay_rate": "--model.weight_decay", "find_lr": "--lr_find", "limit_val": "--trainer.limit_val_batches",
     },
+    "test": {"max_batches": "--trainer.limit_test_batches", "epochs": None, "lr": None, "batch": "--batch_size"},
+    "predict": {
+        "augment": "--mirror", "imgs": "--paths", "folder": "--paths", "source": "--paths", "classes": None,
+        "topk": None, "conf": None, "color_jitter": None,
+    },
+    "check-data": {"workers": "--processes", "folder": "--root", "fix": None},
     "resolutions": {"imgsz": None, "resolution": None, "size": "--sizes", "batch": "--batch_size"},
     "calibrate": {"imgsz": None, "out": "--output"},
     "export": {"ouput": "--output", "out": "--output", "imgsz": "--img_size", "half": None, "batch": None},
-    "show": {"image": "--images", "layers": "--layer", "head": None, "colormap": None, "cuda": "--device"},
-    "embed": {"batch": "--batch_size", "pool": None, "save_dir": "--output"},
+    "show": {
+        "image": "--images", "layers": "--layer", "head": None, "colormap": None, "cuda": "--device", "maps": None
+    },
+    "embed": {"batch": "--batch_size", "pool": None, "save_dir": "--output", "imgs": None},
     "publish": {"token": None, "repo": None, "licence": "--license", "private": None},
     "demo": {"share": None, "prot": "--port", "server_name": None},
 }  # fmt: skip
+OF_A_TRAINER = ("fit", "test", "predict")
 
 
 @cache
 def parser(command):
     made = Parser()
     made.add_options_of(function_of(COMMANDS[command][0], command))
-    if command == "fit":
+    if command in OF_A_TRAINER:
         made.add_subclass_arguments(ImageData, "data", fail_untyped=False)
         for cls, name in ((ImageClassifier, "model"), (Trainer, "trainer")):
             made.add_class_arguments(cls, name, fail_untyped=False)
@@ -68,7 +88,7 @@ def parser(command):
 
 @pytest.mark.parametrize("command", MISTAKES)
 def test_a_hint_is_what_was_meant(command):
-    words = ["--data=ImageFolderData", "--data.root=x"] if command == "fit" else []
+    words = ["--data=ImageFolderData", "--data.root=x"] if command in OF_A_TRAINER else []
     for typed, meant in MISTAKES[command].items():
         message = explain(parser(command), [*words, f"--{typed}=1"], None, Exception())
         assert message.startswith(f"unknown option --{typed}"), message
@@ -82,12 +102,16 @@ def test_a_hint_is_what_was_meant(command):
         ("kfold", "docs/own_data.md"),
         ("n-folds", "docs/own_data.md"),
         ("num_classes", "found in the data"),
+        ("class_num", "found in the data"),
         ("dropout", "--model.model_kwargs.drop_rate"),
         ("rel_terms", "--model.model_kwargs.rel_terms"),
         ("position", "--model.model_kwargs.position"),
         ("wandb", "--logger wandb"),
         ("csv", "--data ImageListData"),
         ("patch_size", "--model.model_kwargs.patch_size"),
+        ("model.patch", "--model.model_kwargs.patch_size"),
+        ("num_layers", "--model.model_kwargs.depth"),
+        ("hidden_size", "--model.model_kwargs.embed_dim"),
         ("patch", "--model.model_kwargs.patch_size"),
     ],
 )
@@ -108,6 +132,8 @@ def test_names_that_only_share_letters_are_not_near():
         "lr": ["k"],
     }.items():
         assert nearest(typed, allowed) is None, typed
+    assert nearest("deit_small", ["davit_small", "deit_small_patch16_224"]) == "deit_small_patch16_224"
+    assert nearest("relvit_xs", ["relvit_base", "relvit_tiny"]) is None
     for typed, meant in {
         "Cat": "cat",
         "crop_flip": "crop-flip",
@@ -137,9 +163,28 @@ def test_names_that_only_share_letters_are_not_near():
         ("deploy", None),
         ("list", None),
         ("runs/RUN", None),
+        ("cross-validate", None),
+        ("detect", None),
+        ("gradcam", "show"),
     ],
 )
 def test_unknown_commands(typed, meant):
     message = relvit_start.unknown_command(typed)
     assert ("did you mean" in message) == (meant is not None), message
     assert meant is None or f"(did you mean {meant!r}?)" in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("vit_base", "vit_base_patch16_224"),
+        ("deit_small", "deit_small_patch16_224"),
+        ("relvit-small", "relvit_small"),
+        ("resnet-50", "resnet50"),
+        ("relvit_xs", None),
+        ("swin_v2_t", None),
+        ("yolov8n-cls", None),
+    ],
+)
+def test_models(typed, meant):
+    assert nearest_model(typed) == meant
