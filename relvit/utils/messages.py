@@ -69,11 +69,11 @@ def _letters(name: str) -> str:
 
 
 def _is_longer(short: str, long: str) -> bool:
-    """Return whether one name begins with a good part of the other, or ends with most of it.
+    """Return whether one name begins with a good part of the other, up to a plural's s, or ends with most of it.
 
     Two names that both go on after a common beginning, such as `cutmix_prob` and `cutmix_minmax`, are two things.
     """
-    begins = long.startswith(short) and len(short) >= max(5, 0.4 * len(long))
+    begins = long.startswith(short.removesuffix("s")) and len(short) >= max(5, 0.4 * len(long))
     return begins or (long.endswith(short) and len(short) >= max(5, 0.6 * len(long)))
 
 
