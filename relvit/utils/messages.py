@@ -37,6 +37,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
         for each, other in spelt.items()
         if typed == other or (abs(len(typed) - len(other)) <= 2 and _is_misspelt(name, each))
     ]
+    typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
     # A name that goes on where the typed one ends is nearer than one with another ending, or with another letter.
     continued = [each for each in long if spelt[each].startswith(typed)]
@@ -69,11 +70,11 @@ def _letters(name: str) -> str:
 
 
 def _is_longer(short: str, long: str) -> bool:
-    """Return whether one name begins with a good part of the other, up to a plural's s, or ends with most of it.
+    """Return whether one name begins with a good part of the other, or ends with most of it.
 
     Two names that both go on after a common beginning, such as `cutmix_prob` and `cutmix_minmax`, are two things.
     """
-    begins = long.startswith(short.removesuffix("s")) and len(short) >= max(5, 0.4 * len(long))
+    begins = long.startswith(short) and len(short) >= max(5, 0.4 * len(long))
     return begins or (long.endswith(short) and len(short) >= max(5, 0.6 * len(long)))
 
 
