@@ -46,15 +46,15 @@ class KeepConstants(FillConstants, nn.Module):
     rounded.
     """
 
-    def init_weights(self) -> None:
-        """Initialise the parameters; timm calls this method when it initialises a model."""
-
     def init_non_persistent_buffers(self) -> None:
         """Compute the constants; timm calls this method for buffers that no state dict holds."""
 
-    def reset_parameters(self) -> None:
-        """Initialise parameters and constants, as PyTorch and timm do for modules made on the meta device."""
+    def init_weights(self) -> None:
+        """Initialise the parameters, and compute the constants; timm calls this method when it initialises a model."""
         self.init_non_persistent_buffers()
+
+    def reset_parameters(self) -> None:
+        """Call `init_weights`; PyTorch and timm call this method for modules made on the meta device."""
         self.init_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -49,6 +49,7 @@ class Position(KeepConstants):
 
     def init_weights(self) -> None:
         """Initialise all parameters."""
+        super().init_weights()
         if self.init_std is not None:
             initialise(self.parameters(), self.init_std)
 
