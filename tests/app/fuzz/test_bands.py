@@ -1,11 +1,12 @@
 """Random models with relative positions, in random bands: the numbers of one pass under the mask, or refused.
 
-FUZZ_EXAMPLES=300 FUZZ_SEED=31 pytest -m fuzz tests/app/fuzz/test_bands.py -s
+FUZZ_EXAMPLES=300 pytest -m fuzz tests/app/fuzz/test_bands.py --hypothesis-seed=31
 """
 
 import pytest
 import torch
-from seeded import Tally, examples
+from fuzzed import fuzzed
+from hypothesis import note
 from vits import band_mask
 
 from relvit.families.transformer_xl import set_bands
@@ -71,30 +72,20 @@ def build(options, number):
     return model.double().eval()
 
 
+@fuzzed(25)
 @torch.no_grad()
-def outcome(options, size, grid, band, memory, number):
-    """Compare features and logits with one pass under the mask, or check that bands are refused."""
-    model = build(options, number)
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+def test_bands_equal_one_pass_under_the_mask_or_are_refused(chance):
+    options, size, grid, band, memory = draw(chance)
+    note(f"{options}, image {size}, bands of {band} rows, memory {memory}")
+    model = build(options, chance.getrandbits(32))
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
     mask = band_mask(*grid, band, memory)
     expected = [model.forward_features(images, attn_mask=mask), model(images, attn_mask=mask)]
     if options["position"] in REFUSED:
         with pytest.raises(ValueError, match="depends on the size of the image"):
             set_bands(model, band, memory)
-        return "refused"
+        return
     set_bands(model, band, memory)
     found = [model.forward_features(images), model(images)]
     assert all(one.isfinite().all() for one in expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    return "equal"
-
-
-def test_bands_equal_one_pass_under_the_mask_or_are_refused():
-    tally = Tally("bands")
-    for number, random in examples(25):
-        drawn = draw(random)
-        try:
-            tally.count(outcome(*drawn, number))
-        except (Exception, pytest.fail.Exception) as wrong:
-            tally.fail(number, drawn, repr(wrong))
-    tally.finish()

@@ -1,28 +1,24 @@
 """Command lines changed at random: each works, or is refused in a line or two; none hangs or shows a traceback.
 
-    FUZZ_EXAMPLES=200 pytest -m fuzz tests/app/fuzz -k command_lines
-
-Every example runs an honest line, too. Without the variable the examples are few and the same each time.
+FUZZ_EXAMPLES=200 pytest -m fuzz tests/app/fuzz/test_command_lines.py --hypothesis-seed=31
 """
 
 import faulthandler
 import io
-import os
-import random
 import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from fuzzed import fuzzed
+from hypothesis import note
 from photos import TINY
-from seeded import SEED
 
 from relvit.app.cli import main
 
 pytestmark = pytest.mark.fuzz
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 12))
 FIT = ["fit", "--data=ImageFolderData", "--data.root=photos", *TINY, "--trainer.fast_dev_run=true", "--runs=runs"]
 # A user types such lines; every command that ends by itself has one.
 HONEST = [
@@ -65,15 +61,20 @@ OPTIONS += ["--model.num_classes", "--model.model_kwargs.depth", "--model.model_
 
 
 @pytest.fixture
-def place(best, photos, tmp_path, monkeypatch):
-    """Enter a working directory with the files that the lines name."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("best", "other"):
-        shutil.copy(best, f"{name}.ckpt")
-    shutil.copytree(photos, "photos")
-    # The calibration needs a mistake: without one no temperature is best.
-    Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
-    return tmp_path
+def enter(best, photos, tmp_path_factory, monkeypatch):
+    """Return a function that enters a new working directory with the files that the lines name."""
+
+    def new():
+        place = tmp_path_factory.mktemp("place")
+        monkeypatch.chdir(place)
+        for name in ("best", "other"):
+            shutil.copy(best, f"{name}.ckpt")
+        shutil.copytree(photos, "photos")
+        # The calibration needs a mistake: without one no temperature is best.
+        Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
+        return place
+
+    return new
 
 
 def changed(line, chance):
@@ -120,11 +121,12 @@ def run(line, capfd, monkeypatch):
     return status, out, err
 
 
-@pytest.mark.parametrize("number", range(EXAMPLES))
-def test_a_changed_line_works_or_is_refused(number, place, capfd, monkeypatch):
-    chance = random.Random(SEED + number)
-    line = changed(HONEST[number % len(HONEST)], chance)
-    about = f"FUZZ_SEED={SEED}, example {number}: relvit {line}"
+@fuzzed(12)
+def test_a_changed_line_works_or_is_refused(enter, capfd, monkeypatch, chance):
+    place = enter()
+    line = changed(chance.choice(HONEST), chance)
+    about = f"relvit {line}"
+    note(about)
     before = sorted(place.rglob("*"))
     status, out, err = run(line, capfd, monkeypatch)
     # Status 1 means broken files for `check-data`, and for `calibrate` that no temperature helps.
@@ -142,8 +144,8 @@ def test_a_changed_line_works_or_is_refused(number, place, capfd, monkeypatch):
         assert not re.search(r"parameters\), \d+ classes", out), f"{about}\n{out}"
 
 
-@pytest.mark.parametrize("number", range(EXAMPLES))
-def test_an_honest_line_works(number, place, capfd, monkeypatch):
-    line = HONEST[number % len(HONEST)]
+@pytest.mark.parametrize("line", HONEST, ids=lambda line: line[0])
+def test_an_honest_line_works(line, enter, capfd, monkeypatch):
+    enter()
     status, _, err = run(line, capfd, monkeypatch)
     assert status == 0, f"relvit {line}\n{err}"

@@ -1,6 +1,6 @@
 """Damaged and foreign files of every kind: they give the numbers of the honest file, or are refused in a line or two.
 
-FUZZ_EXAMPLES=400 FUZZ_SEED=31 pytest -m fuzz tests/app/fuzz/test_damaged_files.py -s
+FUZZ_EXAMPLES=400 pytest -m fuzz tests/app/fuzz/test_damaged_files.py --hypothesis-seed=31
 
 A damaged file has bytes that were not written; a foreign one has descriptions that someone else chose. Neither opens
 another file of the machine nor a connection. Beside each example the honest file is read in the same way.
@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fuzzed import fuzzed
+from hypothesis import note
 from PIL import Image
 from sample_files import FAMILIES, images, picture, publish_sample, write_sample
-from seeded import Tally, examples
 from spoil import ODD, damaged, foreign
 
 import relvit
@@ -275,22 +276,16 @@ def read(kind, chance, changed):
     return found, refusal
 
 
-def test_damaged_and_foreign_files_compute_the_same_or_are_refused(tmp_path, monkeypatch):
+@fuzzed(20)
+def test_damaged_and_foreign_files_compute_the_same_or_are_refused(tmp_path, monkeypatch, chance):
     monkeypatch.chdir(tmp_path)
     Path("secret.pth").write_bytes(b"of the machine")
-    tally = Tally("damaged and foreign files")
-    for number, chance in examples(20):
-        kind = chance.choice(KINDS)
-        # The twin draws the same honest file; only the changes differ.
-        twin = random.Random()
-        twin.setstate(chance.getstate())
-        try:
-            honest, refusal = read(kind, twin, False)
-            assert refusal is None, f"the honest file is refused: {refusal}"
-            found, refusal = read(kind, chance, True)
-            assert found is None or found == honest, "the numbers differ"
-        except Exception as wrong:
-            tally.fail(number, kind.__name__, repr(wrong)[:1500])
-            continue
-        tally.count(f"{kind.__name__} {'refused' if refusal else 'read' if found is None else 'equal'}")
-    tally.finish()
+    kind = chance.choice(KINDS)
+    note(kind.__name__)
+    # The twin draws the same honest file; only the changes differ.
+    twin = random.Random()
+    twin.setstate(chance.getstate())
+    honest, refusal = read(kind, twin, False)
+    assert refusal is None, f"the honest file is refused: {refusal}"
+    found, _ = read(kind, chance, True)
+    assert found is None or found == honest, "the numbers differ"

@@ -1,6 +1,6 @@
 """Images and configurations changed at random: each is accepted, or refused in one line.
 
-FUZZ_EXAMPLES=400 FUZZ_SEED=31 pytest -m fuzz tests/app/fuzz/test_images_and_configurations.py -s
+FUZZ_EXAMPLES=400 pytest -m fuzz tests/app/fuzz/test_images_and_configurations.py --hypothesis-seed=31
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import warnings
 
 import pytest
 import yaml
+from fuzzed import fuzzed
 from PIL import Image, ImageFilter
-from seeded import Tally, examples
 from spoil import damaged, foreign
 
 from relvit.app.cli.fit.fit import fit
@@ -84,34 +84,23 @@ def accepts(target, path, content):
     return refusal is None
 
 
-def fuzz(name, target, path, drawn):
-    """Accept or refuse the changed files, each with the number of its example."""
-    tally = Tally(name)
-    for number, content in drawn:
-        try:
-            tally.count("accepted" if accepts(target, path, content) else "refused")
-        except Exception as wrong:
-            tally.fail(number, name, repr(wrong)[:1500])
-    tally.finish()
+def test_honest_images_and_configurations_are_accepted(parse, tmp_path):
+    assert all(accepts(read, tmp_path / "image", content) for content in images())
+    assert all(accepts(parse, tmp_path / "config.yaml", content) for content in configurations())
 
 
-def test_images(tmp_path):
-    files = list(images())
-    assert all(accepts(read, tmp_path / "image", content) for content in files)
+@fuzzed(200)
+def test_a_changed_image_is_accepted_or_refused(tmp_path, chance):
     # Image formats keep sizes near the start of a file.
-    drawn = ((number, damaged(chance.choice(files), chance, near_start=0.5)) for number, chance in examples(200))
-    fuzz("images", read, tmp_path / "image", drawn)
+    accepts(read, tmp_path / "image", damaged(chance.choice(list(images())), chance, near_start=0.5))
 
 
-def test_configurations(parse, tmp_path):
-    files = list(configurations())
-    assert all(accepts(parse, tmp_path / "config.yaml", content) for content in files)
-
-    def changed(content, chance):
-        if chance.random() < 0.5:
-            return damaged(content, chance)
+@fuzzed(25)
+def test_a_changed_configuration_is_accepted_or_refused(parse, tmp_path, chance):
+    content = chance.choice(list(configurations()))
+    if chance.random() < 0.5:
+        changed = damaged(content, chance)
+    else:
         value = foreign(yaml.safe_load(content), chance)
-        return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
-
-    drawn = ((number, changed(chance.choice(files), chance)) for number, chance in examples(25))
-    fuzz("configurations", parse, tmp_path / "config.yaml", drawn)
+        changed = yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
+    accepts(parse, tmp_path / "config.yaml", changed)

@@ -1,13 +1,14 @@
 """Images of random shapes: relvit's evaluation transform gives the pixels of timm's.
 
-FUZZ_EXAMPLES=4000 FUZZ_SEED=32 pytest tests/app/fuzz/test_transforms.py -s
+FUZZ_EXAMPLES=4000 pytest tests/app/fuzz/test_transforms.py --hypothesis-seed=32
 """
 
 import numpy as np
 import pytest
+from fuzzed import fuzzed
+from hypothesis import note
 from PIL import Image
 from sample_files import write_sample
-from seeded import Tally, examples
 from timm.data import create_transform, resolve_model_data_config
 
 import relvit
@@ -58,15 +59,12 @@ def pixels_of(values, mean, std):
     return found.round().astype(int), float(np.abs(found - found.round()).max())
 
 
-def compare(ours, timms, mean, std, most):
-    """Describe how the pixels differ by more than `most`, or return None."""
-    if ours.shape != timms.shape:
-        return f"shape {tuple(ours.shape)} and {tuple(timms.shape)}"
+def check(ours, timms, mean, std, long):
+    """The pixels are equal, or of a very long image up to two levels."""
+    assert ours.shape == timms.shape
     (found, rest), (expected, other) = (pixels_of(values, mean, std) for values in (ours, timms))
-    if max(rest, other) > 1e-3:
-        return f"no whole pixels: {rest:.1e}, {other:.1e}"
-    worst = int(np.abs(found - expected).max())
-    return f"pixels differ by {worst}" if worst > most else None
+    assert max(rest, other) <= 1e-3, "pixels are no whole numbers"
+    assert np.abs(found - expected).max() <= 2 * long
 
 
 def is_long(image, size, crop_pct):
@@ -76,46 +74,28 @@ def is_long(image, size, crop_pct):
     return whole != made
 
 
-def test_images_of_random_shapes_are_transformed_as_by_timm():
-    tally = Tally("transforms")
-    for number, random in examples(100):
-        image, size, mean, std, crop_pct, protocol = draw(random)
-        drawn = (image.mode, image.size[::-1], size, crop_pct, protocol)
-        extra = {"trained_size": size} if protocol == "field" else {}
-        kept = 1.0 if protocol == "resize" else crop_pct
-        try:
-            ours = eval_transform(size, mean, std, crop_pct, protocol, **extra)
-            timms = create_transform(
-                (len(mean), *size),
-                mean=mean,
-                std=std,
-                crop_pct=kept,
-                crop_mode=PROTOCOLS[protocol],
-                interpolation="bicubic",
-            )
-            long = protocol != "resize" and is_long(image, size, crop_pct)
-            wrong = compare(ours(image), timms(image), mean, std, 2 * long)
-        except Exception as error:
-            wrong = repr(error)
-        if wrong is None:
-            tally.count("equal up to two levels, of very long images" if long else f"equal by {protocol}")
-        else:
-            tally.fail(number, drawn, wrong)
-    tally.finish()
+@fuzzed(100)
+def test_images_of_random_shapes_are_transformed_as_by_timm(chance):
+    image, size, mean, std, crop_pct, protocol = draw(chance)
+    note(f"{image.mode} {image.size[::-1]} to {size}, crop_pct {crop_pct}, {protocol}")
+    extra = {"trained_size": size} if protocol == "field" else {}
+    kept = {"crop_pct": 1.0 if protocol == "resize" else crop_pct, "crop_mode": PROTOCOLS[protocol]}
+    ours = eval_transform(size, mean, std, crop_pct, protocol, **extra)
+    timms = create_transform((len(mean), *size), mean=mean, std=std, interpolation="bicubic", **kept)
+    check(ours(image), timms(image), mean, std, protocol != "resize" and is_long(image, size, crop_pct))
+
+
+@pytest.fixture(scope="module", params=["tables", "aft_full", "retrofitted"])
+def predictor(request, tmp_path_factory):
+    return relvit.load(write_sample(tmp_path_factory.mktemp("sample") / "last.ckpt", request.param))
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("family", ["tables", "aft_full", "retrofitted"])
-def test_what_a_model_tells_timm_transforms_images_as_its_predictor(family, tmp_path):
+@fuzzed(20)
+def test_what_a_model_tells_timm_transforms_images_as_its_predictor(predictor, chance):
     """timm reads `pretrained_cfg`, which a published folder has too, by `resolve_model_data_config`."""
-    predictor, tally = relvit.load(write_sample(tmp_path / "last.ckpt", family)), Tally(f"transforms of {family}")
     timms = create_transform(**resolve_model_data_config(predictor.model))
-    for number, random in examples(20):
-        image = draw_image(random, len(predictor.mean))
-        long = is_long(image, predictor.img_size, predictor.crop_pct)
-        wrong = compare(predictor.transform(image), timms(image), predictor.mean, predictor.std, 2 * long)
-        if wrong is None:
-            tally.count("equal")
-        else:
-            tally.fail(number, image.size[::-1], wrong)
-    tally.finish()
+    image = draw_image(chance, len(predictor.mean))
+    note(str(image))
+    long = is_long(image, predictor.img_size, predictor.crop_pct)
+    check(predictor.transform(image), timms(image), predictor.mean, predictor.std, long)
