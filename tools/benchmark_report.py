@@ -72,21 +72,29 @@ def ratios(group: Iterable[Row], memory: bool = False) -> dict[str, float]:
 
 
 def render(rows: Sequence[Row], name: str = SOURCE.name) -> str:
-    """Return all rows, of a file of this name, as Markdown: a section with a table per run."""
-    parts = [INTRODUCTION.format(name=name)]
+    """Return all rows, of a file of this name, as Markdown: a table per run, runs below their machine and versions."""
+    parts, place = [INTRODUCTION.format(name=name)], ""
     for run in grouped(rows, RUN):
         first = run[0]
-        machine, versions = first["machine"], first["versions"]
+        if (where := _place(first)) != place:
+            parts.append(f"## {where}\n")
+            place = where
+        # Git's names are unique by their first eight digits.
+        commit = re.sub(r"([0-9a-f]{8})[0-9a-f]+", r"\1", first["commit"])
         compiled = ", compiled" if first["compiled"] else ""
-        place = f"{machine['gpu']}, " if machine["gpu"] else ""
-        place += f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
         parts.append(
-            f"## {first['level'].capitalize()}s on {first['device']}, {first['dtype']}{compiled}, "
-            f"batch {first['batch']}\n\n"
-            f"Run {first['run']}, {first['rounds']} rounds, commit {first['commit']}; {place}; "
-            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n{_table(run)}"
+            f"### {first['level'].capitalize()}s, {first['dtype']}{compiled}, batch {first['batch']}\n\n"
+            f"Run {first['run']}, {first['rounds']} rounds, commit {commit}.\n\n{_table(run)}"
         )
     return "\n".join(parts)
+
+
+def _place(row: Row) -> str:
+    """Describe the machine of a row and the versions of its libraries."""
+    machine, versions = row["machine"], row["versions"]
+    place = f"{machine['gpu']}, " if machine["gpu"] else ""
+    place += f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
+    return f"{place}; {', '.join(f'{name} {version}' for name, version in versions.items())}"
 
 
 def _table(run: Sequence[Row]) -> str:
@@ -101,8 +109,8 @@ def _table(run: Sequence[Row]) -> str:
             else row["status"]
             for row in group
         }
-        # Autograd keeps nothing without gradients, for which early runs recorded zeros.
-        if any(row["memory_bytes"] for row in group):
+        # On a CPU a forward pass allocates what its largest layer needs, which says little; early runs recorded zeros.
+        if (first["device"], first["mode"]) != ("cpu", "forward") and any(row["memory_bytes"] for row in group):
             columns[f"{title}, MiB"] = {
                 row["name"]: _with_ratio(row["memory_bytes"] / 2**20, 1, memory.get(row["name"]))
                 for row in group

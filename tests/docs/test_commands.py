@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import timm
-import yaml
 from documents import ELSEWHERE, PAGES, ROOT, blocks, text
 from photos import TINY
 
@@ -135,11 +134,6 @@ def test_options_of_fit(place):
 def test_options_of_fit_that_cannot_be_together(place, capsys):
     for given in options_of_fit()[1:]:
         assert fit_photos(given) == 0, (given, capsys.readouterr().err)
-
-
-def test_the_configuration_that_is_shown_is_the_one_that_comes_with_relvit():
-    (shown,) = blocks("docs/options.md", "yaml")
-    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "configs" / "folder.yaml").read_text())
 
 
 def test_links_lead_to_files_and_headings():

@@ -48,27 +48,26 @@ def pairs(one: dict[int, float], other: dict[int, float], figure: Callable[[floa
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """Return a table for each part: accuracies of the model without relative positions, and differences to it.
+    """Tabulate the parts that have the same tests: accuracies without relative positions, and differences to them.
 
     A model without a run of the same seed has its accuracies themselves. Accuracy at the last size in percent of that
     at the first one, the trained one, is in the table of growing fields.
     """
-    parts = []
+    found: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
     for part, models in accuracies(lines).items():
         base = next((models[name] for name in BASES if name in models), {})
         tests = list(next(iter(models.values())))
         last = [f"kept at {tests[-1]}, %"] if part.startswith("field") else []
-        rows = []
+        rows = found["training", "model", "seeds", *tests, *last]
         for model, curve in sorted(models.items(), key=lambda item: item[1] is not base):
             share = [text(pairs(curve[tests[-1]], curve[tests[0]], lambda a, b: 100 * a / b)) for _ in last]
             if curve is not base and (both := pairs(curve[tests[0]], base.get(tests[0], {}), sub)):
                 cells = [text(pairs(curve[test], base[test], sub), "+") for test in tests]
-                rows.append([model, str(len(both)), *cells, *share])
+                rows.append([part, model, str(len(both)), *cells, *share])
             else:
                 cells = [f"{text(curve[test])} %" for test in tests]
-                rows.append([model, str(len(curve[tests[0]])), *cells, *share])
-        parts.append(f"## {part}\n\n{table(['model', 'seeds', *tests, *last], rows)}")
-    return "\n".join(parts)
+                rows.append([part, model, str(len(curve[tests[0]])), *cells, *share])
+    return "\n".join(table(header, rows) for header, rows in found.items())
 
 
 def main(arguments: Sequence[str]) -> None:
