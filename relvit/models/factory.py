@@ -215,6 +215,10 @@ def _numbers(name: str, given: Any) -> Iterator[tuple[str, float]]:
 def model_arguments(name: str) -> set[str]:
     """Return the names of all arguments of a model; empty if its class is not known before the model is built.
 
+    Examples:
+        >>> "max_distance" in model_arguments("relvit_tiny"), "max_distance" in model_arguments("vit_tiny_patch16_224")
+        (True, False)
+
     Raises:
         ValueError: an unknown model.
     """

@@ -45,6 +45,14 @@ class AdaptiveHalting(KeepConstants, Leaf):
     h_(N-1) and the remainder R = 1 - h_1 - ... - h_(N-1) (equations 5 to 7), which add up to 1, and its ponder cost is
     N + R (equation 11), whose gradient is that of R alone.
 
+    Examples:
+        >>> model = timm.create_model("relvit_universal_tiny", img_size=64, halting="act").eval()
+        >>> type(model.halting).__name__
+        'AdaptiveHalting'
+        >>> logits, steps, cost = model.ponder(torch.randn(2, 3, 64, 96))
+        >>> steps.shape, cost.shape
+        (torch.Size([2, 24]), torch.Size([2]))
+
     Args:
         dim: width of the tokens.
         epsilon: see above.

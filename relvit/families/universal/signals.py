@@ -36,6 +36,11 @@ class PositionStepSignals(KeepConstants, Leaf):
     In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
     scales both signals.
 
+    Examples:
+        >>> signals = PositionStepSignals(192)
+        >>> signals(make_grid(4, 6, prefix=1)).shape, signals.step(1).shape
+        (torch.Size([1, 25, 192]), torch.Size([192]))
+
     Args:
         dim: width of the tokens, a multiple of 4.
         gain_init: initial gain.

@@ -141,7 +141,12 @@ def retrofit(
 
 
 def retrofit_arguments() -> tuple[str, ...]:
-    """Return the names of the arguments of `retrofit`, as in a configuration, where a position is given by its name."""
+    """Return the names of the arguments of `retrofit`, as in a configuration, where a position is given by its name.
+
+    Examples:
+        >>> retrofit_arguments()[:2]
+        ('rel_terms', 'max_distance')
+    """
     return tuple(name for name in inspect.signature(retrofit).parameters if name != "model")
 
 

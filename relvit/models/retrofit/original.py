@@ -64,6 +64,13 @@ def restore(model: nn.Module) -> nn.Module:
     nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes compute the
     same with them at the size of the training. Hooks, the training mode and all other modules stay.
 
+    Examples:
+        >>> beit = timm.create_model("beit_base_patch16_224", img_size=64, depth=1)
+        >>> type(relvit.retrofit(beit).blocks[0].attn).__module__.split(".")[0]
+        'relvit'
+        >>> type(restore(beit).blocks[0].attn).__module__.split(".")[0]
+        'timm'
+
     Args:
         model: a retrofitted model that keeps its own relative positions; of a whole SAM its encoder.
 

@@ -29,6 +29,11 @@ def retrofitted(
 ) -> nn.Module:
     """Create a timm model and retrofit it.
 
+    Examples:
+        >>> vit = timm.create_model("retrofitted", model="vit_tiny_patch16_224", retrofit={"rel_terms": "k"}, depth=1)
+        >>> vit(torch.randn(1, 3, 64, 96)).shape
+        torch.Size([1, 1000])
+
     Args:
         pretrained: load the weights that a dictionary `pretrained_cfg` describes, tables included (timm passes one for
             'local-dir:' and 'hf-hub:'); without a dictionary load timm's weights of `model`, which have no tables.

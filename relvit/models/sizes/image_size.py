@@ -20,6 +20,9 @@ def check_image_size(
 ) -> None:
     """Run the model on one black image of this size: no attribute of timm's models tells which sizes they take.
 
+    Examples:
+        >>> check_image_size(timm.create_model("relvit_tiny", depth=1), (64, 96), in_chans=3)
+
     Args:
         net: a model of timm or relvit; not changed.
         img_size: (height, width).

@@ -51,6 +51,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
 
     timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 
+    Examples:
+        >>> weights = timm.create_model("relvit_tiny", depth=1, max_distance=3).state_dict()
+        >>> model = timm.create_model("relvit_tiny", depth=1, max_distance=7)
+        >>> found = checkpoint_filter_fn(weights, model)
+        >>> weights["blocks.0.attn.position.key_rows"].shape, found["blocks.0.attn.position.key_rows"].shape
+        (torch.Size([7, 64]), torch.Size([15, 64]))
+
     Args:
         state_dict: tensors by name, which may be wrapped as 'model' or 'state_dict', as in DeiT's files, or have the
             prefix 'net.' of the raw weights of `relvit fit`.
