@@ -77,7 +77,8 @@ def allocations(action: Callable[[], Any]) -> list[int]:
     # Only the allocator knows all memory: saved-tensor hooks miss what other hooks and closures keep, and compiled code
     # bypasses dispatch modes. This log level hides the messages of the profiler's start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Garbage collection is off, since it would release old garbage meanwhile; collecting first would take too long.
+    # A garbage collection within the action would count memory of earlier objects as released by the action. Collecting
+    # before the action would take too long.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -141,7 +141,7 @@ def checkpoint_filter_fn(
 ) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer, attention-free or not, into the state dict of `model`.
 
-    What is not part of a mixer is converted as by `relvit.models.checkpoint_filter_fn`. Of mixers,
+    Tensors outside of mixers are converted as by `relvit.models.checkpoint_filter_fn`, and tensors of mixers so:
 
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a

@@ -232,8 +232,8 @@ def _any_so_far(valid: Tensor, queries: int) -> Tensor:
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Hide padding in a mask; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
-    The numbers of a mask may be as low as a channel's, so only -inf hides padding here. Queries that may attend to
-    nothing attend to everything, because some kernels would divide zero by zero.
+    A user's mask may hold numbers as low as the one by which a channel hides padding, so here padding gets -inf.
+    Queries that may attend to nothing attend to everything, because some kernels would divide zero by zero.
     """
     mask, valid = mask[(None,) * (4 - mask.dim())], valid[:, None, None, :]
     if mask.dtype == torch.bool:

@@ -288,7 +288,7 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
 
 
 def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter: str) -> str:
-    """Describe cells of a row behind the last column, which hold a part of another cell; '' if there are none."""
+    """Describe the cells of a row beyond the columns, which a delimiter without quotes makes; '' if there are none."""
     surplus = record.get(None, [])
     if not any(cell.strip() for cell in surplus):
         return ""

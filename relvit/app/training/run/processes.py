@@ -121,7 +121,7 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
     found += ["gpu"] if {"cuda", "mps"} & set(found) else []
     if isinstance(accelerator, str) and accelerator not in ("auto", *found):
-        # Names that Lightning knows are no misspellings, and a hint at a device that is missing would be no help.
+        # A name that Lightning knows is spelt right: the device is missing, and another name would be no help.
         hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, ("auto", *found))
         raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
     if accelerator == "cpu" or found == ["cpu"]:
