@@ -34,10 +34,11 @@ __all__ = [
 def load(
     ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
 ) -> Predictor:
-    """The classifier of a checkpoint of `relvit fit`, for `predict` and `embed`; see `relvit.app.evaluation.Predictor`.
+    """The classifier of a checkpoint or exported file, for `predict` and more; see `relvit.app.evaluation.Predictor`.
 
     Args:
-        ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt.
+        ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt, or an .onnx or .pt2 of `relvit export`, which
+            predicts alone. PyTorch may run code that a .pt2 holds.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
         reach: 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', 'mirror' or 'stretch-mirror', see
             `relvit.models.set_reach`.

@@ -6,7 +6,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from relvit.app.cli import COMMANDS, EXPORTED
+from relvit.app.cli import COMMANDS
 from relvit.app.cli.functions import function_of
 from relvit.app.cli.typed_words import read_arguments
 
@@ -29,5 +29,5 @@ def test_files_and_commands_exist():
     assert (ROOT / build[build.index("-f") + 1]).is_file()
     name = build[build.index("-t") + 1]
     given = run[run.index(name) + 1 :]
-    found = read_arguments("predict-onnx", function_of(EXPORTED, "predict-onnx"), given)
-    assert found.values == {"model": "model.onnx", "paths": ["photos"]}
+    found = read_arguments("predict", function_of(COMMANDS["predict"][0], "predict"), given)
+    assert found.values == {"ckpt_path": "model.onnx", "paths": ["photos"]}

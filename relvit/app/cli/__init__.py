@@ -18,9 +18,6 @@ from relvit.app.cli.typed_words import Arguments, read_arguments
 from relvit.utils.messages import visible_lines
 from relvit_start import COMMANDS, answer, unknown_command
 
-# The module of the command that `relvit predict` runs with an exported file in the place of a checkpoint.
-EXPORTED = "relvit.app.cli.commands.deploy.predict_exported"
-
 _stock_format = warnings.formatwarning
 
 
@@ -49,23 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(unknown_command(command), file=sys.stderr)
         return 2
-    name, module = command, COMMANDS[command][0]
-    if command == "predict" and any(word.endswith((".onnx", ".pt2")) for word in rest):
-        name, module = "predict-onnx", EXPORTED
     given = Arguments([], {}, {})
     try:
         # These imports load Lightning, for which an unknown command need not wait.
         from relvit.app.cli.functions import function_of, run_function
         from relvit.app.cli.help import short_help
 
-        function = function_of(module, name)
-        given = read_arguments(name, function, rest)
+        function = function_of(COMMANDS[command][0], command)
+        given = read_arguments(command, function, rest)
         if "help" in given.values:
-            print(short_help(name, function))
+            print(short_help(command, function))
             return 0
         # Lightning sets up its logging when it is imported.
         quieten()
-        run_function(name, function, given)
+        run_function(command, function, given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -59,7 +59,7 @@ TEXTS: dict[str, str] = {
 # These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.
 METAVARS: dict[str, str] = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
-    **dict.fromkeys(("config", "output", "predict-onnx model"), "FILE"),
+    **dict.fromkeys(("config", "output"), "FILE"),
     **dict.fromkeys(("probe output", "resolutions output"), "FILE|DIR"),
     **dict.fromkeys(("ckpt_path", "ckpt_paths"), "CKPT"),
     **dict.fromkeys(("img_size", "sizes"), "SIZE"),
@@ -88,7 +88,7 @@ USAGE: dict[str, list[str]] = {
 def usage(command: str, function: Callable[..., Any]) -> list[str]:
     """Return the lines that show how a command is used."""
     hints, needed = get_type_hints(function), required(function)
-    parts = ["relvit", command.removesuffix("-onnx")]
+    parts = ["relvit", command]
     for name, hint in positionals(function).items():
         text = metavar(command, name, hint) + (" ..." if item_type(hint) and takes_one(hint) else "")
         parts.append(text if name in needed or name == "ckpt_path" else f"[{text}]")
@@ -152,7 +152,7 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
 def _described(command: str, function: Callable[..., Any]) -> str:
     """Return what a command does; its line of `relvit --help` where Python has removed the docstrings (-OO)."""
     if (text := inspect.getdoc(function)) is None:
-        line = COMMANDS[command.removesuffix("-onnx")][1]
+        line = COMMANDS[command][1]
         text = f"{line[0].upper()}{line[1:]}."
     return text.partition("\n\nArgs:")[0]
 

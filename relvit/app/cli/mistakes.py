@@ -67,7 +67,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
     # Only commands that run a Trainer have options of the model; they need data.
-    if "model.lr" in known and "data" not in names:
+    if "trainer.devices" in known and "data" not in names:
         return NO_DATA
     return f"missing: {', '.join(missing)}" if missing else cut(error)
 
@@ -162,7 +162,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if option.file is None:
         # The options of the data are known also where nothing has named the kind of data yet. Only commands that run a
         # Trainer have short names.
-        of_data = "data." if "model.lr" in known else "-"
+        of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
     lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}

@@ -15,6 +15,7 @@ from relvit.app.cli.config_text import load_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.hints import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
+from relvit.app.utils.files import is_exported
 
 # Commands that run a Trainer have short names (keys) of options (values); `fit` has more of them.
 OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
@@ -176,8 +177,8 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     """Return the short and other names of a command's options, each with the name that the parser knows."""
     own = inspect.signature(function).parameters
     if "evaluation" in own or "training" in own:
-        return OF_TRAINER | (OF_FIT if command == "fit" else {})
-    names = {"predict-onnx": {"ckpt_path": "model"}, "explain": {"model.model": "model"}}.get(command, {})
+        return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
+    names = {"model.model": "model"} if command == "explain" else {}
     # `data` may be a data module with options of its own, or the name of one.
     with_options = get_type_hints(function).get("data", str | None) != str | None
     return names if with_options else names | {f"data.{name}": name for name in own}
@@ -217,6 +218,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
             raise UsageError(f"--{name}: {reason}")
         is_file = name == "model" and (value is None or value.endswith(FILES) or value.startswith("{"))
         own = name if command == "fit" and is_file else short.get(name, name)
+        if own == "model" and "ckpt_path" in places and is_exported(value or ""):
+            own = "ckpt_path"
         if own != name:
             typed[own] = name
         if value is not None:

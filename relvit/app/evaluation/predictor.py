@@ -24,11 +24,13 @@ from relvit.app.data.images.file_datasets import OnError, SkipUnreadable, SkipUn
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.images.given_images import ImageInput, InputImages
 from relvit.app.data.shape import ImageShape
-from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
-from relvit.app.training.answering import answers
+from relvit.app.evaluation.exported import ExportedClassifier
+from relvit.app.training import Checkpoint, classifier_of
+from relvit.app.training.answering import Answering, answers
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
-from relvit.models import AttentionMaps, Reach, attention_maps, check_image_size, set_reach
+from relvit.app.utils.files import is_exported
+from relvit.models import AttentionMaps, Reach, attention_maps
 from relvit.utils.messages import check_choice, visible
 
 # These entries of timm's description are about the weights that timm has for the architecture.
@@ -61,12 +63,12 @@ class Prediction:
 
 
 class Predictor:
-    """The classifier of a checkpoint of `relvit fit`, with its averaged weights if there are some, and its transforms.
+    """The classifier of a checkpoint, with its averaged weights if it has some, or of an exported file; its transforms.
 
     `relvit.load` makes one.
 
     Args:
-        ckpt_path: the checkpoint.
+        ckpt_path: the checkpoint, or an .onnx or .pt2 of `relvit export`, which predicts alone.
         img_size: size of the images given to the model, one number or (height, width); None: as in training. Where the
             training was on native images, they keep their shapes, with as many patches as this size has at most.
         reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
@@ -83,11 +85,10 @@ class Predictor:
         mean, std: of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
         shape: of the images, the size of all or a budget of patches, see `relvit.app.data.shape.ImageShape`.
-        num_features: length of the feature vectors.
         transform: from a PIL image to what the model takes.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, no such size or reach, or what a file lacks.
     """
 
     mean: tuple[float, ...]
@@ -98,8 +99,8 @@ class Predictor:
     def __init__(
         self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
     ) -> None:
-        checkpoint = Checkpoint.read(ckpt_path)
-        self.classifier: ImageClassifier = classifier_of(checkpoint).requires_grad_(False)
+        checkpoint, classifier = _answering(ckpt_path)
+        self.classifier: Answering = classifier.requires_grad_(False)
         self.checkpoint: Checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
         self.class_names: list[str] = checkpoint.class_names()
@@ -109,7 +110,6 @@ class Predictor:
             )
         if len(self.mean) not in (1, 3):
             raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
-        checkpoint.check_reach(reach)
         if assumed := checkpoint.images.get("assumed"):
             values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
             warnings.warn(
@@ -118,16 +118,21 @@ class Predictor:
                 stacklevel=3,
             )
         self.reach = reach
-        set_reach(self.model, reach, trained_size)
+        self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)
-        self.num_features: int = self.model.num_features
-        # timm has the description under both names.
-        self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
+        if self.classifier.net is not None:
+            # timm has the description under both names.
+            self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property
     def model(self) -> nn.Module:
-        """The timm model, with the averaged weights where the training kept an average."""
-        return self.classifier.net
+        """The timm model, with the averaged weights where the training kept an average; an exported file has none."""
+        return self.classifier.evaluated
+
+    @property
+    def num_features(self) -> int:
+        """The length of the feature vectors."""
+        return self.model.num_features
 
     @property
     def thresholds(self) -> list[float] | None:
@@ -161,8 +166,7 @@ class Predictor:
         if img_size is not None:
             self.shape = self.shape.at_size(parse_size(img_size))
             if self.shape.fixed:
-                trained = self.classifier.hparams.img_size
-                check_image_size(self.model, self.shape.img_size, len(self.mean), trained)
+                self.classifier.check_size(self.shape.img_size)
         self.img_size: tuple[int, int] = self.shape.img_size
         transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.transform: v2.Compose = self.shape.adapt(transform)
@@ -343,6 +347,14 @@ class Predictor:
     def __repr__(self) -> str:
         about = self.classifier.hparams.model, f"{len(self.class_names)} classes", self.shape.words()
         return f"Predictor({', '.join(about)}, on {self.device})"
+
+
+def _answering(path: str | os.PathLike[str]) -> tuple[Checkpoint, Answering]:
+    if is_exported(path):
+        exported = ExportedClassifier(path)
+        return exported.checkpoint, exported
+    checkpoint = Checkpoint.read(path)
+    return checkpoint, classifier_of(checkpoint)
 
 
 def _several(

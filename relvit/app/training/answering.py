@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,23 +13,27 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from relvit.app.data.batches import ImageBatch, image_count, mirrored
+from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics, count_batch
+from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.models import pooled_features
+from relvit.models import Reach, at_image_size, check_image_size, pooled_features, set_reach
 from relvit.utils.messages import one_line
 
 
 class Answering(EpochMetrics):
-    """A classifier that answers: subclasses compute logits in `forward`, and the rest follows.
+    """A classifier that answers, by the model `net` unless a subclass has none: `forward` computes logits.
 
     Lightning's Trainer runs the steps of validation, test and prediction on any number of devices; `answers` is the
     loop of everything else.
 
     Attributes:
+        average: The averaged weights, in a training that keeps some.
         mirror: Whether the Trainer's steps average the probabilities of each image and its mirror image.
         absent: The classes that no image has, bool (num_classes,), which are never predicted. None: there are none.
     """
 
+    average: WeightAverage | None = None
     mirror: bool = False
     absent: Tensor | None = None
 
@@ -36,6 +41,33 @@ class Answering(EpochMetrics):
     def score(self) -> str:
         """The metric that chooses the best checkpoint: 'acc1', or 'map' where images have several labels."""
         return self.labels.score
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that evaluation uses: with the averaged weights where a training keeps an average."""
+        return self.net if self.average is None else self.average.net
+
+    def at_size(self, img_size: tuple[int, int]) -> Answering:
+        """Return a classifier in evaluation mode whose model takes images of another size, see `at_image_size`."""
+        found = copy.copy(self).eval()
+        net = at_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
+        found._modules = self._modules | {"net": net}
+        found.average = None
+        return found
+
+    def check_size(self, img_size: tuple[int, int]) -> None:
+        """Refuse images of a size (height, width) that the model does not take."""
+        check_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
+
+    def set_reach(self, reach: Reach, checkpoint: Checkpoint) -> None:
+        """Choose how attention works at other sizes than in the training of the checkpoint."""
+        if reach != "trained":
+            checkpoint.check_reach(reach)
+            set_reach(self.evaluated, reach, checkpoint.transforms().img_size)
+
+    def features(self, images: ImageBatch) -> Tensor:
+        """Compute the pooled features before the classifier, see `finite_features`."""
+        return finite_features(self.evaluated, images, self.device)
 
     def logits(self, images: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute the logits (B, num_classes) of a batch on any device, which may be empty.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from relvit.app.data.batches import ImageBatch
 from relvit.app.data.mixup import BatchMix
-from relvit.app.training.answering import Answering, finite_features
+from relvit.app.training.answering import Answering
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
 from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
@@ -37,7 +36,7 @@ from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe
 from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
-from relvit.models import TransferReport, at_image_size, build_model, param_groups
+from relvit.models import TransferReport, build_model, param_groups
 from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import (
     NonNegativeFloat,
@@ -196,23 +195,6 @@ class ImageClassifier(Answering):
         costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
         labels = labels_of([0.5] * num_classes if multi_label else None)
         self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The model that evaluation uses: with the averaged weights where a training keeps an average."""
-        return self.net if self.average is None else self.average.net
-
-    def at_size(self, img_size: tuple[int, int]) -> ImageClassifier:
-        """Return a classifier in evaluation mode whose model takes images of another size, see `at_image_size`."""
-        found = copy.copy(self).eval()
-        net = at_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
-        found._modules = self._modules | {"net": net}
-        found.average = None
-        return found
-
-    def features(self, images: ImageBatch) -> Tensor:
-        """Compute the pooled features before the classifier, see `finite_features`."""
-        return finite_features(self.evaluated, images, self.device)
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.

@@ -48,10 +48,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     check_choice("distill", given["distill"], get_args(Distill))
 
 
-def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
-    """Refuse data with images that a model cannot take, or with one label per image where the model has several.
-
-    The model computes an image of each size. Data modules that are not relvit's are accepted unseen.
+def check_labels(data: Any, hparams: Mapping[str, Any], stage: str) -> None:
+    """Refuse data with one label per image where the model has several, or the other way round.
 
     Raises:
         ValueError: The data do not fit.
@@ -63,6 +61,17 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
             f"{hparams['multi_label']}), the data have {'several' if several else 'one'}: give the data that the model "
             "was trained on, or multi_label as label_separator of the data has it"
         )
+
+
+def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
+    """Refuse data with images or labels that a model does not take.
+
+    The model computes an image of each size. Data modules that are not relvit's are accepted unseen.
+
+    Raises:
+        ValueError: The data do not fit.
+    """
+    check_labels(data, hparams, stage)
     shape = getattr(data, "shape", None)
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]

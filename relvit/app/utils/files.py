@@ -17,8 +17,15 @@ from typing import Any
 
 from relvit.utils.messages import did_you_mean, without_secrets
 
+# `relvit export` writes files of these names.
+EXPORTED = (".onnx", ".pt2")
 # The disk or the user's quota is full, the file system is read-only, or takes no file of this size.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+def is_exported(path: str | os.PathLike[str]) -> bool:
+    """Return whether the name of a file is that of one that `relvit export` writes."""
+    return os.fspath(path).endswith(EXPORTED)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import pytest
 import yaml
+from onnx_files import classifier_of
 
 from relvit.app.cli import COMMANDS, main
 
 DIGITS = {"class_path": "relvit.app.data.DigitsData"}
-# A line of use -> options of the configuration that the command prints. CKPT and RUN are files of a training.
+# A line of use -> options of the configuration that the command prints. CKPT, RUN and ONNX are files of a training.
 LINES = {
     "fit --root photos --epochs 3 --lr 0.1": {"data.root": "photos", "trainer.max_epochs": 3, "model.lr": 0.1},
     "fit --config digits --quiet": {"data.class_path": "relvit.app.data.DigitsData", "quiet": True},
@@ -25,9 +26,10 @@ LINES = {
     "predict CKPT --paths [a.jpg,b]": {"data.paths": ["a.jpg", "b"]},
     "predict a.jpg --ckpt_path CKPT -- -b.jpg": {"data.paths": ["a.jpg", "-b.jpg"]},
     "predict CKPT a.jpg --step_maps --img_size [16,24]": {"step_maps": True, "data.img_size": [16, 24]},
-    "predict --model a.onnx b c --batch_size 2": {"model": "a.onnx", "paths": ["b", "c"], "batch_size": 2},
-    "predict --ckpt_path a.pt2 b": {"model": "a.pt2", "paths": ["b"]},
-    "predict a.onnx b": {"model": "a.onnx", "paths": ["b"]},
+    "predict --model ONNX b c --batch_size 2": {"data.paths": ["b", "c"], "data.batch_size": 2},
+    "predict --ckpt_path ONNX b --on_error error": {"data.paths": ["b"], "data.on_error": "error"},
+    "predict ONNX b --mirror": {"data.paths": ["b"], "data.img_size": [16, 16], "data.mean": [0.5, 0.5, 0.5]},
+    "test --model ONNX --data ImageFolderData --root photos": {"data.root": "photos", "trainer.accelerator": "cpu"},
     "resolutions a.ckpt --sizes 24 [32,48] --data.root r": {
         "ckpt_path": "a.ckpt",
         "sizes": [24, [32, 48]],
@@ -71,9 +73,10 @@ def found(config, name):
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_of_use(line, run, capsys):
+def test_a_line_of_use(line, run, tmp_path, capsys):
     best = str(run / "checkpoints" / "best.ckpt")
-    command, *words = [{"CKPT": best, "RUN": str(run)}.get(word, word) for word in line.split()]
+    exported = str(classifier_of(tmp_path / "a.onnx"))
+    command, *words = [{"CKPT": best, "RUN": str(run), "ONNX": exported}.get(word, word) for word in line.split()]
     # A configuration counts only where it comes before that option, and nothing is an option after "--".
     end = words.index("--") if "--" in words else len(words)
     assert main([command, *words[:end], "--print_config", *words[end:]]) == 0, capsys.readouterr().err

@@ -11,6 +11,7 @@ from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_ot
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
 from relvit.app.evaluation import MirrorAverage, PredictionTable
+from relvit.app.utils.files import is_exported
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -66,6 +67,8 @@ def main(given: Arguments) -> None:
     # Whatever the training did about them, one broken file shall not cost the others their predictions.
     changes: dict[str, Any] = {"on_error": "skip"}
     if not (paths := given.values.get("paths")):
+        if is_exported(given.values.get("ckpt_path") or ""):
+            raise UsageError("an exported file holds no images: give their paths, as in relvit predict FILE PATH ...")
         if given.values.keys() & {"ckpt_path"} and given.values.keys().isdisjoint(
             ("data", "data.root", "data.predict")
         ):

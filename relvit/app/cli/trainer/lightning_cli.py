@@ -18,7 +18,9 @@ from relvit.app.cli.trainer.command_folder import check_runs, explained_failures
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data import ImageData
 from relvit.app.data.registry import import_data_module
+from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
+from relvit.app.training.answering import Answering
 from relvit.app.training.callbacks.progress_bar import progress_callbacks
 from relvit.app.training.checkpoints.normalisation import set_normalisation
 from relvit.app.training.run.processes import (
@@ -29,8 +31,9 @@ from relvit.app.training.run.processes import (
     leave_processes,
     set_devices,
 )
+from relvit.app.utils.files import is_exported
 from relvit.app.utils.remote import local_file
-from relvit.models import Reach, set_reach
+from relvit.models import Reach
 from relvit.utils.ranges import Range
 
 # These options of the model change how it is evaluated, and not what it is.
@@ -72,6 +75,7 @@ class RelvitCLI(LightningCLI):
         checkpoint: data and model must be those of its training.
         known: the values that options have where the command line does not give them, see `values_of`.
         save_config_callback: writes the configuration of a training.
+        model_class: makes the classifier from the options of the model.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class RelvitCLI(LightningCLI):
         checkpoint: Checkpoint | None = None,
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
+        model_class: type[Answering] = ImageClassifier,
     ) -> None:
         self.function: Callable[..., None] = function
         self.given: Arguments = given
@@ -88,7 +93,7 @@ class RelvitCLI(LightningCLI):
         self.known: Namespace = Namespace() if known is None else known
         self.known.update(given.lists())
         super().__init__(
-            ImageClassifier,
+            model_class,
             ImageData,
             subclass_mode_data=True,
             parser_class=Parser,
@@ -115,7 +120,7 @@ class RelvitCLI(LightningCLI):
         """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
         self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
-        self.model: ImageClassifier = self.config_init.model
+        self.model: Answering = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
         arguments = self.config.data.get("init_args", {})
@@ -155,7 +160,7 @@ class Evaluation(RelvitCLI):
     Args:
         function, given: see `RelvitCLI`.
         checkpoint: with the images that the command uses; it has the values of options that are not given.
-        file: the local file of the checkpoint.
+        file: the local file of the checkpoint, or an exported one that answers in its place.
         asked: the data module that the command or its user asks for.
     """
 
@@ -164,19 +169,24 @@ class Evaluation(RelvitCLI):
     def __init__(
         self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
     ) -> None:
-        self.file: Path = file
-        super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
+        if is_exported(file):
+            self.weights: str | None = None
+            known = values_of(checkpoint, asked, [f"model.{name}" for name in checkpoint.model])
+            known["model.path"], known["trainer.accelerator"] = str(file), "cpu"
+            super().__init__(function, given, checkpoint, known, model_class=ExportedClassifier)
+        else:
+            self.weights = str(file)
+            super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
 
     def before_instantiate_classes(self) -> None:
         """Refuse other options of the model than the training's."""
-        names = (name for name in self.checkpoint.model if name not in OF_EVALUATION)
-        self.checkpoint.check_network(self.config.model.as_dict(), names)
+        given = self.config.model.as_dict()
+        names = (name for name in self.checkpoint.model if name in given and name not in OF_EVALUATION)
+        self.checkpoint.check_network(given, names)
 
     def set_reach(self, reach: Reach) -> None:
         """Choose how attention works at other sizes than in training."""
-        self.checkpoint.check_reach(reach)
-        if reach != "trained":
-            set_reach(self.model.net, reach, self.checkpoint.transforms().img_size)
+        self.model.set_reach(reach, self.checkpoint)
 
     def run(
         self,
@@ -196,7 +206,7 @@ class Evaluation(RelvitCLI):
         with self.running(callbacks, folder) as trainer:
             method = getattr(trainer, self.function.__name__)
             # Nothing but tensors and plain types is ever read from a checkpoint.
-            method(self.model, self.datamodule, ckpt_path=str(self.file), weights_only=True, **options)
+            method(self.model, self.datamodule, ckpt_path=self.weights, weights_only=True, **options)
             if rank_zero_only.rank == 0:
                 report(trainer)
 
@@ -223,7 +233,7 @@ def evaluate(
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
     # Lightning reads the file again, and for an http address it would read an older copy of the same name.
     with local_file(path) as file:
-        checkpoint = Checkpoint.read(path, file)
+        checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
         checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
         asked = asked if data_type is None else checkpoint.data["class_path"]
         evaluation = Evaluation(function, given, checkpoint, file, asked)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from relvit.app.data.batches import images_of
 from relvit.app.data.images.folders import find_images
-from relvit.app.evaluation.deploy.exported_description import EXTRA_FILE, KEY, describe
-from relvit.app.evaluation.deploy.onnx_model import quantise
+from relvit.app.evaluation.deploy.int8 import quantise
+from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, describe
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
-from relvit.app.utils.files import check_output, disk_errors_name, move_complete
+from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, move_complete
 from relvit.layers import AnySizePatchEmbed, whole_patches
 from relvit.utils.messages import MissingPackageError, size_text
 
-FORMATS = (".onnx", ".pt2")
 # The largest side of an image, in patches.
 MOST = 256
 # The largest difference between the logits of the file and of the model, relative to the largest logit.
@@ -86,7 +85,7 @@ def export_model(
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
     # Tracing chooses the backend of the attention, and one for the CPU runs anywhere.
-    net, temperature = predictor.to("cpu").classifier.net, predictor.classifier.temperature
+    net, temperature = predictor.to("cpu").model, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
     patch = _patch_to_check(net) if output.suffix == ".onnx" else None
     if patch is not None or temperature != 1:
@@ -131,7 +130,7 @@ def check_export(
     output: str | os.PathLike[str], int8: bool = False, aot: bool = False, calibration: str | None = None
 ) -> None:
     """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
-    suffix = check_output(output, FORMATS, makes_folder=True)
+    suffix = check_output(output, EXPORTED, makes_folder=True)
     for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")
@@ -166,7 +165,7 @@ def _calibration(predictor: Predictor, paths: str) -> Iterator[Tensor]:
 
 def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]]:
     """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
-    net, (height, width), channels = predictor.classifier.net, predictor.img_size, len(predictor.mean)
+    net, (height, width), channels = predictor.model, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
     # The number of windows that timm's blocks cut depends on the image.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())

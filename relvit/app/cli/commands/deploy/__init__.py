@@ -1,1 +1,1 @@
-"""Commands that export, publish or serve a trained model, and `relvit predict` of an exported file."""
+"""Commands that export, publish or serve a trained model."""

@@ -9,8 +9,9 @@ from relvit.app.cli.trainer.command_folder import SCORES
 from relvit.app.data import ImageData
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation import Predictor, Size, export_model
-from relvit.app.evaluation.deploy import OnnxClassifier, compare
+from relvit.app.evaluation.deploy import compare
 from relvit.app.evaluation.deploy.export import check_export
+from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.models import Reach
 from relvit.utils.messages import one_line
 
@@ -60,7 +61,7 @@ def _accuracy(
 ) -> str:
     try:
         checkpoint = predictor.checkpoint.with_data(data_type, img_size=predictor.img_size)
-        found = compare(predictor, OnnxClassifier(output), checkpoint.data_module(**data_args))
+        found = compare(predictor, ExportedClassifier(output), checkpoint.data_module(**data_args))
     except (ValueError, OSError) as error:
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
     what = SCORES[predictor.labels.score].capitalize()

@@ -19,8 +19,8 @@ from torch._inductor.exc import InvalidCxxCompiler
 import relvit
 from relvit.app.cli import main
 from relvit.app.evaluation import ExportError, export_model
-from relvit.app.evaluation.deploy import OnnxClassifier
 from relvit.app.evaluation.deploy import export as module
+from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import load_classifier
 
 # Loads the program with PyTorch alone.
@@ -155,7 +155,7 @@ def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp
     predictor = relvit.load(other)
     export_model(predictor, tmp_path / "large.onnx", int8)
     assert {path.name for path in tmp_path.iterdir()} == {"large.onnx"} | ({"large.onnx.data"} if not int8 else set())
-    found = OnnxClassifier(tmp_path / "large.onnx")
+    found = ExportedClassifier(tmp_path / "large.onnx")
     assert found.description["class_names"] == ["one", "two", "three"]
     x = torch.randn(2, 3, 16, 16)
     if not int8:
@@ -177,7 +177,7 @@ def test_files_do_not_depend_on_pytorchs_defaults(other, tmp_path, default):
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-    for run in (torch.export.load(tmp_path / "model.pt2").module(), OnnxClassifier(tmp_path / "model.onnx")):
+    for run in (torch.export.load(tmp_path / "model.pt2").module(), ExportedClassifier(tmp_path / "model.onnx")):
         torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -209,9 +209,9 @@ def test_int8_and_what_it_costs(run, best, folder, photos, tmp_path, monkeypatch
     assert float(before) == pytest.approx(summary["val/acc1"], abs=5e-5)
     assert abs(float(after) - float(before)) <= 1 - float(same) / 100 + 1e-4
     x = torch.randn(4, 3, 16, 16)
-    quantised, exact = OnnxClassifier(tmp_path / "model.onnx"), load_classifier(best)(x)
+    quantised, exact = ExportedClassifier(tmp_path / "model.onnx"), load_classifier(best)(x)
     assert 0 < (quantised(x) - exact).abs().max() < 0.1 * exact.abs().max()
-    assert quantised.description == OnnxClassifier(folder / "model.onnx").description
+    assert quantised.description == ExportedClassifier(folder / "model.onnx").description
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -289,6 +289,8 @@ def test_compiled_by_aotinductor(best, tmp_path, capfd):
     with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
         assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
+    with pytest.raises(ValueError, match=r"export --aot compiled it for torch\._inductor\.aoti_load_package"):
+        relvit.load(output)
     packaged = torch._inductor.aoti_load_package(str(output))
     assert json.loads(packaged.get_metadata()["relvit"])["class_names"] == list(CLASSES)
     for x in images():
@@ -318,20 +320,23 @@ def raise_no_compiler():
     raise InvalidCxxCompiler
 
 
-def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, capsys, fails):
+def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     file = str(folder / "model.onnx")
     for arguments, message in {
-        (file, "photo.jpg", "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
-        (file, "photo.jpg", "--img_size=8"): "multiples of 8 from 16 on",
-        (file,): "missing: --paths; usage: relvit predict FILE PATH ...",
+        (
+            file,
+            str(photos / "test"),
+            "--img_size=[16,20]",
+        ): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
+        (file, str(photos / "test"), "--img_size=8"): "multiples of 8 from 16 on",
+        (file,): "give their paths, as in relvit predict FILE PATH ...",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
-        ("model.pt2", "photo.jpg"): "model.pt2: relvit predict runs .onnx files",
+        ("none.pt2", "photo.jpg"): "no file none.pt2: relvit export CKPT --output none.pt2",
+        (file, str(photos / "test"), "--reach=logn"): "reach 'logn' is chosen at the export of",
     }.items():
         assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
-    assert main(["predict", file, "--help"]) == 0
-    assert "usage: relvit predict FILE PATH" in capsys.readouterr().out
 
 
 def test_mistakes(best, tmp_path, monkeypatch, fails):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import are_thresholds
 from relvit.app.utils.files import parse_json
 from relvit.app.utils.nested_values import check_bounds
 from relvit.utils.messages import one_line
+
+if TYPE_CHECKING:
+    from relvit.app.evaluation.predictor import Predictor
 
 # The name of the description in an ONNX file's metadata, and in that of a package of AOTInductor.
 KEY = "relvit"
@@ -44,8 +46,8 @@ def describe(predictor: Predictor, sides: Sequence[str | int]) -> str:
     return json.dumps(found)
 
 
-def read_description(path: Path, metadata: dict[str, str], classes: int) -> dict[str, Any]:
-    """Read the description of an ONNX file and check it, as the file may come from anywhere.
+def read_description(path: Path, metadata: Mapping[str, str], classes: int) -> dict[str, Any]:
+    """Read the description of an exported file and check it, as the file may come from anywhere.
 
     Args:
         path: the file.

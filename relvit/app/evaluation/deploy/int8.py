@@ -1,0 +1,98 @@
+"""Quantise exported ONNX files to int8 by onnxruntime, and compare a file with its model on images."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relvit.app.data import ImageData
+from relvit.app.evaluation.predictor import Predictor
+from relvit.app.training.answering import Answering
+
+# Images on which an int8 file is compared with its model, evenly spaced in val.
+COMPARED = 2000
+
+
+def quantise(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], calibration: Iterable[Tensor] | None = None
+) -> None:
+    """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's quantisation.
+
+    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: activations are
+    quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With them it is
+    static: the scale of what a layer takes is that of the largest number among all these images, and the zero is zero,
+    as TensorRT wants it, which knows no operator of the dynamic kind. Convolution, classifier, norms, softmax and
+    products of activations stay as they are.
+
+    Args:
+        source: the file to read.
+        target: the file to write.
+        calibration: batches of images float32 (B, C, H, W); None: dynamic.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
+
+    model = onnx.load(source)
+    # The exporter wrote these shapes before it transposed weights, so that onnx finds them wrong.
+    del model.graph.value_info[:]
+    # Scales per channel need two dimensions, and position tables, which are multiplied in batches, have more.
+    matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
+    linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
+    # onnxruntime would recommend a preparation that symbolic shapes do not need.
+    logging.disable(logging.WARNING)
+    try:
+        # Weights get 7 of the 8 bits: processors without instructions for int8 add two products in 16 bits, which
+        # overflow with all 8.
+        options = {"per_channel": True, "weight_type": QuantType.QInt8, "reduce_range": True}
+        options |= {"nodes_to_quantize": linear}
+        if calibration is None:
+            quantize_dynamic(model, target, **options)
+        else:
+            feeds = ({"images": images.numpy()} for images in calibration)
+            reader = SimpleNamespace(get_next=lambda: next(feeds, None))
+            # Results of a layer are sums in 32 bits, which nothing rounds.
+            extra = {"ActivationSymmetric": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]}
+            quantize_static(model, target, reader, op_types_to_quantize=["MatMul"], extra_options=extra, **options)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Comparison(NamedTuple):
+    """A model and its exported file on the same images with labels.
+
+    Attributes:
+        images: number of images.
+        model: accuracy of the model; of a multi-label model mean average precision.
+        file: that of the file.
+        same: proportion of images to which both give the same class; of multi-label ones all the same classes.
+    """
+
+    images: int
+    model: float
+    file: float
+    same: float
+
+
+def compare(predictor: Predictor, exported: Answering, data: ImageData) -> Comparison:
+    """Compare an exported file with its model on up to 2,000 images of val, evenly spaced.
+
+    Raises:
+        ValueError, OSError: there is no val, or an image of it cannot be read.
+    """
+    count = len(data.dataset("val"))
+    rows = []
+    for images, labels in data._loader("val", sampler=range(0, count, -(-count // COMPARED))):
+        if len(labels):
+            rows.append((labels, predictor.probabilities(images), exported.probabilities(images)))
+    labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
+    of = predictor.labels
+    scores = [of.compute_score(of.keep(each, labels)) for each in both]
+    ours, theirs = (of.classes(each, 1) for each in both)
+    same = sum(set(one) == set(other) for one, other in zip(ours, theirs, strict=True)) / len(labels)
+    return Comparison(len(labels), *scores, same)

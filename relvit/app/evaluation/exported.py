@@ -1,0 +1,168 @@
+"""Exported files that answer as a checkpoint's classifier does: .onnx by onnxruntime, .pt2 by PyTorch, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from relvit.app.data.batches import ImageBatch, images_of
+from relvit.app.data.shape import shape_of
+from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, read_description
+from relvit.app.training import Checkpoint
+from relvit.app.training.answering import Answering
+from relvit.app.training.classifier_checks import check_labels
+from relvit.app.training.labels import labels_of
+from relvit.models import Reach
+from relvit.utils.memory import available_memory
+from relvit.utils.messages import MissingPackageError, one_line
+
+
+class _Opened(NamedTuple):
+    """An open file: what computes logits (B, classes) of images, the texts in the file, the number of classes."""
+
+    run: Callable[[Tensor], Tensor]
+    metadata: Mapping[str, str]
+    classes: int
+
+
+class ExportedClassifier(Answering):
+    """A classifier that `relvit export` wrote; it computes logits alone, on the CPU.
+
+    PyTorch reads a .pt2 by `torch.export.load`, which may run code that the file holds.
+
+    Args:
+        path: The .onnx or .pt2 file.
+
+    Attributes:
+        description: See `read_description`.
+        checkpoint: The same as the description of a checkpoint without weights.
+
+    Raises:
+        FileNotFoundError, ValueError: The file is missing, or `relvit export` did not write it.
+        ModuleNotFoundError: onnxruntime is not installed.
+    """
+
+    net = pretrained = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path: Path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"no file {path}: relvit export CKPT --output {path} writes one")
+        try:
+            opened = OPEN[self.path.suffix](self.path)
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("ONNX", error.name) from error
+        # onnxruntime and PyTorch raise exceptions of any type for broken files.
+        except Exception as error:
+            raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+        self.run: Callable[[Tensor], Tensor] = opened.run
+        self.description: dict[str, Any] = read_description(self.path, opened.metadata, opened.classes)
+        self.checkpoint: Checkpoint = _as_checkpoint(self.path, self.description)
+        self.save_hyperparameters(self.checkpoint.model)
+        self.create_metrics(labels_of(self.checkpoint.thresholds), opened.classes, False, {})
+
+    def forward(self, images: ImageBatch) -> Tensor:
+        """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other.
+
+        Raises:
+            ValueError: The file cannot be computed, for lack of memory for one.
+        """
+        if isinstance(images, dict):
+            return torch.cat([self(image[None]) for image in images_of(images)])
+        try:
+            return self.run(images.cpu()).to(images.device)
+        except Exception as error:
+            raise ValueError(f"{self.path} cannot be computed: {one_line(error)}") from error
+
+    def setup(self, stage: str) -> None:
+        """Check the data."""
+        data = self.trainer.datamodule
+        check_labels(data, self.hparams, stage)
+        if data.shape.fixed:
+            self.check_size(data.img_size)
+
+    @property
+    def evaluated(self) -> NoReturn:
+        """There is no model; a ValueError says so."""
+        raise ValueError(f"{self.path} is an exported file, which computes classes alone: give the checkpoint for this")
+
+    def set_reach(self, reach: Reach, checkpoint: Checkpoint) -> None:
+        """Refuse any reach but 'trained'."""
+        if reach != "trained":
+            raise ValueError(f"reach {reach!r} is chosen at the export of {self.path}: relvit export --reach {reach}")
+
+    def check_size(self, img_size: tuple[int, int]) -> None:
+        """Refuse a size (height, width) that the file does not take."""
+        for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
+            # Such a side is written '16*height_in_patches'.
+            patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
+            if side != allowed and (not patch or side % patch or side < 2 * patch):
+                takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
+                raise ValueError(f"img_size {list(img_size)}: the file takes sides of {takes}")
+
+
+def _as_checkpoint(path: Path, about: Mapping[str, Any]) -> Checkpoint:
+    """Describe the classifier as a checkpoint that was trained on datasets in Python."""
+    shape = shape_of(about)
+    images = {name: about[name] for name in ("class_names", "mean", "std")}
+    images |= shape.arguments() | {"crop_pct": about.get("crop_pct", 1.0)}
+    model = {"model": path.name, "num_classes": len(about["class_names"]), "class_names": about["class_names"]}
+    model |= {"in_chans": len(about["mean"]), "img_size": shape.img_size, "multi_label": "thresholds" in about}
+    data = {"class_path": "", "init_args": {}}
+    return Checkpoint(str(path), model, data, {}, {}, {}, thresholds=about.get("thresholds"), images=images)
+
+
+def _open_onnx(path: Path) -> _Opened:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, _options(), providers=["CPUExecutionProvider"])
+    sides = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
+    if list(sides) != ["images", "logits"] or len(sides["logits"]) != 2:
+        raise ValueError(f"it computes {list(sides)}, not (B, classes) logits of images")
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+    return _Opened(run, session.get_modelmeta().custom_metadata_map, sides["logits"][1])
+
+
+def _open_program(path: Path) -> _Opened:
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith(".so") for name in archive.namelist()):
+            raise ValueError("export --aot compiled it for torch._inductor.aoti_load_package")
+    found = {EXTRA_FILE: ""}
+    program = torch.export.load(path, extra_files=found)
+    (logits,) = program.graph_module.graph.output_node().args[0]
+    metadata = {KEY: found[EXTRA_FILE]} if found[EXTRA_FILE] else {}
+    module = program.module()
+    # As an attribute of a LightningModule the program would be a submodule, which refuses to change its mode.
+    return _Opened(lambda images: module(images), metadata, logits.meta["val"].shape[-1])
+
+
+OPEN: dict[str, Callable[[Path], _Opened]] = {".onnx": _open_onnx, ".pt2": _open_program}
+
+
+@cache
+def _options() -> Any:
+    """Return options of onnxruntime's sessions, which together take no more memory than is available now.
+
+    A small file may compute tensors of any size.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    # Errors become exceptions, and warnings are about graphs, which the user has not written.
+    options.log_severity_level = 4
+    if (available := available_memory()) is not None:
+        memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"max_mem": available}))
+        options.add_session_config_entry("session.use_env_allocators", "1")
+    return options

@@ -1,0 +1,138 @@
+"""Exported files in the place of a checkpoint: what they are refused for, and what they answer."""
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from onnx import helper
+from onnx_files import DESCRIPTION, classifier_of, save
+
+import relvit
+from relvit.app.evaluation.exported import ExportedClassifier
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A .pt2 that averages over the pixels."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, images):
+            return images.mean((2, 3))
+
+    shapes = ({0: torch.export.Dim("batch"), 2: torch.export.Dim("height"), 3: torch.export.Dim("width")},)
+    made = torch.export.export(Mean(), (torch.randn(2, 3, 16, 24),), dynamic_shapes=shapes)
+    torch.export.save(made, tmp_path / "a.pt2", extra_files={"relvit.json": json.dumps(DESCRIPTION)})
+    return tmp_path / "a.pt2"
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_file_predicts_as_a_checkpoint_does(request, tmp_path, ending):
+    """Here it averages over the pixels, so that the probabilities are known."""
+    path = request.getfixturevalue("program") if ending == "pt2" else classifier_of(tmp_path / "a.onnx")
+    image = torch.zeros(3, 16, 16)
+    image[1] = 0.6
+    loaded = relvit.load(path, (16, 24))
+    logits = (torch.tensor([0.0, 0.6, 0.0]) - 0.5) / 0.2
+    expected = logits.softmax(0)
+    for mirror in (False, True):
+        found = loaded.predict(image, top=3, mirror=mirror)
+        assert found.name == "dog"
+        torch.testing.assert_close(torch.tensor(found.probabilities), expected.sort(descending=True)[0])
+    assert loaded.img_size == (16, 24)
+    assert loaded.class_names == ["cat", "dog", "owl"]
+
+
+def test_what_a_file_cannot_do_is_refused_in_a_line(tmp_path):
+    path = classifier_of(tmp_path / "a.onnx")
+    loaded, image = relvit.load(path), torch.zeros(3, 16, 16)
+    for call in (lambda: loaded.embed(image), lambda: loaded.attention(image), lambda: loaded.model):
+        with pytest.raises(ValueError, match=r"a\.onnx is an exported file, which computes classes alone: give"):
+            call()
+    with pytest.raises(ValueError, match=r"img_size \[16, 20\]: the file takes sides of multiples of 8 from 16 on"):
+        relvit.load(path, (16, 20))
+    with pytest.raises(ValueError, match=r"reach 'stretch' is chosen at the export of .*a\.onnx"):
+        relvit.load(path, reach="stretch")
+
+
+def test_a_compiled_program_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt2", "w") as archive:
+        archive.writestr("a/data/aotinductor/model/a.so", b"")
+    with pytest.raises(ValueError, match=r"a\.pt2 is no file of relvit export: .* torch\._inductor\.aoti_load_package"):
+        ExportedClassifier(tmp_path / "a.pt2")
+
+
+def test_a_description_in_the_file(tmp_path):
+    several = DESCRIPTION | {"thresholds": [0.5, 0.0, 1.0], "input": ["batch", 3, 16, 16]}
+    assert ExportedClassifier(classifier_of(tmp_path / "b.onnx", several)).labels.thresholds == [0.5, 0.0, 1.0]
+    native = {name: DESCRIPTION[name] for name in ("class_names", "input", "mean", "std")}
+    native |= {"patch_size": [8, 8], "max_tokens": 9}
+    assert relvit.load(classifier_of(tmp_path / "c.onnx", native)).shape.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"class_names": ["cat", "dog"]}, "class_names"),
+        ({"class_names": ["cat", "dog", 3]}, "class_names"),
+        ({"class_names": "owl"}, "class_names"),
+        ({"input": ["batch", 1, 16, 16]}, "mean"),
+        ({"input": ["batch", 3, "height", 16]}, "input"),
+        ({"input": ["batch", 3, 16]}, "input"),
+        ({"input": None}, "input"),
+        ({"img_size": [16, 16.5]}, "img_size"),
+        ({"img_size": [0, 16]}, "img_size"),
+        ({"crop_pct": float("nan")}, "crop_pct"),
+        ({"crop_pct": "1"}, "crop_pct"),
+        ({"mean": [0.5, 0.5, float("inf")]}, "mean"),
+        ({"std": [0.5, 0.5]}, "std"),
+        ({"std": [0.5, 0.5, 0]}, "std"),
+        ({"thresholds": [0.5, 0.5]}, "thresholds"),
+        ({"thresholds": [0.5, 0.5, 1.5]}, "thresholds"),
+        ({"max_tokens": 0, "patch_size": [8, 8]}, "max_tokens"),
+        ({"max_tokens": 9}, "patch_size"),
+    ],
+)
+def test_a_description_with_a_wrong_part_is_refused(tmp_path, change, wrong):
+    path = classifier_of(tmp_path / "a.onnx", DESCRIPTION | change)
+    with pytest.raises(ValueError, match=rf"a\.onnx is no file of relvit export: {wrong} is not what it should be"):
+        ExportedClassifier(path)
+
+
+def test_logits_that_are_not_finite_become_no_probabilities(tmp_path):
+    model = ExportedClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION))
+    with pytest.raises(ValueError, match="probabilities that are not a number"):
+        model.predict_step((torch.full((2, 3, 16, 16), torch.nan), ["a", "b"]), 0)
+
+
+def test_a_file_that_takes_more_memory_than_there_is_is_refused(tmp_path):
+    """A constant of 4 TB, which depends on the images, so that no preparation finds it."""
+    filled = [
+        helper.make_node("Shape", ["images"], ["count"], start=0, end=1),
+        helper.make_node("Mul", ["count", "times"], ["size"]),
+        helper.make_node("ConstantOfShape", ["size"], ["large"]),
+        helper.make_node("ReduceSum", ["large"], ["extra"], keepdims=0),
+    ]
+    model = ExportedClassifier(classifier_of(tmp_path / "a.onnx", DESCRIPTION, filled, {"times": np.array([2**40])}))
+    with pytest.raises(ValueError, match=r"a\.onnx cannot be computed: .*Available memory of \d+ is smaller"):
+        model(torch.zeros(1, 3, 16, 16))
+
+
+def test_files_that_are_none(tmp_path):
+    path = tmp_path / "none" / "a.onnx"
+    path.parent.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no file .*a\.onnx: relvit export CKPT --output .*a\.onnx writes"):
+        ExportedClassifier(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+        ExportedClassifier(path)
+    for text in ("[" * 100_000, "{", "[]", "3"):
+        with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+            ExportedClassifier(classifier_of(path, text))
+    with pytest.raises(ValueError, match=r"c\.onnx is no file of relvit export: it computes \['x', 'y'\], not"):
+        ExportedClassifier(
+            save(tmp_path / "c.onnx", [helper.make_node("Abs", ["x"], ["y"])], {}, ("x", [1]), ("y", [1]))
+        )
+    with pytest.raises(ValueError, match=r"b\.onnx has no class names in it: relvit export CKPT --output .*b\.onnx"):
+        ExportedClassifier(classifier_of(path.with_name("b.onnx"), None))
