@@ -321,19 +321,15 @@ def raise_no_compiler():
 
 
 def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
-    file = str(folder / "model.onnx")
+    file, images = str(folder / "model.onnx"), str(photos / "test")
     for arguments, message in {
-        (
-            file,
-            str(photos / "test"),
-            "--img_size=[16,20]",
-        ): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
-        (file, str(photos / "test"), "--img_size=8"): "multiples of 8 from 16 on",
+        (file, images, "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
+        (file, images, "--img_size=8"): "multiples of 8 from 16 on",
         (file,): "give their paths, as in relvit predict FILE PATH ...",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
         ("none.pt2", "photo.jpg"): "no file none.pt2: relvit export CKPT --output none.pt2",
-        (file, str(photos / "test"), "--reach=logn"): "reach 'logn' is chosen at the export of",
+        (file, images, "--reach=logn"): "reach 'logn' is chosen at the export of",
     }.items():
         assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
