@@ -85,7 +85,7 @@ class ExportedClassifier(Answering):
     def setup(self, stage: str) -> None:
         """Check the data."""
         data = self.trainer.datamodule
-        check_labels(data, self.hparams, stage)
+        check_labels(data, self.thresholds is not None, stage)
         if data.shape.fixed:
             self.check_size(data.img_size)
 
@@ -115,7 +115,7 @@ def _as_checkpoint(path: Path, about: Mapping[str, Any]) -> Checkpoint:
     images = {name: about[name] for name in ("class_names", "mean", "std")}
     images |= shape.arguments() | {"crop_pct": about.get("crop_pct", 1.0)}
     model = {"model": path.name, "num_classes": len(about["class_names"]), "class_names": about["class_names"]}
-    model |= {"in_chans": len(about["mean"]), "img_size": shape.img_size, "multi_label": "thresholds" in about}
+    model |= {"in_chans": len(about["mean"]), "img_size": shape.img_size}
     data = {"class_path": "", "init_args": {}}
     return Checkpoint(str(path), model, data, {}, {}, {}, thresholds=about.get("thresholds"), images=images)
 

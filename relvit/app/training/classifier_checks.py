@@ -48,18 +48,18 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     check_choice("distill", given["distill"], get_args(Distill))
 
 
-def check_labels(data: Any, hparams: Mapping[str, Any], stage: str) -> None:
+def check_labels(data: Any, several: bool, stage: str) -> None:
     """Refuse data with one label per image where the model has several, or the other way round.
 
     Raises:
         ValueError: The data do not fit.
     """
-    several = None if stage == "predict" else getattr(data, "multi_label", None)
-    if several is not None and several != hparams["multi_label"]:
+    found = None if stage == "predict" else getattr(data, "multi_label", None)
+    if found is not None and found != several:
         raise ValueError(
-            f"the model is for {'several labels' if hparams['multi_label'] else 'one label'} per image (multi_label "
-            f"{hparams['multi_label']}), the data have {'several' if several else 'one'}: give the data that the model "
-            "was trained on, or multi_label as label_separator of the data has it"
+            f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
+            f"data have {'several' if found else 'one'}: give the data that the model was trained on, or multi_label "
+            "as label_separator of the data has it"
         )
 
 
@@ -71,7 +71,7 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     Raises:
         ValueError: The data do not fit.
     """
-    check_labels(data, hparams, stage)
+    check_labels(data, hparams["multi_label"], stage)
     shape = getattr(data, "shape", None)
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
