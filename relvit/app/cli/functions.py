@@ -12,7 +12,7 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.help import usage
 from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
-from relvit.app.cli.typed_words import Arguments
+from relvit.app.cli.typed_words import Arguments, parts
 from relvit.app.data.registry import named_data_module
 from relvit.utils.ranges import check_ranges
 
@@ -29,8 +29,9 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
         UsageError: an option is missing, unknown or of the wrong type.
         ValueError: a number is out of the range of its option.
     """
-    if hasattr(module := inspect.getmodule(function), "main"):
-        module.main(given)
+    if (main := parts(function)[0]) is not function:
+        own = inspect.signature(main).parameters
+        main(given, **{name: value for name, value in given.values.items() if name in own})
         return
     missing = [f"--{name}" for name in required(function) if name not in given.values]
     # A missing option may be among the given ones under a name that the parser does not know, and explains.

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from lightning import Trainer
 
@@ -15,7 +15,7 @@ from relvit.app.cli.hints import choices, item_type, takes_one
 from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
-from relvit.app.cli.typed_words import positionals, short_names
+from relvit.app.cli.typed_words import parameters, positionals, short_names, type_hints
 from relvit.app.data import ImageFolderData
 from relvit.app.data.registry import data_modules
 from relvit.app.training import ImageClassifier
@@ -87,7 +87,7 @@ USAGE: dict[str, list[str]] = {
 
 def usage(command: str, function: Callable[..., Any]) -> list[str]:
     """Return the lines that show how a command is used."""
-    hints, needed = get_type_hints(function), required(function)
+    hints, needed = type_hints(function), required(function)
     parts = ["relvit", command]
     for name, hint in positionals(function).items():
         text = metavar(command, name, hint) + (" ..." if item_type(hint) and takes_one(hint) else "")
@@ -111,7 +111,7 @@ def metavar(command: str, name: str, hint: Any) -> str:
 
 def shown_options(function: Callable[..., Any]) -> dict[str, list[str]]:
     """Return the options that the help of a command shows, by the titles of their groups."""
-    own = [name for name in inspect.signature(function).parameters if name != "data_args"]
+    own = [name for name in parameters(function) if name != "data_args"]
     if "training" in own:
         return {title: list(names) for title, names in FIT.items()}
     if "evaluation" in own:

@@ -15,6 +15,7 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.mistakes import explain
 from relvit.app.cli.secrets import CLASSES, check_data_given, without_masks
 from relvit.app.cli.trainer.own_data import open_inherited_options
+from relvit.app.cli.typed_words import parameters, parts
 from relvit.app.data import ImageData
 
 # Several commands have these options; the docstring of a command need not describe them again.
@@ -61,9 +62,10 @@ class Parser(LightningArgumentParser):
 
     def add_options_of(self, function: Callable[..., Any]) -> None:
         """Add the arguments of a command's function as options; an `Evaluation` is made from a checkpoint."""
-        if "evaluation" in inspect.signature(function).parameters:
+        if "evaluation" in parameters(function):
             self.add_argument("--ckpt_path", type=str)
-        self.add_function_arguments(function, as_group=False, skip={"evaluation", "training", "data_args"})
+        for part in parts(function):
+            self.add_function_arguments(part, as_group=False, skip={"given", "evaluation", "training", "data_args"})
         for action in self._actions:
             if action.dest in SHARED and not action.help:
                 action.help = SHARED[action.dest]

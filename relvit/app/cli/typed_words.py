@@ -175,13 +175,34 @@ class Arguments(NamedTuple):
 
 def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     """Return the short and other names of a command's options, each with the name that the parser knows."""
-    own = inspect.signature(function).parameters
+    own = parameters(function)
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
     names = {"model.model": "model"} if command == "explain" else {}
     # `data` may be a data module with options of its own, or the name of one.
-    with_options = get_type_hints(function).get("data", str | None) != str | None
+    with_options = type_hints(function).get("data", str | None) != str | None
     return names if with_options else names | {f"data.{name}": name for name in own}
+
+
+def parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the functions whose arguments are the options of a command: its own, after `main` of its module.
+
+    Options that have to be known before the others are parsed, such as the run to go on with, belong to `main`.
+    """
+    main = getattr(inspect.getmodule(function), "main", None)
+    return [function] if main is None else [main, function]
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a command; `given` is no option."""
+    found = {name: each for part in parts(function) for name, each in inspect.signature(part).parameters.items()}
+    return {name: each for name, each in found.items() if name != "given"}
+
+
+def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a command's parameters."""
+    hints = {name: hint for part in parts(function) for name, hint in get_type_hints(part).items()}
+    return {name: hints[name] for name in parameters(function)}
 
 
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
@@ -189,8 +210,8 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
 
     The first parameter of a command that runs a Trainer is made from a checkpoint.
     """
-    hints, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
-    before = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    hints, owned = type_hints(function), parameters(function).items()
+    before = [name for name, parameter in owned if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     found = {name: hints[name] for name in before if name != "training"}
     return {"ckpt_path": str, **found} if found.pop("evaluation", None) else found
 
@@ -209,7 +230,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     named: list[tuple[str, Any]] = []
     typed: dict[str, str] = {}
     texts: dict[str, dict[str, str]] = {}
-    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in places}
+    hints = {name: hint for name, hint in type_hints(function).items() if name not in places}
     for name, value in _split(words, hints):
         if name is None:
             bare.append(value)

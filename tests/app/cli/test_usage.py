@@ -1,10 +1,15 @@
 """Every line of the usage texts, with values in it, is parsed to the options that it stands for."""
 
+import dis
+import inspect
+
 import pytest
 import yaml
 from onnx_files import classifier_of
 
 from relvit.app.cli import COMMANDS, main
+from relvit.app.cli.functions import function_of
+from relvit.app.cli.typed_words import parts
 
 DIGITS = {"class_path": "relvit.app.data.DigitsData"}
 # A line of use -> options of the configuration that the command prints. CKPT, RUN and ONNX are files of a training.
@@ -87,3 +92,12 @@ def test_a_line_of_use(line, run, tmp_path, capsys):
 
 def test_every_command_has_a_line():
     assert {line.split()[0] for line in LINES} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_uses_each_of_its_arguments(command):
+    """No argument stands in a signature for the sake of the parser and of the help alone."""
+    for part in parts(function_of(COMMANDS[command][0], command)):
+        used = [each.argval for each in dis.get_instructions(part) if each.opname.startswith("LOAD_")]
+        used = {name for value in used for name in (value if isinstance(value, tuple) else (value,))}
+        assert set(inspect.signature(part).parameters) <= used

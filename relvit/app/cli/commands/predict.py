@@ -18,7 +18,6 @@ from relvit.models import Reach
 
 def predict(
     evaluation: Evaluation,
-    paths: list[str] | None = None,
     *,
     runs: str = "runs",
     reach: Reach = "trained",
@@ -29,8 +28,6 @@ def predict(
 
     Args:
         evaluation: The checkpoint's classifier and the images.
-        paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
-            test or else val, where the checkpoint was trained.
         step_maps: Draw how many steps each patch took (for models that halt: relvit_universal_* trained with
             --model.model_kwargs.halting act); the table gets the mean of each image.
     """
@@ -62,11 +59,17 @@ def report(table: PredictionTable, folder: Path) -> None:
     rank_zero_print(f"{table.count} {'prediction' if table.count == 1 else 'predictions'} in {table.path}{classes}")
 
 
-def main(given: Arguments) -> None:
-    """Run the command line."""
+def main(given: Arguments, paths: list[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        given: The options.
+        paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
+            test or else val, where the checkpoint was trained.
+    """
     # Whatever the training did about them, one broken file shall not cost the others their predictions.
     changes: dict[str, Any] = {"on_error": "skip"}
-    if not (paths := given.values.get("paths")):
+    if not paths:
         if is_exported(given.values.get("ckpt_path") or ""):
             raise UsageError("an exported file holds no images: give their paths, as in relvit predict FILE PATH ...")
         if given.values.keys() & {"ckpt_path"} and given.values.keys().isdisjoint(

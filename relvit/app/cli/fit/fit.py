@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
@@ -52,8 +51,6 @@ def fit(
     training: FitCLI,
     *,
     runs: str = "runs",
-    resume: str | None = None,
-    ckpt_path: str | None = None,
     save_every: int | None = None,
     patience: int | None = None,
     lr_find: bool = False,
@@ -63,21 +60,26 @@ def fit(
 
     Args:
         training: The data, the model and the options of the trainer.
-        resume: Continue the training in the folder of that run, with its configuration and from its last checkpoint.
-        ckpt_path: Continue the training of a checkpoint in a new folder.
         save_every: Save a checkpoint after every N optimiser steps, besides each epoch.
         patience: Stop after N validations in a row without a better accuracy, or mean average precision of several
             labels.
         lr_find: Find the learning rate by a range test of 100 steps first.
         quiet: Show no progress, neither a bar nor a line for each epoch: only start, result and errors.
     """
-    training.run()
+    training.run(runs, save_every, patience, lr_find, quiet)
 
 
-def main(given: Arguments) -> None:
-    """Train as the command line says."""
+def main(given: Arguments, *, resume: str | None = None, ckpt_path: str | None = None) -> None:
+    """Train as the command line says.
+
+    Args:
+        given: The options.
+        resume: Continue the training in the folder of that run, with its configuration and from its last checkpoint.
+        ckpt_path: Continue the training of a checkpoint in a new folder.
+    """
     with ExitStack() as stack:
-        fit(FitCLI(given, stack))
+        training = FitCLI(given, stack, resume, ckpt_path)
+        fit(training, **{name: training.config[name] for name in fit.__annotations__ if name in training.config})
     leave_processes()
 
 
@@ -87,20 +89,21 @@ class FitCLI(RelvitCLI):
     Args:
         given: the command line.
         stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
+        resume, ckpt_path: see `main`.
     """
 
     checkpoint: Checkpoint | None
 
-    def __init__(self, given: Arguments, stack: ExitStack) -> None:
+    def __init__(self, given: Arguments, stack: ExitStack, resume: str | None, ckpt_path: str | None) -> None:
         self.stack: ExitStack = stack
         self.resumes: Path | None = None
-        if (run := given.values.get("resume")) is not None:
+        if resume is not None:
             given = resume_arguments(given)
-            self.resumes = Path(run)
+            self.resumes, ckpt_path = Path(resume), given.values["ckpt_path"]
         # These options differ from those with which the training began.
         self.changed: list[str] = []
         checkpoint = known = None
-        if path := given.values.get("ckpt_path"):
+        if path := ckpt_path:
             # Lightning reads the file again, and for an http address it would read an older copy of the same name.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
@@ -133,19 +136,22 @@ class FitCLI(RelvitCLI):
         self.resumed_file: str | None = self.config.ckpt_path
         self.config.ckpt_path = None
 
-    def run(self) -> None:
-        """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint."""
+    def run(self, runs: str, save_every: int | None, patience: int | None, lr_find: bool, quiet: bool) -> None:
+        """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint.
+
+        Arguments are those of `fit`.
+        """
         if self.checkpoint is not None:
-            self._check_checkpoint(self.checkpoint)
+            self._check_checkpoint(self.checkpoint, lr_find)
         # The configuration names the model, too, where the pretrained weights have chosen it.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         check_trainer_options(self.options)
         check_recorded(self.parser, self.config)
-        callbacks, history = self._callbacks(self.options)
+        callbacks, history = self._callbacks(runs, save_every, patience, lr_find)
         # Lightning calls this hook after everything that may refuse a checkpoint.
         announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
-        with self.running([announce, *callbacks], self.run_folder, history, self.config.quiet) as trainer:
+        with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
             # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
@@ -154,39 +160,41 @@ class FitCLI(RelvitCLI):
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
 
-    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def _check_checkpoint(self, checkpoint: Checkpoint, lr_find: bool) -> None:
         """Refuse data and options that contradict the checkpoint from which the training goes on."""
-        if self.config.lr_find:
+        if lr_find:
             raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
         trained = {"model": checkpoint.model, "data": checkpoint.data} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
         self.changed = changed_options(checkpoint.path, trained, now, self.given.values)
 
-    def _callbacks(self, options: dict[str, Any]) -> tuple[list[Callback], History | None]:
+    def _callbacks(
+        self, runs: str, save_every: int | None, patience: int | None, lr_find: bool
+    ) -> tuple[list[Callback], History | None]:
         """Make or lock the run's folder, set the options that say where, and return what trains in it.
 
         A trial by `fast_dev_run` has neither a folder nor a history.
         """
         self.run_folder: Path | None = None
+        options = self.options
         if options["fast_dev_run"]:
             options["enable_checkpointing"] = False
             return [], None
-        config = self.config
-        self.run_folder = self.resumes or self.stack.enter_context(new_folder(config.runs, self.model.hparams.model))
+        self.run_folder = self.resumes or self.stack.enter_context(new_folder(runs, self.model.hparams.model))
         if rank_zero_only.rank == 0:
             self.lock: RunLock = RunLock(self.run_folder)
         options["default_root_dir"] = self.run_folder
         options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
-        self.model.fit_options = fit_options(config)
+        self.model.fit_options = fit_options(self.config)
         telemetry = Telemetry()
         monitor = f"val/{self.model.score}"
-        self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", config.save_every, monitor)
+        self.best: RunCheckpoints = RunCheckpoints(self.run_folder / "checkpoints", save_every, monitor)
         history = History(self.run_folder, telemetry, tensorboard=options["logger"] is None)
         sheet = TrainingImages(self.run_folder / "training_images.png")
         callbacks = [self.best, history, telemetry, sheet]
-        if config.patience is not None:
-            callbacks.append(Patience(config.patience, monitor))
-        if config.lr_find:
+        if patience is not None:
+            callbacks.append(Patience(patience, monitor))
+        if lr_find:
             callbacks.append(FindLearningRate())
         return callbacks, history
 
