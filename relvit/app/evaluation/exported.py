@@ -19,6 +19,7 @@ from relvit.app.training import Checkpoint
 from relvit.app.training.answering import Answering
 from relvit.app.training.classifier_checks import check_labels
 from relvit.app.training.labels import labels_of
+from relvit.app.utils.files import not_for_exported
 from relvit.models import Reach
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import MissingPackageError, one_line
@@ -92,7 +93,7 @@ class ExportedClassifier(Answering):
     @property
     def evaluated(self) -> NoReturn:
         """There is no model; a ValueError says so."""
-        raise ValueError(f"{self.path} is an exported file, which computes classes alone: give the checkpoint for this")
+        raise ValueError(not_for_exported(self.path))
 
     def set_reach(self, reach: Reach, checkpoint: Checkpoint) -> None:
         """Refuse any reach but 'trained'."""

@@ -28,6 +28,11 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).endswith(EXPORTED)
 
 
+def not_for_exported(path: str | os.PathLike[str]) -> str:
+    """Return the error about an exported file in the place of a checkpoint."""
+    return f"{os.fspath(path)} is an exported file, which predicts alone: give the checkpoint of which it was made"
+
+
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary file's name, and rename the temporary file to `path` at the end.

@@ -48,12 +48,23 @@ def test_what_a_file_cannot_do_is_refused_in_a_line(tmp_path):
     path = classifier_of(tmp_path / "a.onnx")
     loaded, image = relvit.load(path), torch.zeros(3, 16, 16)
     for call in (lambda: loaded.embed(image), lambda: loaded.attention(image), lambda: loaded.model):
-        with pytest.raises(ValueError, match=r"a\.onnx is an exported file, which computes classes alone: give"):
+        with pytest.raises(ValueError, match=r"a\.onnx is an exported file, which predicts alone: give the"):
             call()
     with pytest.raises(ValueError, match=r"img_size \[16, 20\]: the file takes sides of multiples of 8 from 16 on"):
         relvit.load(path, (16, 20))
     with pytest.raises(ValueError, match=r"reach 'stretch' is chosen at the export of .*a\.onnx"):
         relvit.load(path, reach="stretch")
+
+
+@pytest.mark.parametrize(
+    "command", ["resolutions --sizes=16", "calibrate", "publish --to=new", "export --output=b.onnx"]
+)
+def test_commands_that_need_the_checkpoint_say_so(tmp_path, monkeypatch, fails, command):
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    classifier_of(tmp_path / "a.onnx")
+    expected = "a.onnx is an exported file, which predicts alone: give the checkpoint of which it was made"
+    assert expected in fails([name, "a.onnx", *options])
 
 
 def test_a_compiled_program_is_refused(tmp_path):

@@ -105,12 +105,13 @@ def save_folder(predictor: Predictor, folder: str | os.PathLike[str], license: s
     Raises: as `save_model`.
     """
     about: dict[str, Any] = {"version": __version__}
+    net = predictor.to("cpu").model
     if (temperature := predictor.classifier.temperature) != 1:
         about["temperature"] = temperature
     about |= predictor.labels.record()
     if not predictor.shape.fixed:
         about |= predictor.shape.record()
-    save_model(predictor.to("cpu").model, folder, predictor.class_names, license, about)
+    save_model(net, folder, predictor.class_names, license, about)
 
 
 def save_model(

@@ -22,7 +22,15 @@ from torch import Tensor
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
-from relvit.app.utils.files import atomic_write, has_links, is_address, parse_json, remove_parts
+from relvit.app.utils.files import (
+    atomic_write,
+    has_links,
+    is_address,
+    is_exported,
+    not_for_exported,
+    parse_json,
+    remove_parts,
+)
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
@@ -80,6 +88,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise FileNotFoundError(
             f"no checkpoint at {path}{hint}; give the file, such as runs/RUN/checkpoints/best.ckpt{instead}"
         )
+    if is_exported(file):
+        raise ValueError(not_for_exported(path))
     try:
         check_archive(file)
         # PyTorch warns of kinds of tensors that `check_tensors` refuses.
