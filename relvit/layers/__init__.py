@@ -10,7 +10,6 @@ from relvit.layers.positions import *  # noqa: F403
 from relvit.layers.prefix_bias import PrefixBias
 
 __all__ = [
-    *positions.__all__,
     "AnySizePatchEmbed",
     "GridBlock",
     "LayerPlan",
@@ -22,3 +21,4 @@ __all__ = [
     "resample_embedding",
     "whole_patches",
 ]
+__all__ += positions.__all__
