@@ -10,7 +10,7 @@ from relvit.app.cli import main
 from relvit.app.cli.commands.explain import as_table
 
 
-def test_the_command(capsys, fails):
+def test_the_table_and_the_backends_on_cuda(capsys):
     assert main(["explain", "test_relvit", "--img_size", "[160,96]", "--model_kwargs.depth", "2"]) == 0
     title, _, *table, _, on_cuda, _, there = capsys.readouterr().out.splitlines()
     assert title == "test_relvit at 160 x 96 pixels, as it would train on the CPU in float32:"
@@ -18,10 +18,16 @@ def test_the_command(capsys, fails):
     assert "| blocks.0.attn ... blocks.1.attn (2) | RelativePosition2d | kv | lean |" in table[2]
     assert on_cuda == "On CUDA these would be:"
     assert there.startswith("- blocks.0.attn ... blocks.1.attn (2): backend lean, one stock attention over augmented q")
+
+
+def test_the_table_of_another_device(capsys):
     assert main(["explain", "test_relvit", "--device", "cuda", "--model_kwargs.depth", "1"]) == 0
     title, *_, row = capsys.readouterr().out.splitlines()
     assert "as it would train on CUDA in float32" in title
     assert "| lean |" in row
+
+
+def test_an_unknown_device_or_model_is_named_with_the_nearest(fails):
     assert "device is 'gpu'; allowed are 'cpu', 'cuda' (did you mean 'cuda'?)" in fails(
         ["explain", "test_relvit", "--device", "gpu"]
     )
@@ -35,7 +41,7 @@ def test_equal_layers_share_a_row():
     assert [row.split("|")[1].strip() for row in rows] == ["blocks.0.attn ... blocks.2.attn (2)", "blocks.1.attn"]
 
 
-def test_the_command_takes_a_published_folder_and_a_checkpoint(best, tmp_path, capsys, fails):
+def test_a_published_folder(tmp_path, capsys, fails):
     model = relvit.retrofit(timm.create_model("test_vit", depth=1, img_size=(48, 32), in_chans=1), rel_terms="q")
     # As `relvit publish` writes it.
     model.pretrained_cfg["input_size"] = (1, 48, 32)
@@ -46,6 +52,9 @@ def test_the_command_takes_a_published_folder_and_a_checkpoint(best, tmp_path, c
         assert " at 48 x 32 pixels, " in out
         assert "| blocks.0.attn | RelativePosition2d | q |" in out
     assert "a published one has its own" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
+
+
+def test_a_checkpoint(best, capsys, fails):
     assert main(["explain", str(best)]) == 0
     assert "| blocks.0.attn" in capsys.readouterr().out
     assert "a checkpoint has its own" in fails(["explain", best, "--model_kwargs.depth=2"])

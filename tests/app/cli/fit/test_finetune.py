@@ -1,7 +1,10 @@
 """Fine-tuning through the command line: from a checkpoint, and from weights of timm, on other classes and sizes."""
 
+import contextlib
+import io
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -42,29 +45,57 @@ def fit(root, runs, *extra):
     return only(runs)
 
 
-def test_from_a_checkpoint_to_other_classes_and_on_from_there(best, animals, tmp_path, capsys, fails):
-    source = Path(shutil.copy(best, tmp_path / "source.ckpt"))
+class Tuned(NamedTuple):
+    """A fine-tuning: its folder, what it printed, and the names and tensors of its source, which is gone."""
+
+    folder: Path
+    out: str
+    source: Path
+    before: dict
+
+
+@pytest.fixture(scope="module")
+def tuned(best, animals, tmp_path_factory):
+    """A training of other classes from a checkpoint, in which all but the classifier is frozen."""
+    place = tmp_path_factory.mktemp("tuned")
+    source = Path(shutil.copy(best, place / "source.ckpt"))
     still = ("--model.freeze_epochs=1", "--data.img_size=[24,16]", "--model.warmup_epochs=0")
-    folder = fit(animals, tmp_path / "runs", f"--model.pretrained={source}", *still)
-    count = len(read_checkpoint(source)["state_dict"])
-    line = f"pretrained: {count - 2} of {count} tensors from {source}; new: head.weight, head.bias\n"
-    assert line in capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        folder = fit(animals, place / "runs", f"--model.pretrained={source}", *still)
+    before = read_checkpoint(source)["state_dict"]
+    source.unlink()
+    return Tuned(folder, out.getvalue(), source, before)
+
+
+def test_the_start_and_the_summary_say_what_was_loaded(tuned):
+    folder, out, source, before = tuned
+    count = len(before)
+    assert f"pretrained: {count - 2} of {count} tensors from {source}; new: head.weight, head.bias\n" in out
     started = summary(folder)["pretrained"]
     assert started["new"] == ["head.weight", "head.bias"]
     assert (started["loaded"], started["resized"], started["skipped"]) == (count - 2, [], [])
-    config = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+
+
+def test_the_configuration_names_the_model_of_the_source(tuned):
+    config = yaml.safe_load((tuned.folder / "config.yaml").read_text())["model"]
     assert config["model"] == "test_relvit"
     assert config["model_kwargs"] == {"patch_size": 8, "embed_dim": 16, "depth": 2, "max_distance": 2}
-    # All but the classifier was frozen: still what the source has.
-    best = folder / "checkpoints" / "best.ckpt"
-    before, after = read_checkpoint(source)["state_dict"], load_classifier(best).state_dict()
+
+
+def test_what_was_frozen_is_what_the_source_has(tuned):
+    before, after = tuned.before, load_classifier(tuned.folder / "checkpoints" / "best.ckpt").state_dict()
     assert after["net.head.weight"].shape == (4, 16)
     assert all(torch.equal(after[name], before[name]) for name in before if "head" not in name)
 
-    # The file is not needed any more: to predict, to evaluate, to train on.
-    source.unlink()
+
+def test_predictions_and_evaluations_do_not_need_the_source(tuned, animals, tmp_path):
+    best = tuned.folder / "checkpoints" / "best.ckpt"
     evaluate("predict", best, tmp_path / "p", f"--data.root={animals}")
     assert main(["validate", f"--ckpt_path={best}", *QUIET]) == 0
+
+
+def test_a_training_goes_on_without_the_source(tuned, tmp_path, capsys):
+    folder = tuned.folder
     last = f"--ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
     on = [f"--runs={tmp_path / 'on'}", last, "--trainer.max_epochs=2"]
     assert main(["fit", f"--config={folder / 'config.yaml'}", *on]) == 0
@@ -72,6 +103,10 @@ def test_from_a_checkpoint_to_other_classes_and_on_from_there(best, animals, tmp
     folder = only(tmp_path / "on")
     assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 1
     assert "pretrained" not in summary(folder)
+
+
+def test_validate_takes_no_other_source(tuned, fails):
+    last = f"--ckpt_path={tuned.folder / 'checkpoints' / 'last.ckpt'}"
     assert "was trained with pretrained" in fails(["validate", last, "--model.pretrained=other.ckpt", *QUIET])
 
 
@@ -88,17 +123,36 @@ def test_the_same_classes_listed_in_another_order_keep_the_classifier(best, phot
     assert torch.equal(trained.net.head.weight, source.net.head.weight[[2, 0, 1]])
 
 
-def test_from_a_folder_of_timm_retrofitted_with_its_normalisation(animals, tmp_path, capsys):
-    """Images are normalised as the weights know them, unless told otherwise."""
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """A model of timm with its own normalisation, and the folder that timm saved."""
     kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, **kwargs)
-    save_for_hf(vit, tmp_path / "vit", model_args=kwargs | {"img_size": 32})
-    pretrained = f"--model.pretrained={tmp_path / 'vit'}"
+    folder = tmp_path_factory.mktemp("saved") / "vit"
+    save_for_hf(vit, folder, model_args=kwargs | {"img_size": 32})
+    return vit, folder
+
+
+@pytest.fixture(scope="module")
+def retrofitted(vit, animals, tmp_path_factory):
+    """The folder of a training from that folder, retrofitted, in which no weight moves, and its output."""
     still = ("--model.lr=0", "--model.min_lr=0", "--model.retrofit.rel_terms=k", "--model.retrofit.max_distance=1")
-    folder = fit(animals, tmp_path / "runs", pretrained, *still)
-    out = capsys.readouterr().out
-    line = f"pretrained: 30 of 36 tensors from local-dir:{tmp_path / 'vit'}; resized: pos_embed; new: "
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        folder = fit(animals, tmp_path_factory.mktemp("runs"), f"--model.pretrained={vit[1]}", *still)
+    return folder, out.getvalue()
+
+
+def test_a_folder_of_timm_is_loaded_into_a_retrofitted_model(vit, retrofitted):
+    folder, out = retrofitted
+    line = f"pretrained: 30 of 36 tensors from local-dir:{vit[1]}; resized: pos_embed; new: "
     assert f"{line}blocks.*.attn.position.key_rows (2), blocks.*.attn.position.key_cols (2), head.weight, head" in out
+    net = load_classifier(folder / "checkpoints" / "best.ckpt").net
+    assert torch.equal(net.blocks[1].attn.qkv.weight, vit[0].blocks[1].attn.qkv.weight)
+    assert net.blocks[1].attn.position.rel_terms == "k"
+
+
+def test_images_are_normalised_as_the_weights_know_them(retrofitted, tmp_path):
+    folder, out = retrofitted
     assert "Note: the images are normalised" not in out
     theirs = "mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the pretrained weights'"
     assert f"images normalised by {theirs}\n" in out
@@ -106,18 +160,22 @@ def test_from_a_folder_of_timm_retrofitted_with_its_normalisation(animals, tmp_p
     assert config["mean"] == config["std"] == [0.5] * 3
     best = folder / "checkpoints" / "best.ckpt"
     assert read_checkpoint(best)["relvit"]["data"]["init_args"]["std"] == [0.5] * 3
-    net = load_classifier(best).net
-    assert torch.equal(net.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
-    assert net.blocks[1].attn.position.rel_terms == "k"
-    # The values themselves: black and white are -1 and 1, in training, predictions and what goes on.
+    # The values themselves: black and white are -1 and 1.
     Image.new("RGB", (16, 16), (255, 0, 255)).save(tmp_path / "image.png")
     assert relvit.load(best).transform(Image.open(tmp_path / "image.png"))[:, 0, 0].tolist() == [1, -1, 1]
+
+
+def test_a_resumed_training_keeps_the_normalisation(retrofitted, capsys):
+    folder, _ = retrofitted
     assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=2"]) == 0
     theirs = "mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], the checkpoint's"
     assert f"images normalised by {theirs}\n" in capsys.readouterr().out
     last = folder / "checkpoints" / "last.ckpt"
     assert read_checkpoint(last)["relvit"]["data"]["init_args"]["mean"] == [0.5] * 3
 
+
+def test_the_start_says_where_the_normalisation_is_from(vit, animals, capsys):
+    pretrained = f"--model.pretrained={vit[1]}"
     trial = ["fit", "--data=ImageFolderData", f"--data.root={animals}", *COMMON, "--trainer.fast_dev_run=true"]
     assert main([*trial, pretrained, "--data.mean=[0.4,0.4,0.4]"]) == 0
     out = capsys.readouterr().out

@@ -99,7 +99,7 @@ def module(tmp_path, monkeypatch, request):
         ("Nothing", [], []),
     ],
 )
-def test_every_command(cls, options, larger, module, photos, tmp_path, fails, capsys):
+def test_every_command_works(cls, options, larger, module, photos, tmp_path, capsys):
     data = f"--data={module}.{cls}"
     assert main(["fit", data, *MODEL, *options, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]) == 0
     run = only(tmp_path / "runs")
@@ -128,6 +128,12 @@ def test_every_command(cls, options, larger, module, photos, tmp_path, fails, ca
     assert len(others) == 18
     assert {row["class"] for row in others} <= {"ant", "bee", "cat"}
     assert main(["calibrate", str(best), data, "--output", str(tmp_path / "c.ckpt")]) in (0, 1)
+
+
+def test_images_of_other_classes_are_refused(module, photos, tmp_path, fails):
+    data = f"--data={module}.Defaults"
+    assert main(["fit", data, *MODEL, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]) == 0
+    best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
     folder = ["--data=ImageFolderData", f"--data.root={photos}"]
     assert "known are 'ant', 'bee', 'cat'" in fails(["test", best, *folder, *QUIET])
 

@@ -81,7 +81,7 @@ def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, p
     assert (np.flatnonzero(red.any(0))[[0, -1]] == (96, 191)).all()
 
 
-def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
+def test_a_picture_that_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     options = {"patch_size": 8, "embed_dim": 16, "depth": 1}
     ckpt = write_checkpoint_like(best, tmp_path / "aft.ckpt", "test_relvit_aft", options)
     viewer = Viewer(relvit.load(ckpt), 10_000)
@@ -91,6 +91,9 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     assert "No attention weights of the patch: " in view.text[1]
     assert "its AFTConv2d is attention-free" in view.text[1]
     assert "No positions around the patch: " in view.text[2]
+
+
+def test_a_model_without_patches_shows_classes_alone(best, photo, tmp_path):
     ckpt = write_checkpoint_like(best, tmp_path / "cnn.ckpt", "test_resnet", {})
     view = Viewer(relvit.load(ckpt), 10_000).look(photo, "48 x 32", kinds=KINDS)
     assert view.text[0] == "The model sees 48 x 32 px, trained at 16 x 16."
@@ -100,8 +103,13 @@ def test_what_a_model_does_not_have_is_said_in_words(best, photo, tmp_path):
     assert len(view.text) == 8
 
 
-def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, best, photo, tmp_path, capsys):
-    call = functions(build_page(viewer))
+@pytest.fixture
+def call(viewer):
+    """The functions behind the events of a page."""
+    return functions(build_page(viewer))
+
+
+def test_the_page_shows_results_after_a_click(call, photo):
     event = gr.SelectData(None, {"index": [470, 10], "value": None})
     at, shape, text, framed, classes, missing, *figures = call["click"](
         event, (288, 480), photo, "24 x 40", ["attention", "aft-windows"], 1, "all"
@@ -111,30 +119,43 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
     assert "row 0, column 4" in text
     assert shape == (framed.height, framed.width) == (288, 480)
     assert len(classes) == 3
-    # A request may say that the click was anywhere.
+    assert [kind for kind, figure in zip(LABELS, figures, strict=True) if figure.visible] == ["attention"]
+
+
+def test_a_click_beside_the_image_is_at_its_edge(call, photo):
     far = gr.SelectData(None, {"index": [-5, 1e9], "value": None})
     assert call["click"](far, (288, 480), photo, "24 x 40", [], 1, "all")[0] == (1.0, 0.0)
-    assert [kind for kind, figure in zip(LABELS, figures, strict=True) if figure.visible] == ["attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("no.png", "", "this image cannot be read: it is not an image, or of an unknown format"),
+        ("large.png", "", "this image cannot be read: it has 101 x 100 pixels, the most are 10,000"),
+        ("photo.png", "<x>", "size &#x27;&lt;x&gt;&#x27;: give the longest side, such as 288"),
+        ("photo.png", "-8", "give the longest side"),
+        ("photo.png", "20 x 24", "20"),
+        ("photo.png", "800 x 800", "800 x 800 px are 10,000 patches, and this page takes 4,096"),
+    ],
+)
+def test_a_mistake_is_said_on_the_page_in_place_of_results(call, photo, tmp_path, name, size, message):
     (tmp_path / "no.png").write_bytes(b"<b>no</b>")
     Image.new("L", (101, 100)).save(tmp_path / "large.png")
-    for path, size, message in (
-        (tmp_path / "no.png", "", "this image cannot be read: it is not an image, or of an unknown format"),
-        (tmp_path / "large.png", "", "this image cannot be read: it has 101 x 100 pixels, the most are 10,000"),
-        (photo, "<x>", "size &#x27;&lt;x&gt;&#x27;: give the longest side, such as 288"),
-        (photo, "-8", "give the longest side"),
-        (photo, "20 x 24", "20"),
-        (photo, "800 x 800", "800 x 800 px are 10,000 patches, and this page takes 4,096"),
-    ):
-        shape, text, *results = call["show"]((0.5, 0.5), str(path), size, list(KINDS), 0, "all")
-        assert text.startswith("<p>Error: ")
-        assert message in text
-        assert "Traceback" not in text
-        assert [shape, *results[:3]] == [None, None, None, ""]
-        assert not any(figure.visible for figure in results[3:])
-        assert str(tmp_path) not in text
-    assert (
-        call["show"]((0.5, 0.5), None, "", [], 0, "all")[1] == "<p>Drop an image, then click on a patch of it here.</p>"
-    )
+    shape, text, *results = call["show"]((0.5, 0.5), str(tmp_path / name), size, list(KINDS), 0, "all")
+    assert text.startswith("<p>Error: ")
+    assert message in text
+    assert "Traceback" not in text
+    assert str(tmp_path) not in text
+    assert [shape, *results[:3]] == [None, None, None, ""]
+    assert not any(figure.visible for figure in results[3:])
+
+
+def test_without_an_image_the_page_asks_for_one(call):
+    _, text, *_ = call["show"]((0.5, 0.5), None, "", [], 0, "all")
+    assert text == "<p>Drop an image, then click on a patch of it here.</p>"
+
+
+def test_a_fault_of_the_page_is_in_the_terminal_alone(viewer, call, photo, capsys):
     viewer.look = None
     try:
         _, text, *_ = call["show"]((0.5, 0.5), photo, "", [], 0, "all")
@@ -144,13 +165,17 @@ def test_the_page_shows_results_after_a_click_and_messages_for_errors(viewer, be
     assert "TypeError" in capsys.readouterr().err
 
 
-def test_the_server_sends_no_address_of_another_machine_and_refuses_large_files(viewer, tmp_path):
+def test_the_page_loads_nothing_from_another_machine(viewer):
     with TestClient(build_app(viewer, 0.01), base_url="http://127.0.0.1:7860") as client:
         response = client.get("/")
         assert response.status_code == 200
         assert "relvit: test_relvit" in response.text
         assert not re.findall(r'<(?:link|script)[^>]*(?:src|href)="https?:[^>]*>', response.text)
         assert "default-src 'self'" in response.headers["content-security-policy"]
+
+
+def test_a_file_beyond_the_limit_is_refused(viewer, tmp_path):
+    with TestClient(build_app(viewer, 0.01), base_url="http://127.0.0.1:7860") as client:
         sent = client.post("/gradio_api/upload", files={"files": ("a.png", bytes(10_485))})
         assert sent.status_code == 200
         sent = client.post("/gradio_api/upload", files={"files": ("b.png", bytes(10_486))})
