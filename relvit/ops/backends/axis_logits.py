@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relvit.ops.backends.fusing import gather, padded_cat
+from relvit.ops.backends.fusing import computed_together, gather, padded_cat
 from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, once_per_raster, rows_and_columns
 from relvit.ops.inputs import AttentionInputs
-from relvit.ops.terms import AxisTables, with_width
+from relvit.ops.terms import AxisTables, RelativeTerms, with_width
 from relvit.ops.tracing import knows_values, without_autocast
 
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
@@ -117,11 +117,17 @@ class JoinedTables(NamedTuple):
     distances: Distances
 
 
-def joined_ahead(tables: AxisTables | None, dtype: torch.dtype) -> JoinedTables | None:
-    """Join whole tables."""
-    if tables is None:
-        return None
-    return JoinedTables(join_tables(tables, clip_distances(tables), dtype), clip_distances(tables))
+def joined_ahead(terms: RelativeTerms, dtype: torch.dtype) -> RelativeTerms:
+    """Join whole tables of keys and of values, in a compiled graph by one kernel if their shapes are equal."""
+    given = [tables for tables in (terms.key, terms.value) if tables is not None]
+    distances = [clip_distances(tables) for tables in given]
+    joined = [join_tables(tables, reach, dtype) for tables, reach in zip(given, distances, strict=True)]
+    shape = joined[0].shape if joined else ()
+    if len(joined) == 2 and joined[1].shape == shape:
+        both = computed_together([table.view(1, -1, *shape[-2:]) for table in joined])
+        joined = [table.view(shape) for table in both]
+    whole = [JoinedTables(*pair) for pair in zip(joined, distances, strict=True)]
+    return terms._replace(key=None if terms.key is None else whole[0], value=None if terms.value is None else whole[-1])
 
 
 def joined_with_index(

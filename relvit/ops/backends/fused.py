@@ -41,17 +41,15 @@ from relvit.ops.grid import Grid, key_mask, once_per_raster, rows_and_columns, w
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.recompute import recompute_saved
 from relvit.ops.terms import AxisTables, RelativeTerms
-from relvit.ops.tracing import trains_in_graph
+from relvit.ops.tracing import is_compiling, trains_in_graph
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms through augmented vectors; see `relvit.ops.relative_attention`."""
-    if trains_in_graph():
+    if is_compiling():
         # Tables are joined outside of the checkpoint, so that backward does not join them once more.
-        terms, dtype = inputs.terms, inputs.query.dtype
-        inputs = inputs._replace(
-            terms=terms._replace(key=joined_ahead(terms.key, dtype), value=joined_ahead(terms.value, dtype))
-        )
+        inputs = inputs._replace(terms=joined_ahead(inputs.terms, inputs.query.dtype))
+    if trains_in_graph():
         # The compiler's partitioner would keep the augmented vectors, as autograd would without `recompute_saved`.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
