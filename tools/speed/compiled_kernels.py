@@ -1,17 +1,15 @@
 """Count the kernels that Inductor makes for a layer, beyond plain's: `python tools/speed/compiled_kernels.py`.
 
 A kernel here is a loop nest that Inductor generates for the CPU; operations are the nodes of its graph before fusion.
-Both are what a model of two layers has beyond one of a single layer, so what all layers share counts for none. The
-figures depend on PyTorch's version alone. No C++ compiler runs, so the models compute nothing. With `--write` the table
-in `docs/benchmarks/README.md` gets a row for this version.
+Both are what a model of two layers has beyond one of a single layer, so what all layers share counts for none. Loops
+are scalar: with vectors, whose width depends on the processor, Inductor fuses fewer. So the figures depend on PyTorch's
+version alone. No C++ compiler runs, so the models compute nothing. With `--write` the table in
+`docs/benchmarks/README.md` gets a row for this version.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
 import torch
-from benchmark import build_model, surroundings
-from benchmark_report import replaced
+from benchmark import build_model
+from recorded import Tool
 from torch import nn
 from torch._inductor import config, metrics
 from torch._inductor.async_compile import AsyncCompile
 
 import relvit
-from relvit.utils.messages import check_choice
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-BEGIN = "<!-- written by tools/speed/compiled_kernels.py -->"
 SIZE, TINY = 224, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES, COUNTS = ("forward", "step"), ("kernels", "operations")
 # The model whose figures are subtracted from those of the others.
@@ -67,7 +62,7 @@ def count(name: str, layers: int, mode: str) -> dict[str, int]:
     without_compiler: Callable[..., Any] = lambda *_arguments: lambda *_pointers: None  # noqa: E731
     with (
         patch.object(AsyncCompile, "cpp_pybinding", without_compiler),
-        config.patch(force_disable_caches=True),
+        config.patch({"force_disable_caches": True, "cpp.simdlen": 1}),
         torch.set_grad_enabled(mode == "step"),
     ):
         out = torch.compile(model, fullgraph=True)(torch.randn(2, 3, SIZE, SIZE))
@@ -123,32 +118,12 @@ def table_of_versions(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: dict[str, Any], folder: Path) -> None:
-    """Append the figures to the folder's `compiled_kernels.jsonl`, and write its table into `README.md`."""
-    lines, page = folder / "compiled_kernels.jsonl", folder / "README.md"
-    with lines.open("a") as file:
-        head = {"date": time.strftime("%Y-%m-%d", time.gmtime()), **surroundings("cpu")}
-        file.write(json.dumps({**head, "models": rows}) + "\n")
-    runs = [json.loads(line) for line in lines.read_text().splitlines()]
-    page.write_text(replaced(page.read_text(), table_of_versions(runs), BEGIN))
+TOOL = Tool("compiled_kernels", KNOWN, KNOWN, figures, table, table_of_versions)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Count and print; with `--write` also write.
-
-    Raises:
-        ValueError: a name that is not known.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", default=KNOWN, help=f"of {', '.join(KNOWN)}")
-    parser.add_argument("--write", action="store_true", help="a row for this version in docs/benchmarks")
-    given = parser.parse_args(arguments)
-    for name in given.names:
-        check_choice("--names", name, KNOWN)
-    rows = figures(given.names)
-    print(table(rows))
-    if given.write:
-        write(rows, FOLDER)
+    """Count and print; with `--write` also write, see `Tool.main`."""
+    TOOL.main(__doc__, arguments)
 
 
 if __name__ == "__main__":

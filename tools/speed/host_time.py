@@ -12,9 +12,7 @@ times are medians. With `--write` the table in `docs/benchmarks/README.md` gets 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -29,17 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
 import torch
-from benchmark import MODELS, build_model, surroundings
-from benchmark_report import replaced
+from benchmark import MODELS, build_model
+from recorded import Tool
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import relvit
-from relvit.utils.messages import check_choice
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-BEGIN = "<!-- written by tools/speed/host_time.py -->"
 SIZE, TINY = 32, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES = ("forward", "step")
 # Operations that PyTorch defines by others, such as `reshape`.
@@ -185,6 +180,7 @@ def ratio(ours: Measured, theirs: Measured, mode: str) -> float:
 
 def figures(names: Sequence[str], layers: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Return by name: microseconds per layer, multiples of the baseline's and operations per layer, by mode."""
+    torch.set_num_threads(1)
     found, rows = measure(names, layers, rounds), {}
     for name, model in found.items():
         baseline = KNOWN[name].baseline
@@ -226,35 +222,12 @@ def table_of_versions(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Append the figures to the folder's `host_time.jsonl`, and write its table of versions into `README.md`."""
-    lines, page = folder / "host_time.jsonl", folder / "README.md"
-    shared = surroundings("cpu")
-    with lines.open("a") as file:
-        file.write(json.dumps({"date": time.strftime("%Y-%m-%d", time.gmtime()), **shared, "models": rows}) + "\n")
-    runs = [json.loads(line) for line in lines.read_text().splitlines()]
-    page.write_text(replaced(page.read_text(), table_of_versions(runs), BEGIN))
+TOOL = Tool("host_time", tuple(KNOWN), DEFAULT, figures, table, table_of_versions)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; with `--write` also write.
-
-    Raises:
-        ValueError: a name that is not known.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--write", action="store_true", help="a row for this version in docs/benchmarks")
-    given = parser.parse_args(arguments)
-    for name in given.names:
-        check_choice("--names", name, tuple(KNOWN))
-    torch.set_num_threads(1)
-    rows = figures(given.names, given.layers, given.rounds)
-    print(table(rows))
-    if given.write:
-        write(rows, FOLDER)
+    """Measure and print; with `--write` also write, see `Tool.main`."""
+    TOOL.main(__doc__, arguments, layers=12, rounds=40)
 
 
 if __name__ == "__main__":

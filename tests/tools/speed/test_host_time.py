@@ -10,7 +10,7 @@ from torch import nn
 
 from relvit.ops.attention import BACKENDS
 
-tool = load("host_time")
+recorded, tool = load("recorded"), load("host_time")
 
 
 def test_one_layer_and_one_round_print_all_figures(capsys):
@@ -66,11 +66,13 @@ def test_operations_of_a_layer(monkeypatch):
 
 def test_the_table_of_versions(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
-    page.write_text(f"before\n{tool.BEGIN}\n<!-- end -->\nafter\n")
+    page.write_text(f"before\n{tool.TOOL.begin}\n<!-- end -->\nafter\n")
     rows = {"relvit_small": {mode: {"ratio": ratio} for mode, ratio in zip(tool.MODES, (1.234, 2.5), strict=True)}}
     for commit in ("a" * 40, "b" * 40):
-        monkeypatch.setattr(tool, "surroundings", lambda device, c=commit: {"commit": c, "versions": {"relvit": "9.8"}})
-        tool.write(rows, tmp_path)
+        monkeypatch.setattr(
+            recorded, "surroundings", lambda device, c=commit: {"commit": c, "versions": {"relvit": "9.8"}}
+        )
+        tool.TOOL.write(rows, tmp_path)
     assert [json.loads(line)["commit"][0] for line in (tmp_path / "host_time.jsonl").open()] == ["a", "b"]
     text = page.read_text()
     assert f"| 9.8, aaaaaaaa | 1.23, 2.50 |{' – |' * (len(tool.SHOWN) - 1)}\n| 9.8, bbbbbbbb | 1.23, 2.50 |" in text
