@@ -16,7 +16,7 @@ from relvit.layers.mixer import lack_of
 from relvit.models.depth import lack
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
-from relvit.utils.messages import listing
+from relvit.utils.messages import an, listing
 
 
 class AttentionMaps(NamedTuple):
@@ -188,9 +188,9 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         if hasattr(attention, "lacks") and (why := lack_of(attention, "weights")):
             raise TypeError(f"{type(model).__name__} has no attention weights: {why}")
         if attention is None:
-            raise _unknown(model, f"blocks.{index} is a {_name(type(block))}, without attention of the name attn")
+            raise _unknown(model, f"blocks.{index} is {an(_name(type(block)))}, without attention of the name attn")
         if not isinstance(attention, GridAttention) and type(attention) not in TIMM_ATTENTIONS:
-            raise _unknown(model, f"blocks.{index}.attn is a {_name(type(attention))}")
+            raise _unknown(model, f"blocks.{index}.attn is {an(_name(type(attention)))}")
     return [block.attn for block in blocks]
 
 

@@ -98,6 +98,11 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return "" if found is None else f" (did you mean {found!r}?)"
 
 
+def an(name: str) -> str:
+    """Return a name after its article: 'an ImageEncoderViT', 'a Linear'."""
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def size_text(size: Sequence[int]) -> str:
     """Return (height, width) as an option takes them: '80' for equal sides, else '[64,80]'."""
     height, width = size

@@ -8,6 +8,7 @@ from relvit.app.data.field import Fill
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.shape import ImageShape
 from relvit.app.data.transforms import SizeProtocol, eval_transform, parse_size
+from relvit.utils.messages import an
 
 
 def at_size(
@@ -46,8 +47,8 @@ def at_size(
     if known is not None:
         if not hasattr(known, "transform"):
             raise ValueError(
-                f"{type(data).__name__} builds a {type(known).__name__}, whose images cannot get another size: it has "
-                "no attribute `transform`, which relvit.app.data.DatasetData gives any dataset"
+                f"{type(data).__name__} builds {an(type(known).__name__)}, whose images cannot get another size: it "
+                "has no attribute `transform`, which relvit.app.data.DatasetData gives any dataset"
             )
         own._datasets[split] = copy.copy(known)
         own._datasets[split].transform = own.eval_transform

@@ -12,7 +12,9 @@ from relvit.utils.messages import without_secrets
 
 MASK = "***"
 SECRET = {*("key", "apikey", "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "pwd")}
-SECRET |= {*("credential", "credentials", "auth", "authorization", "headers")}
+SECRET |= {*("credential", "credentials", "auth", "authorization", "headers", "cookie", "cookies", "bearer", "jwt")}
+SECRET |= {*("passphrase", "passcode", "pass", "dsn", "webhook", "signature", "accesskey", "secretkey", "authtoken")}
+SECRET |= {*("accesstoken", "oauth", "sas")}
 
 
 def mask_secrets(arguments: Any, public: Collection[str] = ()) -> Any:

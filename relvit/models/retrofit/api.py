@@ -15,7 +15,7 @@ from relvit.models.retrofit.recognise import refusal_of, source_of
 from relvit.models.retrofit.source import Retrofitted
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, int_pair
-from relvit.utils.messages import check_choice, part_of
+from relvit.utils.messages import an, check_choice, part_of
 
 ABS_POS = ("keep", "freeze", "drop")
 # The name by which timm creates retrofitted models.
@@ -184,7 +184,7 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
         why = f"it is a subclass of {base}, and what it does differently is not known; {takes}"
     elif inner is not None:
         wrapper, part = (type(model.get_submodule(name)) for name in (inner.rpartition(".")[0], inner))
-        why = f"it wraps {inner}, a {part.__name__}: retrofit that one "
+        why = f"it wraps {inner}, {an(part.__name__)}: retrofit that one "
         # timm's wrappers are made for the classes of the parts that they find.
         why += "before it is wrapped" if _library(wrapper) == "timm" else f"in it, {part_of(inner)}"
     elif done is not None:

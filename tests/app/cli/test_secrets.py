@@ -100,7 +100,8 @@ def test_a_key_that_only_an_argument_gives_is_asked_for(run, tmp_path, fails):
 
 
 NAMES = ["api_key", "hf_token", "client-secret", "password", "apiKey", "KEY", "Token2", "apikey", "passwd", "db_pwd"]
-NAMES += ["credentials", "auth", "tokens", "headers", "smtp_passwords"]
+NAMES += ["credentials", "auth", "tokens", "headers", "smtp_passwords", "session_cookie", "passphrase", "bearer"]
+NAMES += ["sentry_dsn", "passcode", "smtp_pass", "jwt", "slackWebhook", "accesskey", "oauth", "sas"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +111,9 @@ def test_names_of_secrets(name):
     }
 
 
-@pytest.mark.parametrize("name", ["monkey", "keyboard", "tokenizer", "keys", "secretary", "project"])
+@pytest.mark.parametrize(
+    "name", ["monkey", "keyboard", "tokenizer", "keys", "secretary", "project", "passes", "pin_memory", "passenger"]
+)
 def test_names_of_others(name):
     assert mask_secrets([{"init_args": {name: "x"}}]) == [{"init_args": {name: "x"}}]
 

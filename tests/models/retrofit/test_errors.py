@@ -153,13 +153,13 @@ MODELS = {
     ),
     "SAM's attention": (
         lambda: spoilt(sam_encoder("segment_anything"), "blocks.2.attn", nn.Identity()),
-        r"blocks\.2\.attn is a Identity, which cannot be retrofitted; allowed: 'Attention'",
+        r"blocks\.2\.attn is an Identity, which cannot be retrofitted; allowed: 'Attention'",
     ),
     "whole SAM": (sam_model, r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"),
     # As MONAI's CellSamWrapper holds a SAM of `segment_anything`.
     "two levels deep": (
         lambda: holder(model=holder(image_encoder=sam_encoder("segment_anything"))),
-        r"it wraps model\.image_encoder, a ImageEncoderViT: retrofit that one in it, model\.model\.image_encoder",
+        r"it wraps model\.image_encoder, an ImageEncoderViT: retrofit that one in it, model\.model\.image_encoder",
     ),
     "in a list": (
         lambda: nn.Sequential(nn.Identity(), nn.ModuleList([plain()])),

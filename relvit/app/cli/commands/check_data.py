@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from relvit.app.cli.errors import UsageError
@@ -37,6 +38,9 @@ def check_data(
     """
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
+    if root is not None and "://" not in root and not Path(root).is_dir():
+        # The data module's message names an option that was not given.
+        raise UsageError(f"{root} is no folder; give the one that holds train/<class>/<image>")
     report = inspect_data(
         ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding")
     )

@@ -38,6 +38,8 @@ def predict(
             f"--step_maps is not for {model.hparams.model}: it is for models that halt: relvit_universal_* trained "
             "with --model.model_kwargs.halting act"
         )
+    if evaluation.given.values.keys().isdisjoint(("paths", "data", "data.root", "data.predict")):
+        rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
         callbacks = [table, MirrorAverage()] if mirror else [table]
@@ -72,10 +74,6 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
     if not paths:
         if is_exported(given.values.get("ckpt_path") or ""):
             raise UsageError("an exported file holds no images: give their paths, as in relvit predict FILE PATH ...")
-        if given.values.keys() & {"ckpt_path"} and given.values.keys().isdisjoint(
-            ("data", "data.root", "data.predict")
-        ):
-            rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
         evaluate(predict, given, **changes)
         return
     named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]

@@ -255,7 +255,10 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
-    raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}")
+    # Bytes that are no UTF-8 are surrogates here: names of files may have them, and lists in Latin-1 do.
+    latin = any("\udc80" <= letter <= "\udcff" for _, text in wrong for letter in text)
+    cure = "; the list is not in UTF-8: save it as CSV in UTF-8" if latin else ""
+    raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}{cure}")
 
 
 def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.utils.masks import MASK, masked
 from relvit.models import Reach
-from relvit.utils.messages import listing, one_line
+from relvit.utils.messages import an, listing, one_line
 from relvit.version import __version__
 
 # These arguments of `ImageClassifier` follow from the data.
@@ -179,7 +179,7 @@ class Checkpoint:
         try:
             return data_type(**arguments)
         except TypeError as error:
-            raise ValueError(f"{self.path} does not make a {data_type.__name__}: {error}") from error
+            raise ValueError(f"{self.path} does not make {an(data_type.__name__)}: {error}") from error
 
     def unknown_data(self) -> str:
         """Explain that the data module of the training is not known here, and what to do."""

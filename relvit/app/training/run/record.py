@@ -16,7 +16,7 @@ import torch
 from lightning import Trainer
 
 from relvit.app.utils.files import write_json
-from relvit.utils.messages import one_line
+from relvit.utils.messages import an, one_line
 from relvit.version import __version__
 
 PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow")
@@ -57,7 +57,7 @@ def _read_sessions(path: Path) -> list[dict[str, Any]]:
     try:
         sessions = json.loads(path.read_text())["sessions"]
         if not isinstance(sessions, list):
-            raise TypeError(f"sessions is a {type(sessions).__name__}")
+            raise TypeError(f"sessions is {an(type(sessions).__name__)}")
         return sessions
     except (ValueError, TypeError, KeyError) as error:
         kept = path.with_suffix(".damaged.json")

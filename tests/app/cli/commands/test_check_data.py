@@ -104,7 +104,10 @@ def test_equal_bytes_of_another_shape_are_another_image(tmp_path):
 
 def test_mistakes(tmp_path, fails):
     assert "give either --root DIR" in fails(["check-data"])
-    assert "nowhere is no folder" in fails(["check-data", "nowhere"])
+    for given in (["nowhere"], ["--root=nowhere"]):
+        assert "error: nowhere is no folder; give the one that holds train/<class>/<image>\n" in fails(
+            ["check-data", *given]
+        )
     assert "DigitsData has no image files to check" in fails(["check-data", "--data=DigitsData"])
     (tmp_path / "cat").mkdir()
     with pytest.raises(ValueError, match="there are no labelled images to check"):

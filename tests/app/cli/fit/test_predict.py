@@ -75,6 +75,8 @@ def test_more_than_ten_images_are_counted_and_no_paths_mean_the_test_images(best
     assert "No paths are given: these are the images of test, or else of val, of the training's data.\n" in out
     found = Counter(row["class"] for row in rows(folder / "predictions.csv"))
     counts = ", ".join(f"{name} {count}" for name, count in found.most_common())
+    assert main(["predict", "--ckpt_path=nowhere.ckpt"]) == 2
+    assert "No paths are given" not in capsys.readouterr().out
     assert f"18 predictions in {folder / 'predictions.csv'}; images of each class: {counts}\n" in out
 
 

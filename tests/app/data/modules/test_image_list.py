@@ -159,6 +159,15 @@ def test_lists_in_another_encoding_are_named(tmp_path, encoding):
         ImageListData(str(file))
 
 
+def test_a_list_in_latin_1_is_named(tmp_path):
+    file = tmp_path / "list.csv"
+    file.write_text("path,label\nmüller.png,ant\nx.png,bee\n", encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"no file .*\\xfcller.png.*; the list is not in UTF-8: save it as CSV in UTF-8$"
+    ):
+        ImageListData(str(file)).dataset("train")
+
+
 @pytest.mark.parametrize(("text", "message"), WRONG_LISTS, ids=range(len(WRONG_LISTS)))
 def test_wrong_lists(tmp_path, text, message):
     file = tmp_path / ("list.tsv" if "\t" in text else "list.csv")
