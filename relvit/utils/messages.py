@@ -58,6 +58,9 @@ def _is_misspelt(typed: str, other: str) -> bool:
 
 def _most_edits(typed: str, other: str) -> int:
     """Return how many faults a misspelling may have: few in a short word, or where the first letter is another."""
+    # Such as the day in the name of a run's folder.
+    if typed.isdigit() and other.isdigit():
+        return 1
     # Of three letters, such as 'eta' and 'ema', a wrong one makes another word.
     if len(typed) < 4:
         return int(len(typed) == 3 and {*typed} <= {*other})

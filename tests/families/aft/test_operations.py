@@ -172,7 +172,7 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
 @pytest.mark.parametrize("backend", SAFE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
-    """The form of the paper, exp(w) - 1 convolved plus the sum over everything, is wrong by 0.3 here."""
+    """The form of the paper, exp(w) - 1 convolutond plus the sum over everything, is wrong by 0.3 here."""
     grid = Grid(1, 3)
     key, value = (torch.tensor(row, dtype=dtype).view(1, 1, 3, 1) for row in ([18.0, 0, 0], [1.0, 2, 3]))
     weight = torch.full((1, 1, 3), -20.0, dtype=dtype)
@@ -274,7 +274,7 @@ def test_errors():
         return aft_conv(q, k, v, weight, grid, **options)
 
     cases = [
-        (ValueError, "'convolve'.*did you mean 'convolution'", lambda: conv(backend="convolve")),
+        (ValueError, "'convoluton'.*did you mean 'convolution'", lambda: conv(backend="convoluton")),
         (ValueError, r"weight has a window of 2 x 3, expected odd sizes", lambda: conv(weight[:, 1:])),
         (ValueError, r"weight has shape \(1, 3, 3\), expected \(2, rows", lambda: conv(weight[:1])),
         (ValueError, r"key has shape .*, expected \(2, 2, 6, 3\)", lambda: aft_simple(q, v[..., :2], v, grid)),
