@@ -158,28 +158,29 @@ def attend_projected(
         tables per axis, and for a joint bias on small grids the mask of stock attention.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
-    usual = terms.query is terms.channels is terms.query_bias is terms.axis_logits is grid.coords is grid.valid is None
+    (query, *of_tables, bucketing, channels, query_bias, logits), (*_, coords, valid) = terms, grid
+    usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # On small grids each question to PyTorch takes as long as a view, so what a key tells is asked once.
-    tables = [table for term in terms[1:4] if term is not None for table in term]
+    # On small grids each question to PyTorch takes as long as a view, and joining tables refuses or converts those of
+    # other devices or dtypes.
+    tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
-    of_prefix = None if prefix_bias is None else _SIGN(prefix_bias)
-    kinds, signs = (type(terms.key), type(terms.value), type(terms.bias)), map(_SIGN, (*contents, *tables))
-    key = (backend, scale, grid, terms.bucketing, _switches(contents[0]), kinds, of_mask, of_prefix, *signs)
+    of_prefix = None if prefix_bias is None else prefix_bias.shape
+    signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
+    key = (backend, scale, grid, bucketing, _switches(contents[0]), of_mask, of_prefix, signs)
     if (decision := _DECISIONS.get(key)) is None:
         inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
-        decision = _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
-        _remember(key, decision)
+        decision = _remember(key, _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None))
     if (plan := decision.plan) is None:
         return None
     if type(plan) is lean.Plan:
-        return lean.attend(contents, tables, plan)
+        return lean.attend(contents, tables, plan).view(contents[0].shape[0], contents[0].shape[1], -1)
     mixed = pair_bias.attend(contents, *tables, plan, prefix_bias, attn_mask)
     return mixed.transpose(1, 2).flatten(2)
 
 
-_SIGN = attrgetter("shape", "dtype", "device")
+_SIGN, _SHAPE = attrgetter("shape", "dtype", "device"), attrgetter("shape")
 
 
 def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _Decision:
@@ -223,8 +224,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     except TypeError:
         return _decide(checked(inputs), backend)
     if (decision := _DECISIONS.get(key)) is None:
-        decision = _decide(checked(inputs), backend)
-        _remember(key, decision)
+        decision = _remember(key, _decide(checked(inputs), backend))
     return decision
 
 
@@ -239,10 +239,11 @@ def _switches(query: Tensor) -> Any:
     return flash, autocast, torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def _remember(key: Any, decision: _Decision) -> None:
+def _remember(key: Any, decision: _Decision) -> _Decision:
     if len(_DECISIONS) >= _MOST_DECISIONS:
         _DECISIONS.clear()
     _DECISIONS[key] = decision
+    return decision
 
 
 def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
@@ -288,10 +289,8 @@ def choose(
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid, **options))
     choice = _choose(inputs, device)
-    if not is_eager():
-        return choice
     tensors = (leaf for leaf in tree_leaves((query, key, value, terms)) if isinstance(leaf, Tensor))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if not is_eager() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return choice
     return choice._replace(keeps="nothing: no gradient is wanted")
 
@@ -346,11 +345,9 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     # (docs/benchmarks/h200.md), and keep less.
     narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
     reason = "one stock attention over augmented q, k and v"
-    return (
-        Choice("lean", f"{reason}, with the fewest operations around it{narrower}", keeps)
-        if usual
-        else Choice("fused", reason + narrower, keeps)
-    )
+    if usual:
+        return Choice("lean", f"{reason}, with the fewest operations around it{narrower}", keeps)
+    return Choice("fused", reason + narrower, keeps)
 
 
 def _math_alone() -> bool:

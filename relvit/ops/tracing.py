@@ -49,7 +49,10 @@ def is_functorch() -> bool:
 
 def is_eager() -> bool:
     """Return True outside of graphs and `torch.func`: only there an operation may bring a backward of its own."""
-    return not is_compiling() and not is_functorch()
+    # Layers ask in each call, so the functions above are not called one by one.
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def knows_values() -> bool:

@@ -78,8 +78,8 @@ class RelativePosition2d(Position):
         self.bucketing = bucketing
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
-        # The names of each term's tables.
-        self._names: dict[str, list[str]] = {}
+        # The names of each term's tables, in the order of `RelativeTerms`.
+        self._names: dict[str, list[str]] = {term: [] for term in TERMS.values()}
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
             tail = () if letter == "b" else (head_dim,)
@@ -87,7 +87,7 @@ class RelativePosition2d(Position):
                 table = None
                 if letter in rel_terms and part in LAYOUTS[layout]._fields:
                     table = nn.Parameter(torch.empty(*lead, *shape, *tail, device=device, dtype=dtype))
-                    self._names.setdefault(term, []).append(f"{term}_{part}")
+                    self._names[term].append(f"{term}_{part}")
                 self.register_parameter(f"{term}_{part}", table)
         self.init_weights()
 
@@ -97,11 +97,16 @@ class RelativePosition2d(Position):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the terms, the same for every grid of the trained size."""
-        kind, trained = LAYOUTS[self.layout], self.trained_grid
-        tables = {term: kind(*map(self._table, names)) for term, names in self._names.items()}
-        if not is_stretched(grid, trained):
-            return RelativeTerms(bucketing=self.bucketing, **tables)
-        return RelativeTerms(**{term: self._stretched(term, given, grid, trained) for term, given in tables.items()})
+        tables, kind, given, trained = [], LAYOUTS[self.layout], self._parameters, self.trained_grid
+        for names in self._names.values():
+            # PyTorch finds a parameter as an attribute as slowly as it computes a view, but parametrizations are only
+            # found as attributes.
+            found = [given[name] if name in given else getattr(self, name) for name in names]
+            tables.append(kind(*found) if found else None)
+        if trained is None or not is_stretched(grid, trained):
+            return RelativeTerms(*tables, self.bucketing)
+        pairs = zip(self._names, tables, strict=True)
+        return RelativeTerms(*(part and self._stretched(term, part, grid, trained) for term, part in pairs))
 
     def _stretched(
         self, term: str, tables: AxisTables | JointTable, grid: Grid, trained: tuple[int, int]
@@ -112,11 +117,6 @@ class RelativePosition2d(Position):
         if isinstance(tables, JointTable):
             return JointTable(stretch(stretch(tables.table, axis - 1, *down), axis, *across))
         return AxisTables(stretch(tables.rows, axis, *down), stretch(tables.cols, axis, *across))
-
-    def _table(self, name: str) -> Tensor:
-        # PyTorch finds a parameter as an attribute as slowly as it computes a view; parametrizations are attributes.
-        table = self._parameters.get(name)
-        return getattr(self, name) if table is None else table
 
     def extra_repr(self) -> str:
         return (

@@ -7,6 +7,7 @@ same index adds up the attention per row and column by entry, which then meets t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -222,24 +223,118 @@ def by_head(x: Tensor, heads: int | None = None) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)[:heads]
 
 
-def product(weights: Tensor, table: Tensor, out: Tensor, plus: Tensor | None = None) -> Tensor:
-    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), add `plus` (B, N, heads, dim), and write it into `out`.
+def by_row(x: Tensor) -> Tensor:
+    """Reshape (B, N, heads, dim) to (B N heads, dim): one view where memory allows it."""
+    # On small grids `flatten` takes longer than the product that follows.
+    (batch, tokens, heads, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
+    if of_token == heads * of_head and of_batch == tokens * of_token:
+        return x.as_strided((batch * tokens * heads, dim), (of_head, of_number))
+    return x.flatten(0, 2)
 
-    The shape of `out` is (B, N, heads, dim) or (B, N, heads dim).
-    """
-    dim = table.shape[-1]
+
+def product(weights: Tensor, table: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Multiply (B, N, heads, rows) by ([heads,] rows, dim), and add `plus`, (B N heads, dim): (B N heads, dim)."""
     if table.dim() == 2:
-        weights, plus, result = weights.flatten(0, 2), plus if plus is None else plus.flatten(0, 2), out.view(-1, dim)
-        torch.mm(weights, table, out=result) if plus is None else torch.addmm(plus, weights, table, out=result)
+        weights = weights.view(-1, table.shape[0])
+        return torch.mm(weights, table) if plus is None else torch.addmm(plus, weights, table)
+    dim, heads_apart = table.shape[-1], by_head(weights)
+    out = weights.new_empty(weights.shape[:3].numel(), dim)
+    result = by_head(out.view(*weights.shape[:3], dim))
+    if plus is None:
+        torch.bmm(heads_apart, table, out=result)
     else:
-        plus, result = plus if plus is None else by_head(plus), by_head(out.view(*weights.shape[:3], dim))
-        weights = by_head(weights)
-        torch.bmm(weights, table, out=result) if plus is None else torch.baddbmm(plus, weights, table, out=result)
+        torch.baddbmm(by_head(plus.view(*weights.shape[:3], dim)), heads_apart, table, out=result)
     return out
 
 
 def transposed_product(weights: Tensor, vectors: Tensor, table: Tensor) -> Tensor:
     """Sum weights (B, N, heads, rows) times vectors (B, N, heads, dim) over tokens, as the shape of a table says."""
     if table.dim() == 2:
-        return torch.mm(weights.flatten(0, 2).t(), vectors.flatten(0, 2))
+        return torch.mm(weights.view(-1, table.shape[0]).t(), by_row(vectors))
     return torch.bmm(by_head(weights).transpose(1, 2), by_head(vectors))
+
+
+class View(NamedTuple):
+    """Arguments of `Tensor.as_strided`, which takes a fraction of the time of `transpose` and `narrow`."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+
+class Entries(NamedTuple):
+    """The entries of a term's joined tables, zero vectors last, and those of each token by row and by column.
+
+    Attributes:
+        firsts: of both tables the first row that is used.
+        sizes: the numbers of used rows of both tables, and of zeros behind them.
+        zeros: behind the tables, one or more up to a multiple of 8 entries, by head for tables by head.
+        index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; zeros for prefix tokens.
+        sums: zeros, (B, N, heads, entries), in which numbers are added up; both are views of less memory.
+        table: the term's entries among those of all joined tables, ([heads,] entries, head_dim).
+        factor: the same for each head, transposed, (heads, head_dim, entries).
+        by_token: products with the factor, (heads, B N, entries), as (B, N, heads, entries). A bias has none of these.
+    """
+
+    firsts: tuple[int, int]
+    sizes: tuple[int, int, int]
+    zeros: Tensor
+    index: Tensor
+    sums: Tensor
+    table: View | None = None
+    factor: View | None = None
+    by_token: View | None = None
+
+
+def placed(*terms: Entries | None) -> list[Entries | None]:
+    """Work out where the entries of each term are when all tables are joined, ([heads,] entries, head_dim)."""
+    total, first, found = sum(0 if part is None else part.sums.shape[-1] for part in terms), 0, []
+    for part in terms:
+        if part is not None:
+            (*lead, _, dim), (batch, tokens, heads, number) = part.zeros.shape, part.sums.shape
+            of_head = [total * dim for _ in lead]
+            table = View((*lead, number, dim), (*of_head, dim, 1), first * dim)
+            factor = View((heads, dim, number), (*(of_head or [0]), 1, dim), first * dim)
+            of_token = (tokens * number, number, batch * tokens * number, 1)
+            part = part._replace(table=table, factor=factor, by_token=View(part.sums.shape, of_token, 0))
+            first += number
+        found.append(part)
+    return found
+
+
+def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Tensor]:
+    """List the rows of tables that are used, and zeros behind both tables of a term."""
+    pieces, at = [], 0
+    for (first_row, first_col), (rows, cols, _), zeros, *_ in joined:
+        of_rows, of_cols = tables[at : at + 2]
+        pieces.append(of_rows.narrow(-2, first_row, rows) if first_row else of_rows)
+        pieces.append(of_cols.narrow(-2, first_col, cols) if first_col else of_cols)
+        pieces.append(zeros)
+        at += 2
+    return pieces
+
+
+def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Split the gradients of the terms' joined tables into those of each table."""
+    if len(grads) == 2 and grads[0].dtype != dtype:
+        # One operation joins and converts both.
+        whole = torch.cat(grads, -2, out=grads[0].new_empty(0, dtype=dtype))
+        grads = whole.split_with_sizes([sum(entries.sizes) for entries in joined], -2)
+    pieces = []
+    for entries, grad in zip(joined, grads, strict=True):
+        *of_tables, _ = converted(grad, dtype).split_with_sizes(entries.sizes, -2)
+        for first, piece in zip(entries.firsts, of_tables, strict=True):
+            # Rows that are not used lie on both sides of those that are.
+            pieces.append(F.pad(piece, (0, 0, first, first)) if first else piece)
+    return pieces
+
+
+def sum_by_entry(entries: Entries, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum numbers for each row and column, (B, N, heads, S), by table entry: (B, N, heads, entries)."""
+    return converted(entries.sums.scatter_add(-1, entries.index, converted(numbers, entries.sums.dtype)), dtype)
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor that has another dtype."""
+    # Even where it does nothing, `Tensor.to` takes as long as an operation.
+    return x if x.dtype == dtype else x.to(dtype)

@@ -9,7 +9,7 @@ backward of stock attention's own kernel. What depends on shapes alone is worked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,20 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from relvit.ops.backends import axis_logits
-from relvit.ops.backends.axis_logits import by_head, clip_distances, product, transposed_product
+from relvit.ops.backends.axis_logits import (
+    Entries,
+    View,
+    by_head,
+    by_row,
+    clip_distances,
+    converted,
+    placed,
+    product,
+    split_joined,
+    sum_by_entry,
+    transposed_product,
+    used_pieces,
+)
 from relvit.ops.backends.fused import one_hot
 from relvit.ops.backends.stock import Kernel, stock_kernel
 from relvit.ops.inputs import AttentionInputs
@@ -35,39 +48,31 @@ MOST_PAIRS = 2**17
 MOST_COPIED = 2**23
 
 
-class Entries(NamedTuple):
-    """The entries of a term's joined tables, zero vectors last, and those of each token by row and by column.
-
-    Attributes:
-        parts: the first row that is used, and the number of such rows, of both tables.
-        zeros: behind the tables, one or more up to a multiple of 8 entries, by head for tables by head.
-        index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; zeros for prefix tokens.
-        sums: zeros, (B, N, heads, entries), in which numbers are added up; both are views of less memory.
-    """
-
-    parts: tuple[tuple[int, int], tuple[int, int]]
-    zeros: Tensor
-    index: Tensor
-    sums: Tensor
-
-
 class Plan(NamedTuple):
     """What follows from the shapes, the dtypes and the device of one attention.
 
     Attributes:
+        shape: of queries, (B, N, heads, head_dim).
         heads: number of heads.
         width: of a head's vectors before they are augmented.
+        added: number of rows and columns S, by which vectors are augmented.
         scale: factor on the logits.
         hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
         both_hot: (B, N, 2 heads, S), the same for keys and values that are one tensor.
         apart: whether queries are augmented apart from keys and values, so that logits and indicators are copied once.
         no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
         key, value, bias: entries of the terms; None: there is no such term.
+        vectors: those of `key` and `value` that there are, whose tables are joined.
+        operands: views, (B, heads, N, width) each, of a block of memory with one, two or three of a token's augmented
+            vectors in each head.
+        mixed, marginals: views of stock attention's output, (B N heads, head_dim) and (B, N, heads, S).
         kernel: stock attention's.
     """
 
+    shape: tuple[int, int, int, int]
     heads: int
     width: int
+    added: int
     scale: float
     hot: Tensor
     both_hot: Tensor
@@ -76,6 +81,10 @@ class Plan(NamedTuple):
     key: Entries | None
     value: Entries | None
     bias: Entries | None
+    vectors: tuple[Entries, ...]
+    operands: tuple[tuple[View, ...], ...]
+    mixed: View
+    marginals: View
     kernel: Kernel
 
 
@@ -147,20 +156,25 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     (batch, heads, tokens, width), device = query.shape, query.device
     axes, by_token = _axes(inputs), (batch, tokens, heads)
 
-    def entries(tables: AxisTables | None, sums: torch.dtype) -> Entries | None:
+    # Sums, of marginals and of gradients of logits, are computed in float32 at least, and rounded once: in half
+    # precision a GPU would round after each addition.
+    single = torch.promote_types(query.dtype, torch.float32)
+
+    def entries(tables: AxisTables | None) -> Entries | None:
         if tables is None:
             return None
         distances = clip_distances(tables)
         reach, index = axis_logits.table_index(grid, distances, terms.bucketing, axes, device, SPARE_ROWS)
-        parts = tuple((far - near, 2 * near + 1) for far, near in zip(distances, reach, strict=True))
-        used = sum(number for _, number in parts)
+        firsts = tuple(far - near for far, near in zip(distances, reach, strict=True))
+        rows, cols = (2 * near + 1 for near in reach)
+        used = rows + cols
         missing = 1 + (-1 - used) % axis_logits.WIDTH_MULTIPLE
         lead, dim = tables.rows.shape[:-2], tables.rows.shape[-1]
         zeros = tables.rows.new_zeros(*lead, missing, dim)
         # The zero vector of this index comes first, and here last, where the vectors that fill up are zero as well.
         index = (index[0, 0][:, None] - 1) % (used + missing)
-        zero = query.new_zeros(1, dtype=sums).expand(*by_token, used + missing)
-        return Entries(parts, zeros, index.expand(*by_token, -1), zero)
+        sums = query.new_zeros(1, dtype=single).expand(*by_token, used + missing)
+        return Entries(firsts, (rows, cols, missing), zeros, index.expand(*by_token, -1), sums)
 
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
@@ -169,13 +183,23 @@ def plan_of(inputs: AttentionInputs) -> Plan:
         both_hot = both_hot.contiguous()
     apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
-    # Sums, of marginals and of gradients of logits, are computed in float32 at least, and rounded once: in half
-    # precision a GPU would round after each addition.
-    single = torch.promote_types(query.dtype, torch.float32)
     bias = None if terms.bias is None else with_width(terms.bias)
-    of_key, of_value, of_bias = (entries(tables, single) for tables in (terms.key, terms.value, bias))
-    kernel = _kernel(inputs)
-    return Plan(heads, width, inputs.scale, hot, both_hot, apart, no_logits, of_key, of_value, of_bias, kernel)
+    key, value = placed(entries(terms.key), entries(terms.value))
+    vectors = tuple(part for part in (key, value) if part is not None)
+    wide = width + hot.shape[-1]
+    blocks = tuple(
+        tuple(
+            View((batch, heads, tokens, wide), (tokens * each, wide, each, 1), first * heads * wide)
+            for first in range(number)
+        )
+        for number, each in ((number, number * heads * wide) for number in (1, 2, 3))
+    )
+    mixed = View((batch * tokens * heads, width), (wide, 1), 0)
+    marginals = View((*by_token, hot.shape[-1]), (tokens * heads * wide, heads * wide, wide, 1), width)
+    return Plan(
+        (*by_token, width), heads, width, hot.shape[-1], inputs.scale, hot, both_hot, apart, no_logits,
+        key, value, entries(bias), vectors, blocks, mixed, marginals, _kernel(inputs),
+    )  # fmt: skip
 
 
 def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Tensor:
@@ -191,7 +215,7 @@ def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Ten
     plan = plan_of(inputs) if plan is None else plan
     contents, terms = tuple(part.transpose(1, 2) for part in inputs[:3]), inputs.terms
     tables = [table for term in (terms.key, terms.value, terms.bias) if term is not None for table in term]
-    return attend(contents, tables, plan).unflatten(2, (plan.heads, -1)).transpose(1, 2)
+    return attend(contents, tables, plan).view(contents[0].shape).transpose(1, 2)
 
 
 def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -> Tensor:
@@ -204,11 +228,11 @@ def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -
         plan: for these shapes.
 
     Returns:
-        (B, N, heads head_dim).
+        (B N heads, head_dim), which is no view, and nothing else holds its memory, so that it may be changed in place.
     """
     if torch.is_grad_enabled():
         return _Lean.apply(plan, len(contents), *contents, *tables)
-    return _forward(plan, contents, tables, _stock)[0]
+    return _forward(plan, contents, tables, trains=False)[0]
 
 
 class _Lean(torch.autograd.Function):
@@ -217,7 +241,7 @@ class _Lean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
-        out, kept, results = _forward(plan, contents, tables, plan.kernel.forward)
+        out, kept, results = _forward(plan, contents, tables, trains=True)
         # Some results of stock attention are numbers or None.
         numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
         ctx.kept = plan, number, tables[0].dtype, numbers
@@ -235,145 +259,111 @@ class _Lean(torch.autograd.Function):
             return _backward(ctx, grad)
 
 
+def _forward(
+    plan: Plan, contents: tuple[Tensor, ...], tables: Sequence[Tensor], trains: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...], Sequence[Any]]:
+    """Return the attention (B N heads, head_dim), what its backward needs, and the results of stock attention."""
+    joined, bias = _join(plan, tables, contents[0].dtype)
+    logits = _logits(plan, contents[0], joined, bias)
+    operands = _operands(plan, contents, logits, plan.apart)
+    if trains:
+        results = plan.kernel.forward(*operands, plan.scale)
+    else:
+        # Without a backward nothing reads the logits again.
+        logits = None
+        results = (F.scaled_dot_product_attention(*operands, scale=plan.scale),)
+    del operands
+    out, by_entry = results[0], None
+    if out.stride() != plan.operands[0][0].stride:
+        out = out.transpose(1, 2).contiguous()
+    mixed = out.as_strided(*plan.mixed)
+    if (entries := plan.value) is None:
+        return mixed.clone(), (joined, logits, by_entry), results
+    by_entry = sum_by_entry(entries, out.as_strided(*plan.marginals), out.dtype)
+    return product(by_entry, joined.as_strided(*entries.table), mixed), (joined, logits, by_entry), results
+
+
 def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     (plan, number, dtype, numbers), saved = ctx.kept, ctx.saved_tensors
-    contents, (key_table, value_table, logits, by_entry) = saved[:number], saved[number : number + 4]
-    tensors = iter(saved[number + 4 :])
+    contents, (joined, logits, by_entry) = saved[:number], saved[number : number + 3]
+    tensors = iter(saved[number + 3 :])
     results = [next(tensors) if part is None else part[0] for part in numbers]
-    grad = grad.contiguous().view(*grad.shape[:2], plan.heads, plan.width)
-    of_keys = of_values = of_biases = ()
+    grad = grad.contiguous().view(plan.shape)
+    of_keys, of_values, of_biases = [], [], []
     if (entries := plan.value) is None:
-        of_output = F.pad(grad, (0, plan.hot.shape[-1]))
+        of_output = F.pad(grad, (0, plan.added))
     else:
-        of_values = _split(entries, transposed_product(by_entry, grad, value_table), dtype)
-        of_entries = product(grad, value_table.transpose(-2, -1), torch.empty_like(by_entry))
+        table = joined.as_strided(*entries.table)
+        of_values = [transposed_product(by_entry, grad, table)]
+        of_entries = product(grad, table.transpose(-2, -1)).view(by_entry.shape)
         of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
     operands = _operands(plan, contents, logits, apart=True)
     grads = plan.kernel.backward(of_output.transpose(1, 2), operands, results, plan.scale)
-    of_query, of_logits = grads[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
-    of_key, of_value = _contents(grads[1], plan.width), _contents(grads[2], plan.width)
+    of_query, of_key = _channels(grads[0], 0, plan.width), _channels(grads[1], 0, plan.width)
+    of_value, of_logits = _channels(grads[2], 0, plan.width), _channels(grads[0], plan.width, plan.added)
     if (entries := plan.bias) is not None:
-        of_logits = _to(of_logits, entries.sums.dtype)
-        of_bias = entries.sums.scatter_add(-1, entries.index, of_logits).sum((0, 1)) / plan.scale
+        of_bias = sum_by_entry(entries, of_logits, entries.sums.dtype).sum((0, 1)) / plan.scale
         of_bias = of_bias.sum(0) if entries.zeros.dim() == 2 else of_bias
-        of_biases = [part[..., 0] for part in _split(entries, of_bias[..., None], dtype)]
+        of_biases = [part[..., 0] for part in split_joined((entries,), [of_bias[..., None]], dtype)]
     if (entries := plan.key) is not None:
-        of_logits = _to(of_logits, entries.sums.dtype)
-        of_entries = _to(entries.sums.scatter_add(-1, entries.index, of_logits), grad.dtype)
-        query = _contents(operands[0], plan.width)
-        of_keys = _split(entries, transposed_product(of_entries, query, key_table), dtype)
-        of_query = product(of_entries, key_table, torch.empty_like(grad), of_query)
+        of_entries = sum_by_entry(entries, of_logits, grad.dtype)
+        query, table = _channels(operands[0], 0, plan.width), joined.as_strided(*entries.table)
+        of_keys = [transposed_product(of_entries, query, table)]
+        of_query = product(of_entries, table, by_row(of_query)).view(plan.shape)
     parts = (of_query, of_key, of_value)
     of_contents = (torch.cat(parts, 2),) if number == 1 else parts
-    return None, None, *of_contents, *of_keys, *of_values, *of_biases
+    return None, None, *of_contents, *split_joined(plan.vectors, of_keys + of_values, dtype), *of_biases
 
 
-def _contents(augmented: Tensor, width: int) -> Tensor:
-    """View augmented vectors (B, heads, N, ...) as those before they were augmented, (B, N, heads, width)."""
-    # One view takes a third of the time of `transpose` and `narrow`.
-    (batch, heads, tokens, _), (of_batch, of_head, of_token, of_number) = augmented.shape, augmented.stride()
-    return augmented.as_strided((batch, tokens, heads, width), (of_batch, of_token, of_head, of_number))
+def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Join the tables of keys and values, ([heads,] entries, head_dim), and a bias, ([heads,] entries, 1), in a dtype.
 
-
-def _forward(
-    plan: Plan, contents: tuple[Tensor, ...], tables: Sequence[Tensor], stock: Callable[..., tuple[Any, ...]]
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """Return the attention (B, N, heads head_dim), what its backward needs, and the results of `stock`."""
-    key_table, value_table, bias = _join(plan, tables, contents[0].dtype)
-    logits = _logits(plan, contents[0], key_table, bias)
-    operands = _operands(plan, contents, logits)
-    if stock is _stock:
-        # Without a backward nothing reads the logits again.
-        logits = None
-    results = stock(*operands, plan.scale)
-    del operands
-    mixed, marginals = results[0].transpose(1, 2).split_with_sizes((plan.width, plan.hot.shape[-1]), -1)
-    # The result is no view, and nothing else holds its memory, so that it may be changed in place.
-    out, by_entry = mixed.new_empty(*mixed.shape[:2], plan.heads * plan.width), None
-    if (entries := plan.value) is not None:
-        by_entry = _to(entries.sums.scatter_add(-1, entries.index, _to(marginals, entries.sums.dtype)), mixed.dtype)
-        product(by_entry, value_table, out, mixed)
-    else:
-        out.view(mixed.shape).copy_(mixed)
-    return out, (key_table, value_table, logits, by_entry), results
-
-
-def _stock(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor]:
-    return (F.scaled_dot_product_attention(query, key, value, scale=scale),)
-
-
-def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Join the tables of a term, in a dtype: key and value ([heads,] entries, head_dim), bias ([heads,] entries, 1)."""
-    bias = None
+    None: there is no such table.
+    """
+    joined = bias = None
     if plan.bias is not None:
         *tables, rows, cols = tables
-        bias = (torch.cat(_pieces(plan.bias, rows[..., None], cols[..., None]), -2) / plan.scale).to(dtype)
-    terms = [entries for entries in (plan.key, plan.value) if entries is not None]
-    if not terms:
-        return None, None, bias
-    pieces = [piece for at, entries in enumerate(terms) for piece in _pieces(entries, *tables[2 * at : 2 * at + 2])]
-    joined = _to(torch.cat(pieces, -2), dtype)
-    if len(terms) == 2:
-        return *joined.split_with_sizes([entries.sums.shape[-1] for entries in terms], -2), bias
-    return (joined, None, bias) if plan.value is None else (None, joined, bias)
+        bias = (torch.cat(used_pieces((plan.bias,), (rows[..., None], cols[..., None])), -2) / plan.scale).to(dtype)
+    if plan.vectors:
+        joined = converted(torch.cat(used_pieces(plan.vectors, tables), -2), dtype)
+    return joined, bias
 
 
-def _pieces(entries: Entries, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List the rows of both tables that are used, and zeros."""
-    (first_row, number_of_rows), (first_col, number_of_cols) = entries.parts
-    # Positional arguments, since names take PyTorch as long as a view.
-    rows = rows.narrow(-2, first_row, number_of_rows) if first_row else rows
-    return rows, cols.narrow(-2, first_col, number_of_cols) if first_col else cols, entries.zeros
-
-
-def _split(entries: Entries, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split the gradient of joined tables into those of both tables."""
-    (first_row, rows), (first_col, cols) = entries.parts
-    of_rows, of_cols, _ = _to(grad, dtype).split_with_sizes((rows, cols, entries.zeros.shape[-2]), -2)
-    # Rows that are not used lie on both sides of those that are.
-    of_rows = F.pad(of_rows, (0, 0, first_row, first_row)) if first_row else of_rows
-    return of_rows, F.pad(of_cols, (0, 0, first_col, first_col)) if first_col else of_cols
-
-
-def _logits(plan: Plan, content: Tensor, key_table: Tensor | None, bias: Tensor | None) -> Tensor:
+def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute the logits of each query for the rows and columns of the grid, (B, N, heads, S), before the scale."""
     heads, (batch, tokens) = plan.heads, content.shape[:2]
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
-    if key_table is not None:
+    if (entries := plan.key) is not None:
         # Head by head, the queries of a packed projection need no copy.
-        queries = by_head(content, heads)
-        of_head = 0 if key_table.dim() == 2 else key_table.stride(0)
-        entries, dim = key_table.shape[-2:]
-        table = key_table.as_strided((heads, dim, entries), (of_head, 1, dim))
+        queries, table = by_head(content, heads), joined.as_strided(*entries.factor)
         by_entry = torch.bmm(queries, table) if bias is None else torch.baddbmm(bias, queries, table)
-        strides = (tokens * entries, entries, batch * tokens * entries, 1)
-        by_entry = by_entry.as_strided((batch, tokens, heads, entries), strides)
-        return by_entry.gather(-1, plan.key.index)
+        return by_entry.as_strided(*entries.by_token).gather(-1, entries.index)
     if bias is not None:
         by_entry = bias.transpose(0, 1).expand(1, tokens, -1, -1)
         return by_entry.gather(-1, plan.bias.index[:1]).expand(batch, -1, -1, -1)
     return plan.no_logits
 
 
-def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool = False) -> Sequence[Tensor]:
+def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool) -> Sequence[Tensor]:
     """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each.
 
     Queries `apart` are a block of memory, which backward multiplies once more.
     """
-    heads = plan.heads
+    (alone,), (first, second), triple = plan.operands
     if len(contents) == 3:
-        query, *both = contents
-        keys_and_values = [torch.cat((part, plan.hot), -1).transpose(1, 2) for part in both]
-    elif apart or plan.apart:
-        query, both = contents[0].split_with_sizes((heads, 2 * heads), 2)
-        keys_and_values = torch.cat((both, plan.both_hot), -1).transpose(1, 2).split_with_sizes((heads, heads), 1)
-    else:
-        added = torch.cat((logits, plan.both_hot), 2)
-        return torch.cat((contents[0], added), -1).transpose(1, 2).split_with_sizes((heads, heads, heads), 1)
-    return torch.cat((query, logits), -1).transpose(1, 2), *keys_and_values
+        added = (logits, plan.hot, plan.hot)
+        return [torch.cat(both, -1).as_strided(*alone) for both in zip(contents, added, strict=True)]
+    if not apart:
+        block = torch.cat((contents[0], torch.cat((logits, plan.both_hot), 2)), -1)
+        return [block.as_strided(*part) for part in triple]
+    query, both = contents[0].split_with_sizes((plan.heads, 2 * plan.heads), 2)
+    query, both = torch.cat((query, logits), -1), torch.cat((both, plan.both_hot), -1)
+    return query.as_strided(*alone), both.as_strided(*first), both.as_strided(*second)
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Even where it does nothing, `Tensor.to` takes as long as an operation.
-    return x if x.dtype == dtype else x.to(dtype)
+def _channels(augmented: Tensor, first: int, number: int) -> Tensor:
+    """View some channels of augmented vectors (B, heads, N, ...) as (B, N, heads, number)."""
+    (batch, heads, tokens, _), (of_batch, of_head, of_token, of_number) = augmented.shape, augmented.stride()
+    size, stride = (batch, tokens, heads, number), (of_batch, of_token, of_head, of_number)
+    return augmented.as_strided(size, stride, augmented.storage_offset() + first)
