@@ -71,8 +71,8 @@ def may_remember() -> bool:
 
 
 def trains_in_graph() -> bool:
-    """Return True while PyTorch compiles a graph with its backward."""
-    return torch.is_grad_enabled() and is_compiling() and not is_exporting()
+    """Return True while PyTorch compiles a graph with its backward, outside of `torch.func`."""
+    return torch.is_grad_enabled() and is_fusing()
 
 
 def is_watched() -> bool:
