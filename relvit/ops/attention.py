@@ -162,8 +162,7 @@ def attend_projected(
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # On small grids each question to PyTorch takes as long as a view, and joining tables refuses or converts those of
-    # other devices or dtypes.
+    # Each question to PyTorch takes as long as a view. Joining refuses tables on other devices, and converts dtypes.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape
@@ -296,10 +295,7 @@ def choose(
 
 
 def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
-    """Choose by the first rule that applies.
-
-    The rule for the CPU comes from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
-    """
+    """Choose by the first rule that applies."""
     query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
         keeps, tokens = "nothing: backward recomputes each tile", max(query.shape[2], inputs.key.shape[2])
@@ -329,6 +325,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     keeps = "augmented output, logits, marginals: O(N (H + W))"
     usual = lean.refusal(inputs, device) is None
+    # The CPU's rules come from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     if device == "cpu" and usual and lean.pays_on_cpu(inputs):
         return Choice("lean", "on the CPU, where grids are small, few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
@@ -358,10 +355,8 @@ def _math_alone() -> bool:
 
 def _adds_pair_bias(inputs: AttentionInputs) -> bool:
     """Return True where a bias between rasters is the only joint table, which a tile or a mask adds as a whole."""
-    terms, grids = inputs.terms, (inputs.grid, inputs.key_grid)
-    if not isinstance(terms.bias, JointTable) or any(isinstance(term, JointTable) for term in terms[:3]):
-        return False
-    return all(grid.coords is None for grid in grids)
+    *others, bias = (isinstance(term, JointTable) for term in inputs.terms[:4])
+    return bias and not any(others) and inputs.grid.coords is None and inputs.key_grid.coords is None
 
 
 def relative_logits(
