@@ -61,7 +61,8 @@ class TimmRelativeAttention(GridAttention):
 
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
-        if self.qkv is None:
+        qkv = self._modules.get("qkv")
+        if qkv is None:
             projections = (self.q_proj, self.k_proj, self.v_proj)
             parts = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
             query, key, value = self.heads(tuple(parts))
@@ -72,13 +73,14 @@ class TimmRelativeAttention(GridAttention):
             return super().project(x)
         # The keys of timm's `EvaAttention`, BEiT and Swin V2 have no trained bias.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        if is_plain(self.qkv, nn.Linear):
-            qkv = F.linear(x, self.qkv.weight, bias)
+        if is_plain(qkv, nn.Linear):
+            projected = F.linear(x, qkv.weight, bias)
         else:
             # A module in the place of `qkv`, such as a LoRA adapter, may compute more than a product: call it.
-            qkv = self.qkv(x)
-            qkv = qkv + bias.to(qkv.dtype)
-        return self.heads(qkv.unflatten(-1, (3 * self.num_heads, self.head_dim)))
+            projected = qkv(x)
+            projected = projected + bias.to(projected.dtype)
+        # `unflatten` and `split` are functions in Python, which take longer than the views that they make.
+        return self.heads(projected.view(x.shape[0], x.shape[1], 3 * self.num_heads, self.head_dim))
 
 
 class TimmRelativePlain(TimmRelativeAttention, Attention):

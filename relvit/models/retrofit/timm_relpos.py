@@ -24,7 +24,7 @@ class TimmOwnRelative(TimmRelativeAttention):
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.proj.in_features // self.num_heads
+        return self._modules["proj"].in_features // self.num_heads
 
 
 class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):

@@ -108,7 +108,9 @@ def attend(
     Returns:
         (B, heads, N, head_dim).
     """
-    query, key, value = contents if len(contents) == 3 else contents[0].transpose(1, 2).split(plan.heads, 1)
+    if len(contents) == 1:
+        contents = contents[0].transpose(1, 2).split_with_sizes((plan.heads,) * 3, 1)
+    query, key, value = contents
     bias = _of_pairs(table.expand(plan.heads, -1, -1).flatten(1), prefix_bias, plan.index, plan.prefix)
     bias = bias.view(1, plan.heads, query.shape[2], -1)
     if attn_mask is not None:
