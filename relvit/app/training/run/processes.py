@@ -61,10 +61,16 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     """Check a trainer's options of devices, set them to the processes of torchrun or srun, and return `launched()`.
 
     Raises:
-        ValueError: This machine does not have the devices, or the strategy divides the weights among devices.
+        ValueError: This machine does not have the devices, or the strategy divides the weights among devices
+            or starts processes by copies of objects.
     """
     check_devices(options["accelerator"], options["devices"])
     check_strategy(options["strategy"])
+    strategy = options["strategy"]
+    start = strategy if isinstance(strategy, str) else getattr(strategy, "_start_method", None) or ""
+    if re.search("spawn|fork|notebook", start):
+        # Processes that start from copies of the run's objects leave the main one without its results.
+        raise ValueError(f"processes cannot start by {start} here: give --trainer.strategy ddp, which runs the command")
     launch = launched()
     if options["devices"] == "auto" and launch is not None:
         options["devices"], options["num_nodes"] = launch.per_node, launch.nodes

@@ -64,6 +64,7 @@ TRAINER = [
     ("accelerator", ["accelerator=cpu"], 3),
     ("strategy", ["strategy=single_device"], 3),
     ("strategy", ["strategy=fsdp"], "strategy fsdp cannot train here"),
+    ("strategy", ["strategy=ddp_spawn", "devices=2"], "processes cannot start by ddp_spawn here: give"),
     ("devices", ["devices=1"], 3),
     ("num_nodes", ["num_nodes=2"], "--trainer.num_nodes 2 needs this command on 2 machines"),
     ("precision", ["precision=bf16-mixed"], 3),
