@@ -54,6 +54,10 @@ MISTAKES = {
         "weigth_decay": "--model.weight_decay",
         "btach_size": "--batch_size", "class_wts": None, "num_wokers": "--num_workers",
         "weight_decay_rate": "--model.weight_decay", "find_lr": "--lr_find", "limit_val": "--trainer.limit_val_batches",
+        "crop_size": "--img_size", "eta_min": "--model.min_lr", "llrd": "--model.layer_decay",
+        "jitter": "--data.color_jitter", "loss_fn": "--model.loss", "reprob": "--data.random_erasing",
+        "iters": "--trainer.max_steps", "experiment": "--runs", "lr_gamma": None,
+        "es_patience": None, "rrc_scale": None, "dist": None, "augs": None, "aspect_ratio": None, "kd_alpha": None,
     },
     "test": {"max_batches": "--trainer.limit_test_batches", "epochs": None, "lr": None, "batch": "--batch_size"},
     "predict": {
@@ -70,6 +74,7 @@ MISTAKES = {
     "embed": {"batch": "--batch_size", "pool": None, "save_dir": "--output", "imgs": None},
     "publish": {"token": None, "repo": None, "licence": "--license", "private": None},
     "demo": {"share": None, "prot": "--port", "server_name": None},
+    "probe": {"neighbours": None, "reg": None}, "explain": {"memory": None, "json": None},
 }  # fmt: skip
 OF_A_TRAINER = ("fit", "test", "predict")
 
