@@ -275,6 +275,10 @@ class RelativeAttention(GridAttention, Attention):
     ) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim).
 
+        The way to the arithmetic: `position.terms` makes the terms; in `ops/attention.py` `attend_projected` computes
+        the usual case by `backends/lean.py`, and `attend` all other cases, such as large grids on a CPU by
+        `backends/tiled.py`.
+
         Args:
             x: the tokens.
             grid: places of the tokens in `x`.

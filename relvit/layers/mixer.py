@@ -55,8 +55,8 @@ class Mixer(FillConstants, Leaf):
         torch.Size([2, 24, 192])
 
     Attributes:
-        lacks: what a model with this mixer cannot do, see `relvit.models.lack`, and why: the rest of a sentence
-            that begins with the mixer.
+        lacks: what a model with this mixer cannot do, by the names that `relvit.models.lack` lists, and why: the rest
+            of a sentence that begins with the mixer.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {"memory": "takes no memory", "weights": "shows no weights"}

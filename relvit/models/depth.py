@@ -69,7 +69,7 @@ def lack(model: nn.Module, need: str) -> str | None:
         model: any model.
         need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of attention
             weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
-            images of any shapes).
+            images of any shapes), 'reach' (another treatment of other sizes than the trained one, by `set_reach`).
     """
     for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
         if part is not None and need in part.lacks:

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from lightning import Trainer
 
-from relvit.app.cli.hints import choices, item_type, takes_one
 from relvit.app.cli.mistakes import required
+from relvit.app.cli.option_types import choices, item_type, takes_one
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
 from relvit.app.cli.typed_words import parameters, positionals, short_names, type_hints

@@ -1,4 +1,7 @@
-"""Explain what a parser refuses in one line: the option or value that is wrong, and the nearest right name."""
+"""Explain what a parser refuses in one line: the option or value that is wrong, and the nearest right name.
+
+`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has those of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jsonargparse import Namespace
 
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.hints import accepts, choices, in_words, subclasses
+from relvit.app.cli.option_types import accepts, choices, in_words, subclasses
 from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.models import model_arguments

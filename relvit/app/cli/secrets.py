@@ -1,4 +1,7 @@
-"""Secrets in the arguments of loggers, callbacks and data modules, which files record as `***`."""
+"""Secrets in the arguments of loggers, callbacks and data modules, which files record as `***`.
+
+Which names are secret says `relvit/app/utils/masks.py`.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 
 from relvit.app.cli.config_text import load_config
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.hints import accepts, item_type, takes_one
+from relvit.app.cli.option_types import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.files import is_exported
 

@@ -1,4 +1,4 @@
-"""Test-time augmentation: average the probabilities of an image and its mirror image."""
+"""Test-time augmentation in the Trainer: switch on `Answering.mirror`; `Answering.logits` computes the average."""
 
 from __future__ import annotations
 

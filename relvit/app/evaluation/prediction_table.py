@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.images.file_datasets import NamedFiles
+from relvit.app.data.loading.eval_shards import rank_of
 from relvit.app.plots import picture_of, plot_steps
 from relvit.app.training.labels import Labels
 from relvit.app.utils.files import atomic_write
@@ -154,8 +155,7 @@ def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[lis
     paths = [printable(str(path)) for path in dataset.paths] if isinstance(dataset, NamedFiles) else None
     heads = [next(rest, None) for rest in rows]
     for index in range(len(dataset)):
-        # The dataloaders of `ImageData` give images to the processes in turn.
-        rank = index % len(rows)
+        rank = rank_of(index, len(rows))
         row = heads[rank]
         # Unreadable images have no rows, nor have images beyond --trainer.limit_predict_batches.
         if row is not None and (paths is None or row[0] == paths[index]):

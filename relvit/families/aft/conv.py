@@ -1,6 +1,7 @@
 """Window sums of AFT-conv: weights exp(w) in a window around each patch, 1 everywhere else, by depthwise convolution.
 
-Two forms: 'difference' is the paper's (section 3.2), which subtracts, and 'convolution' subtracts nothing.
+Two backends: 'difference' is the paper's form (section 3.2), which subtracts, and 'convolution' subtracts nothing;
+`operations.aft_conv` chooses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from relvit.ops.tracing import is_eager
 LEAST_DIFFERENCE = -5.0
 
 
-def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Grid, form: str) -> Tensor:
+def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Grid, backend: str) -> Tensor:
     """Sum over all tokens j with weights exp(w_ij), in a window, and 1 outside of it.
 
     Args:
@@ -28,7 +29,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
         top: (heads, 1, 1), no less than any w that occurs, the 0 outside of the window included.
         width: head_dim.
         grid: layout of the tokens.
-        form: 'difference' or 'convolution'.
+        backend: 'difference' or 'convolution'.
 
     Returns:
         (B, N, channels), up to a factor for each token.
@@ -45,7 +46,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
         index = places[..., None].expand(image.shape)
         image = image.new_zeros(image.shape[0], height * columns, image.shape[2]).scatter_add(1, index, image)
     image = image.unflatten(1, (height, columns))
-    if form == "difference":
+    if backend == "difference":
         everywhere = image.sum(dim=(1, 2), keepdim=True)
         sums = depthwise(window - outside[:, None, None], image) + outside * everywhere
     else:

@@ -16,7 +16,7 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# `retrofit` calls the argument of all learned positions by the first name, models call it by the second.
+# `init_std` in `retrofit` and `rel_init_std` in models are one argument, of all learned positions.
 INIT_STD = ("init_std", "rel_init_std")
 
 

@@ -7,6 +7,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 
+def shard(count: int, rank: int, processes: int) -> range:
+    """Return the indices of the images of a process, which get images in turn."""
+    return range(rank, count, processes)
+
+
+def rank_of(index: int, processes: int) -> int:
+    """Return the process that has the image of an index, see `shard`."""
+    return index % processes
+
+
 class EvalShardLoader:
     """DataLoader of one device's shard, in as many batches as the device with the largest shard has.
 

@@ -23,7 +23,7 @@ from relvit.app.data.images.file_datasets import (
 from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import ListedImage, images_in_memory
 from relvit.app.data.loading.deterministic import DeterministicDataset
-from relvit.app.data.loading.eval_shards import EvalShardLoader
+from relvit.app.data.loading.eval_shards import EvalShardLoader, shard
 from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
@@ -319,10 +319,10 @@ class ImageData(RecordedArguments, ABC):
             return self._loader(split)
         world = self.trainer.world_size
         count = len(self.dataset(split))
-        loader = self._loader(split, sampler=range(self.trainer.global_rank, count, world))
+        loader = self._loader(split, sampler=shard(count, self.trainer.global_rank, world))
         no_targets = [] if split == "predict" else torch.empty(0, dtype=torch.long)
         images = self.shape.empty(self.in_chans)
-        largest_shard = math.ceil(count / world)
+        largest_shard = len(shard(count, 0, world))
         return EvalShardLoader(loader, math.ceil(largest_shard / self.batch_size), (images, no_targets))
 
     def _loader(

@@ -8,8 +8,8 @@ from lightning import Trainer
 
 import relvit_start
 from relvit.app.cli.functions import function_of
-from relvit.app.cli.hints import in_words
 from relvit.app.cli.mistakes import explain
+from relvit.app.cli.option_types import in_words
 from relvit.app.cli.parser import Parser
 from relvit.app.data import ImageData
 from relvit.app.training import ImageClassifier
