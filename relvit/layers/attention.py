@@ -34,7 +34,7 @@ def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Gri
     # Looking a module up as an attribute takes PyTorch as long as a view of a tensor.
     position = layer._modules.get("position")
     if position is None:
-        # Some retrofitted layers compute it from their own tables.
+        # Some retrofitted layers compute the attribute `position` from their own tables.
         position = layer.position
     return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 

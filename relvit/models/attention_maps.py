@@ -124,7 +124,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
 
     Returns:
         By the name of the layer the arguments of `relvit.ops.relative_attention`: queries, keys and values
-        (B, heads, N, head_dim), terms, grid and options. A block that runs several times has those of its last time.
+        (B, heads, N, head_dim), terms, grid and options. A block that runs several times has its last arguments.
 
     Raises:
         TypeError: a model without attention with relative positions.

@@ -50,7 +50,7 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# A boolean argument of a model chooses a depth by these names; rooms of `relvit.families` add theirs.
+# A boolean argument of a model chooses a depth by these names; packages in `relvit.families` add their own.
 DEPTHS: dict[str, Depth] = {}
 
 

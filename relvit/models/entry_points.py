@@ -95,7 +95,7 @@ def entry_point(
         name: name of the model.
         model_class: class of the model.
         filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
-        arguments: completes the arguments of a call by those of the model.
+        arguments: adds the model's own arguments to the arguments of a call.
         module: name of the module in which timm finds the `default_cfgs`; None: the module of the class.
     """
 

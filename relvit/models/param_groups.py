@@ -22,7 +22,7 @@ def param_groups(
 
     Tables that `relvit.retrofit` has added start at zero, beside weights that are trained already: in a short
     fine-tuning they learn too slowly at the learning rate of these weights. Each group holds its `lr`, which the
-    schedulers of PyTorch and of timm scale, and no `lr_scale`, which those of timm alone would read.
+    schedulers of PyTorch and of timm scale, and no `lr_scale`, which only timm's schedulers would read.
 
     Examples:
         >>> vit = relvit.retrofit(timm.create_model("vit_tiny_patch16_224"), rel_terms="kv")
@@ -59,7 +59,7 @@ def param_groups(
         if others:
             found.append(group | {"params": others, "lr": rate})
         if positions:
-            # The factor tells these groups from the others, whose highest rate is that of the last layer.
+            # Of the groups without the entry `position_lr_scale`, the group of the last layer has the highest rate.
             own = {"params": positions, "lr": rate * position_lr_scale, "position_lr_scale": position_lr_scale}
             found.append(group | own)
     return found

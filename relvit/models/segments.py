@@ -35,5 +35,5 @@ class Segmenter(Protocol):
         ...
 
 
-# Segmenters by their reach; rooms of `relvit.families` add theirs.
+# Segmenters by their reach; packages in `relvit.families` add their own.
 SEGMENTERS: dict[str, type[Segmenter]] = {}

@@ -376,7 +376,7 @@ def relative_logits(
     Args:
         query, grid, key_grid: see `relative_attention`.
         terms: only `terms.key` is read.
-        backend: 'reference' is slow, all others compute the same fast way.
+        backend: 'reference' is slow; all other backends compute in the same fast way.
 
     Returns:
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.

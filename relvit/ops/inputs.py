@@ -138,8 +138,8 @@ def with_axis_factor(terms: RelativeTerms, factor: Tensor | float) -> RelativeTe
 def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     """Append the free channels to queries and keys, in their dtype; position queries and keys stay as they are.
 
-    Large products that nearly cancel, as those of squared coordinates, lose all bits in half precision: there each
-    channel becomes three, high . high + low . high + high . low, of numbers split into a high and a low part.
+    Large products that nearly cancel, such as squared coordinates, lose all bits in half precision. There each number
+    is split into a high and a low part, and each channel becomes three: high . high + low . high + high . low.
     """
     channels, dtype = inputs.terms.channels, inputs.query.dtype
     if channels is None:

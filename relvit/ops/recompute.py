@@ -21,8 +21,8 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
-    Autograd checks the tensors that it keeps by itself, but neither those that a saved-tensor hook keeps nor those that
-    `torch.utils.checkpoint` reads in backward.
+    Autograd checks the tensors that it keeps by itself, but neither tensors that a saved-tensor hook keeps nor tensors
+    that `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -85,7 +85,7 @@ def recompute_saved(
         yield
         return
     recomputation = _Recomputation(function, inputs)
-    # Tensors stay alive within the context, so that their addresses are theirs alone.
+    # Tensors stay alive within the context, so that no other tensor can get their addresses.
     by_address = {tensor.data_ptr(): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:

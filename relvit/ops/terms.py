@@ -50,8 +50,8 @@ class JointTable(NamedTuple):
 class Channels(NamedTuple):
     """Free channels: numbers of each token whose products are added to the logits, c_ij = query_i . key_j.
 
-    They are appended to queries and keys as they are, without tables, so any bias of rank r costs r channels, whatever
-    the size of the image. Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3).
+    The channels are appended to queries and keys as they are, without tables, so any bias of rank r costs r channels,
+    whatever the size of the image. Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3).
 
     Examples:
         >>> place = torch.randn(1, 12, 196, 4)
@@ -69,7 +69,7 @@ class Channels(NamedTuple):
 class AxisLogits(NamedTuple):
     """Relative logits that are computed already: a number of each query per row and per column of the key grid.
 
-    They serve positions that no table of offsets describes, such as those of pooled tokens, whose queries and keys have
+    Such logits serve positions that no table of offsets describes, such as pooled tokens, whose queries and keys have
     grids of different steps. `relvit.ops.relative_logits` computes the same numbers from tables.
 
     Examples:

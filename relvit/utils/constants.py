@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class FillConstants:
     """Mixin before a module that computes constants when `load_state_dict(assign=True)` takes it off the meta device.
 
-    A state dict leaves out the non-persistent buffers of the module and its parts. They get the device of the weights,
-    or PyTorch's default device where the module has no weights.
+    A state dict leaves out the non-persistent buffers of the module and its parts. These buffers get the device of the
+    weights, or PyTorch's default device where the module has no weights.
     """
 
     def _load_from_state_dict(
@@ -32,7 +32,7 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     gone = {name: buffer for name, buffer in gone.items() if buffer is not None and buffer.is_meta}
     # PyTorch loads the parts of a module after its own weights, from which some parts compute their buffers.
     waits = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    # This is the name in timm's layers, too.
+    # timm's own layers have a method of this name, too.
     if gone and not waits and hasattr(module, "init_non_persistent_buffers"):
         for name, buffer in gone.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)

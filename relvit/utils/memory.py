@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-# Linux control groups, by the controller's name in /proc/self/cgroup ('' is version 2): files of the limit and of what
-# is taken, and the part of that in memory.stat which the kernel frees when it is needed.
+# Linux control groups, by the controller's name in /proc/self/cgroup ('' is version 2): the files of the limit and of
+# the memory in use, and the entry of memory.stat for memory that the kernel frees on demand.
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

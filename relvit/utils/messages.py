@@ -58,7 +58,7 @@ def _is_misspelt(typed: str, other: str) -> bool:
 
 def _most_edits(typed: str, other: str) -> int:
     """Return how many faults a misspelling may have: few in a short word, or where the first letter is another."""
-    # Such as the day in the name of a run's folder.
+    # In a number, such as the day in the name of a run's folder, one digit may be wrong.
     if typed.isdigit() and other.isdigit():
         return 1
     # Of three letters, such as 'eta' and 'ema', a wrong one makes another word.

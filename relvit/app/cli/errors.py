@@ -24,7 +24,7 @@ def is_users_mistake(error: Exception) -> bool:
     files = (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError)
     mistakes = (ValueError, MissingPackageError, *files)
     of_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS)
-    # The class is Lightning's, whose import takes seconds.
+    # `MisconfigurationException` is compared by name, since importing Lightning takes seconds.
     return of_path or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
 
 

@@ -73,7 +73,7 @@ class Parser(LightningArgumentParser):
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Make the objects of a configuration whose record may hide secrets as `***`.
 
-        Loggers and callbacks find them elsewhere; those of a data module have to be given.
+        Loggers and callbacks find their secrets elsewhere; the secrets of a data module have to be given.
         """
         check_data_given(cfg.get("data"))
         if "trainer" in cfg:

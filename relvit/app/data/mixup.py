@@ -20,7 +20,7 @@ class BatchMix(nn.Module):
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
-      the border, is replaced by that of x_j; lam is then the share that is left
+      the border, is replaced by the same rectangle of x_j; lam is then the share of x_i that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), mixed or not: the share `label_smoothing` is
     spread over all classes. The work is torchvision's, on the device of the images; random numbers come from PyTorch's

@@ -36,10 +36,10 @@ class RecordedArguments(LightningDataModule):
     def init_args(self) -> dict[str, Any]:
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
-        They consist of str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store
-        them. Of a user's class they are those that it was given and the defaults of its own constructor; where the
-        module keeps one under the same name, as an absolute path or as the value that it takes for None, they have
-        that. An argument of another type, such as a dataset, is left out.
+        Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
+        A user's class has the arguments that it was given and the defaults of its constructor. If the module has an
+        attribute of the same name, such as an absolute path or the value that None stands for, the attribute is
+        returned. An argument of another type, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -90,7 +90,7 @@ class RecordedArguments(LightningDataModule):
     def names_to_restore(cls) -> list[str]:
         """Names of the arguments that a class takes from a checkpoint of other data.
 
-        What a user's class does with its ``**options`` is not known, so these are its own arguments.
+        How a user's class uses its ``**options`` is not known, so only its own arguments are returned.
         """
         found = cls.arguments()
         return [name for name, (_, part) in found.items() if not cls.is_of_user() or part.__init__ is cls.__init__]

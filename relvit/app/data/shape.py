@@ -87,8 +87,8 @@ class NativeShapes(ImageShape):
 
         Each image gets the largest size, in whole patches, that has its own aspect ratio (but for the rounding to
         patches) and `max_tokens` patches or fewer. Small images are enlarged, so all sequences are nearly as long as
-        the budget and batches have little padding. Of random resized crops the area and the aspect ratio, relative to
-        that of the image, stay random; shifts by up to an eighth stay shifts; centre crops are left out: evaluation
+        the budget and batches have little padding. Random resized crops keep their random area and their random aspect
+        ratio, relative to the image's; shifts by up to an eighth stay shifts; centre crops are left out: evaluation
         sees the whole image.
 
         Args:
@@ -99,7 +99,7 @@ class NativeShapes(ImageShape):
             'patch_coord' int64 (N, 2), row and column of each, and 'patch_valid' bool (N,), all True.
 
         Raises:
-            ValueError: A crop that has no such form, that of 'three-augment-crop'.
+            ValueError: The crop of 'three-augment-crop', which has no such form.
         """
         sizes = self.patch_size, self.max_tokens
         steps: list[Any] = []

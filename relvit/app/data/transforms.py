@@ -60,7 +60,7 @@ class ResizeToCover(v2.Transform):
     """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width), as timm does.
 
     Bicubic with antialiasing; smaller images are enlarged. One side of the result is exact, the other is at least
-    as long as asked. Where it would be more than 64 times as long, the middle of the result is all that is computed.
+    as long as asked. If that side is more than 64 times as long as asked, only its middle is computed.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -83,14 +83,14 @@ class ResizeToCover(v2.Transform):
         """Return height and width of the whole image as it would be resized, and of the middle that is computed."""
         height, width = self.size
         if height == width:
-            # timm takes torchvision's Resize for squares, which drops the fraction of a pixel of the longer side,
+            # For squares timm uses torchvision's Resize, which drops the fraction of a pixel of the longer side.
             whole = int(height * stored[0] / min(stored)), int(width * stored[1] / min(stored))
         else:
-            # and its own ResizeKeepRatio for other shapes, which rounds.
+            # For other shapes timm uses its own ResizeKeepRatio, which rounds.
             ratio = min(stored[0] / height, stored[1] / width)
             whole = round(stored[0] / ratio), round(stored[1] / ratio)
-        # A centre crop rounds half a pixel to an even number: it takes the same pixels where an even number is left out
-        # on either side.
+        # A centre crop rounds half a pixel to an even number, so leaving out an even number of pixels on either side
+        # does not change the crop.
         made = tuple(
             side - max(0, side - LONGEST * asked) // 4 * 4 for side, asked in zip(whole, self.size, strict=True)
         )

@@ -27,8 +27,8 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
     """Count the multiply-accumulates of all matrix products and convolutions for one image: half the FLOPs.
 
     The pass has no data (PyTorch's device 'meta'), so the number is the same on every device. With relative positions
-    the products of the augmented queries, keys and values count, as GPUs compute them. These are a few percent of a
-    model more than the method needs; `tools/model_table.py` counts what it needs.
+    the products of the augmented queries, keys and values count, as GPUs compute them. The count is a few percent
+    higher than the method needs; `tools/model_table.py` counts what the method needs.
 
     Args:
         net: a model of timm or relvit; not changed.

@@ -103,7 +103,7 @@ class ExportedClassifier(Answering):
     def check_size(self, img_size: tuple[int, int]) -> None:
         """Refuse a size (height, width) that the file does not take."""
         for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
-            # Such a side is written '16*height_in_patches'.
+            # A side that is free in whole patches is written '16*height_in_patches'.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"

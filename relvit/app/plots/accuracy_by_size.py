@@ -19,8 +19,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
 
     Multi-label models have mean average precision, mean F1 and loss. Bars are standard errors of accuracies. The size
-    of an image that is not square is the side of the square of as many pixels. A dotted line marks each size at which a
-    model was trained, a ring the model's points there.
+    of an image that is not square is the side of a square that has the same number of pixels. A dotted line marks each
+    size at which a model was trained, a ring the model's points there.
 
     Args:
         rows: what `relvit.app.evaluation.evaluate_sizes` returns.

@@ -91,8 +91,8 @@ def multi_label_metrics(
         probabilities: (N, C).
         labels: Bool (N, C).
         thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
-            threshold is midway between the lowest score to be included and the next one below it; it is the highest of
-            equally good ones, and 0.5 for a class without images.
+            threshold is midway between the lowest score to be included and the next one below it; the highest of
+            equally good thresholds is taken, and 0.5 for a class without images.
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)

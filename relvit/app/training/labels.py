@@ -34,7 +34,7 @@ class Mistake(NamedTuple):
     """A wrong prediction.
 
     Attributes:
-        weight: How bad the mistake is.
+        weight: The probability of the wrong class, or the loss of a multi-label image: larger is worse.
         position: The position of the image among those of the test.
         true: The names of the image's classes.
         predicted: The names of the predicted classes.

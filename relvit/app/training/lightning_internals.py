@@ -11,8 +11,8 @@ from lightning import Trainer
 def validation_due(trainer: Trainer) -> bool:
     """Return whether a validation follows the training batch that was processed last.
 
-    This depends on `val_check_interval` (batches, a part of the epoch, or time), `check_val_every_n_epoch`, data
-    without a length, and early stops. Lightning has no public function that says it.
+    The answer depends on `val_check_interval` (batches, a part of the epoch, or time), `check_val_every_n_epoch`, data
+    without a length, and early stops. Lightning has no public function for this.
     """
     # Lightning reads the argument only for training steps that fetch their batches themselves.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)

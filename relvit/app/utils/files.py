@@ -248,7 +248,7 @@ def absolute(path: str) -> str:
     The file system resolves what comes before `..`, as no text operation can: behind a link to a folder, `..` is the
     parent of the folder that the link leads to. Where there is no such folder `..` stays: opening the path then fails.
     """
-    # The system would take the doubled slash of an address for one, and what is secret would not be found in it.
+    # Resolving would turn the doubled slash of an address into one, and then the address's secrets would not be found.
     if is_address(path):
         return path
     # Without `..`, abspath changes nothing but `.` and doubled slashes.

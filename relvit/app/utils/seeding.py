@@ -23,7 +23,7 @@ def seed_all(*key: int) -> None:
     """Seed Python, NumPy and PyTorch on all devices by `key` alone."""
     seed = _hash(key)
     _seed_host(seed)
-    # This seeds the generators of all accelerators, and the CPU's once more.
+    # `torch.manual_seed` seeds the generators of all accelerators, and the CPU's once more.
     torch.manual_seed(seed)
 
 

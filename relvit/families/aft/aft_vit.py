@@ -146,8 +146,8 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
       pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' has no tensor that distinguishes its own checkpoints from those of attention: it takes
-      over all.
+      in the model. 'simple' has no tensor that distinguishes its own checkpoints from checkpoints of attention, so it
+      loads all tensors.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.

@@ -15,8 +15,9 @@ from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
-# Below this weight the difference cancels too much. Down to it, the error of an average is at most 2 exp(5) = 300 times
-# that of rounding, and only where a key of this weight outweighs all others together by as much.
+# Below this weight the difference loses too many digits to cancellation. From this weight on, the error of an average
+# is at most 2 exp(5) = 300 times the rounding error, and only where a key of this weight outweighs all other keys
+# together by as much.
 LEAST_DIFFERENCE = -5.0
 
 

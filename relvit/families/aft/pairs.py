@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.grid import Grid, batched_coords, token_places, without_padding
 from relvit.ops.recompute import recomputed
 
-# This number of logits is formed at a time, or the logits of one query where these are more.
+# A tile has at most this many logits, or the logits of one query if a single query has more.
 TILE_LOGITS = 2**24
 
 
@@ -56,8 +56,8 @@ def average_of_pairs(
             allowed = earlier if allowed is None else earlier & allowed
         top = (key + pairs).detach()
         top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
-        # Keys and biases are taken relative to those of the largest sum that the query may see, each by itself: in the
-        # sum of a large key and a small bias, the bias would be rounded away.
+        # Subtract from keys and from biases, separately, the key and the bias of the largest sum that the query may
+        # see: in the sum of a large key and a small bias, the bias would be rounded away.
         of_top = (part.detach().expand(*top.shape[:3], count, top.shape[4]).gather(3, top) for part in (key, pairs))
         key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
         logits = key + pairs

@@ -157,7 +157,7 @@ def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     """Compute sum over j <= i of softmax_j(key_j) value_j for each channel and each i, in log2 N steps over all tokens.
 
     After each step a token knows the sums over twice as many predecessors, relative to the largest key among them:
-    nothing overflows, and nothing is lost that is not smaller than rounding.
+    nothing overflows, and only numbers smaller than the rounding error are lost.
 
     Args: see `exponentials`.
 

@@ -139,7 +139,7 @@ def _attend(
     if terms is not None and terms.bias is not None:
         logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
 
-    # Two tokens meet in a round if these numbers of theirs, of bucket and chunk, are equal or differ by 1.
+    # Two tokens meet in a round if their codes, which combine bucket and chunk, are equal or differ by 1.
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):

@@ -2,7 +2,7 @@
 
 Source: Dai et al. 2019 (arXiv 1901.02860), section 3.2. A segment is a band of rows of patches (or a tile, or a frame
 of a video). Every layer keeps its inputs from earlier segments, before its norm and without gradients, as additional
-tokens to attend to. So an image of any height takes the memory of a band.
+tokens to attend to. An image of any height therefore needs the memory of a single band.
 """
 
 from __future__ import annotations

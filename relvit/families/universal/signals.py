@@ -29,9 +29,9 @@ class PositionStepSignals(KeepConstants, Leaf):
     """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
 
     Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
-    has a sinusoid of the position plus one of the step. In 2D the first half of the channels has that of the row, the
-    second that of the column, since their sum could not distinguish rows from columns. Every grid and every number of
-    steps is served. Prefix tokens have no position, and the signal of the step alone.
+    has a sinusoid of the position plus one of the step. In 2D the first half of the channels has the row's sinusoids,
+    the second half the column's, since the sum of both could not distinguish rows from columns. Every grid and every
+    number of steps is served. Prefix tokens have no position, and the signal of the step alone.
 
     In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
     scales both signals.

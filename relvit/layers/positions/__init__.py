@@ -28,7 +28,7 @@ __all__ = [
     "factorise_bias",
 ]
 
-# The argument `position` of models and `retrofit` takes these names; rooms of `relvit.families` add theirs.
+# The argument `position` of models and `retrofit` takes these names; packages in `relvit.families` add their own.
 POSITIONS: dict[str, Callable[..., nn.Module]] = {
     "tables": RelativePosition2d,
     "slopes": SlopePosition2d,

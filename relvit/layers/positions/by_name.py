@@ -28,7 +28,7 @@ def position_factory(
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
         owner: class or function that a user calls, whose signature has the defaults.
-        **tables: arguments of the owner for 'tables' alone, or, named in `INIT_STD`, for all learned positions.
+        **tables: arguments of `owner`: names in `INIT_STD` for all learned positions, other names for 'tables' only.
 
     Raises:
         ValueError: an unknown name, or arguments for tables with another position.

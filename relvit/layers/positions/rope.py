@@ -122,8 +122,8 @@ class RotaryEmbedding2d(KeepConstants):
 class AnySizeRope:
     """Mixin before one of timm's rotary embeddings that computes the embedding at sizes other than the stored one.
 
-    timm's classes either ignore the requested size, or compute the embedding at every size, which differs from the
-    stored one in other precisions than float32.
+    timm's classes either ignore the requested size, or compute the embedding anew even at the stored size; in other
+    precisions than float32 the computed embedding differs from the stored one.
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -79,7 +79,7 @@ class SlopePosition2d(Position):
 def alibi_slopes(num_heads: int) -> list[float]:
     """Compute ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
 
-    For n heads, n a power of two, they are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. Otherwise, as in the
+    For n heads, n a power of two, they are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. For other n, as in the
     authors' code, they are the slopes of the next lower power of two, then every other slope of twice that power.
     """
     lower = 1 << (num_heads.bit_length() - 1)

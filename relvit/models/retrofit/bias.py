@@ -83,7 +83,7 @@ class BiasPositions(OwnPositions):
         """Convert the tables in a state dict of the original model; all other tensors stay.
 
         Raises:
-            ValueError: a table whose number of entries is that of no window.
+            ValueError: a table whose number of entries fits no window.
         """
         given = dict(state)
         for key in [key for key in given if key.partition(".")[0] in cls.shared]:

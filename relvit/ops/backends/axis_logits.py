@@ -193,7 +193,7 @@ def entry_logits(query: Tensor, table: Tensor) -> Tensor:
 
 def _entry_logits(query: Tensor, table: Tensor) -> Tensor:
     """Compute `entry_logits` in the order in memory, (heads, B, N, entries)."""
-    # Head by head, queries in the memory layout of the projection need no copy, neither now nor in backward.
+    # A product per head reads queries in the projection's memory layout: neither forward nor backward copies them.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))
     return per_entry.unflatten(1, (query.shape[0], query.shape[2]))
@@ -317,14 +317,14 @@ def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Ten
 def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Split the gradients of the terms' joined tables into those of each table."""
     if len(grads) == 2 and grads[0].dtype != dtype:
-        # One operation joins and converts both.
+        # A single `cat` joins both gradients and converts their dtype.
         whole = torch.cat(grads, -2, out=grads[0].new_empty(0, dtype=dtype))
         grads = whole.split_with_sizes([sum(entries.sizes) for entries in joined], -2)
     pieces = []
     for entries, grad in zip(joined, grads, strict=True):
         *of_tables, _ = converted(grad, dtype).split_with_sizes(entries.sizes, -2)
         for first, piece in zip(entries.firsts, of_tables, strict=True):
-            # Rows that are not used lie on both sides of those that are.
+            # The unused rows of a table lie on both sides of the used rows, and their gradient is zero.
             pieces.append(F.pad(piece, (0, 0, first, first)) if first else piece)
     return pieces
 

@@ -90,7 +90,7 @@ def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     batch, heads, tokens, width = parts[0].shape
     joined = _sum_of_padded(-2, 0, 0, [part.transpose(1, 2) for part in parts]).contiguous()
-    # Inductor computes each slice in a kernel of its own; what `as_strided` reads is computed as a whole before.
+    # Inductor computes slices in a kernel each, but computes the whole tensor once where `as_strided` reads it.
     row = len(parts) * heads * width
     size, stride = (batch, heads, tokens, width), (tokens * row, width, row, 1)
     return tuple(joined.as_strided(size, stride, number * heads * width) for number in range(len(parts)))

@@ -4,7 +4,7 @@ On small grids launching operations takes longer than their arithmetic. The augm
 whose docstring derives them; here the usual case alone, a raster that attends to itself with tables per axis, takes one
 `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values, stock attention, one
 `scatter_add_` and one product. The backward is the same in reverse: it makes the augmented vectors again and calls the
-backward of stock attention's own kernel. What depends on shapes alone is worked out once (`Plan`).
+backward of stock attention's own kernel. A `Plan` holds all that depends on shapes only, and is computed once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         apart: whether queries are augmented apart from keys and values, so that logits and indicators are copied once.
         no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
         key, value, bias: entries of the terms; None: there is no such term.
-        vectors: those of `key` and `value` that there are, whose tables are joined.
+        vectors: `key` and `value` without None, since their tables are joined.
         operands: views, (B, heads, N, width) each, of a block of memory with one, two or three of a token's augmented
             vectors in each head.
         mixed, marginals: views of stock attention's output, (B N heads, head_dim) and (B, N, heads, S).
@@ -224,7 +224,7 @@ def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -
     Args:
         contents: queries, keys and values, (B, N, heads, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
-        tables: those of the rows and of the columns of the terms, of keys, then of values, then of a bias.
+        tables: the row table and the column table of each term: of the key term, the value term, then the bias.
         plan: for these shapes.
 
     Returns:

@@ -43,7 +43,7 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     return table
 
 
-# Entries behind those of a flat joint table: from prefix tokens to patches, from patches to them, between them.
+# A flat joint table ends with three entries for prefix tokens: to patches, from patches, between prefix tokens.
 PREFIX_ENTRIES = 3
 
 

@@ -130,7 +130,7 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
 
-        The configuration that is written says what is trained, not from which checkpoint a part of it went on.
+        The configuration file says what is trained, but not which checkpoint the training was resumed from.
         """
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path

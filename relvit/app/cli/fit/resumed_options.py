@@ -1,8 +1,8 @@
 """Resume a training: `relvit fit --resume RUN` or `--ckpt_path`; which options may differ from before is decided here.
 
-What may change is how long a training lasts, where and how fast it runs; not what is trained. A checkpoint brings the
-optimiser, the schedule's place and the callbacks' states along: an option that they would override, or that would make
-the run's configuration untrue for the epochs that are done, is refused by its name.
+A resumed training may change how long it lasts, where and how fast it runs, but not what is trained. A checkpoint
+brings the optimiser, the schedule's place and the callbacks' states along: an option that they would override, or that
+would make the run's configuration untrue for the epochs that are done, is refused by its name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
-# These files may have moved, but they must be there before and after.
+# The paths in these options may change, since files move, but no path may be added or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # Changes of all other options are refused, with the reason for the longest of these names that the option begins with.
 REASONS = {
@@ -128,8 +128,8 @@ def changed_options(
 
     Args:
         path: where the checkpoint is, for the message.
-        trained: options of its training: 'model', 'data' and those of `fit_options`; none is compared that it lacks.
-        asked: those of the training that goes on.
+        trained: the checkpoint's 'model', 'data' and `fit_options`; only groups that it has are compared.
+        asked: the options of the training that goes on, likewise.
         given: names of the options on the command line.
 
     Raises:

@@ -48,7 +48,7 @@ def report_fit(
     `positions.png` are the relative tables of that checkpoint, where it has some.
 
     All processes call this. `since` is the number of epochs that had been trained before this training went on; with
-    `same_run` these epochs are of the same folder, and the best checkpoint may be one of theirs.
+    `same_run` these epochs are in the same folder, and one of them may have written the best checkpoint.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     score, what = model.score, SCORES[model.score]
@@ -117,7 +117,7 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     named = f" --data {class_path_of(type(data))}" if data.is_of_user() else ""
     lines = []
     if not data.shape.fixed:
-        # The suggested size has half as many tokens more, in images of the same shapes.
+        # The suggested `max_tokens` is 1.5 times the trained number, in images of the same shapes.
         lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}{named}")
     elif getattr(net, "dynamic_img_size", False):
         # The suggested sides are a quarter larger, in whole patches; with much larger images accuracy would fall.

@@ -31,7 +31,7 @@ SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 def new_folder(runs: str, name: str) -> Iterator[Path]:
     """Make a new folder for a run in the main process, and remove it at the end where nothing was written into it.
 
-    The main process sends the paths of checkpoints to the others, which are given `runs` itself.
+    Other processes get `runs` itself, because the main process sends them the paths of checkpoints.
 
     Raises:
         UsageError: the folder cannot be made.

@@ -72,7 +72,7 @@ class RelvitCLI(LightningCLI):
     Args:
         function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
         given: the command line.
-        checkpoint: data and model must be those of its training.
+        checkpoint: the data and the model must be the same as in the checkpoint's training.
         known: the values that options have where the command line does not give them, see `values_of`.
         save_config_callback: writes the configuration of a training.
         model_class: makes the classifier from the options of the model.
@@ -140,7 +140,7 @@ class RelvitCLI(LightningCLI):
         """Build the trainer, and say why a run with it could not end as it should.
 
         Args:
-            callbacks: those of the command.
+            callbacks: the callbacks of the command.
             folder: for the results; None: they are only printed.
             history: the history of a training; None in evaluation.
             quiet: show no progress.

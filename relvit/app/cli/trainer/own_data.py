@@ -15,8 +15,8 @@ from relvit.app.data import ImageData
 def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
     """Give a user's class the options that it hands on as ``**options`` only where these are given.
 
-    A parser passes the defaults of all options on: those of relvit would replace the class's own, such as those of
-    `options.setdefault`. How a class hands its options on may be beyond the parser, which then finds none of them.
+    A parser passes every default on, so relvit's defaults would replace the class's own, such as the values of
+    `options.setdefault`. If jsonargparse cannot see how a class hands ``**options`` on, the options are added here.
     """
     prefix = "" if key is None else f"{key}."
     actions = {action.dest: action for action in parser._actions}

@@ -203,7 +203,7 @@ def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, le
     # Names that cannot be decoded stay different and printable.
     with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
-            # This keeps memory bounded, since tarfile collects the headers of all members.
+            # `tarfile` keeps the headers of all members: clear the list, so that memory stays bounded.
             archive.members.clear()
             if archive.offset <= info.offset:
                 raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")

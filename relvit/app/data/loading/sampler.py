@@ -37,7 +37,7 @@ class TrainSampler(DistributedSampler[Any]):
         rank: Number of this process.
         seed: Another seed gives another order; the same in all processes.
         epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
-        start: Images of this process in that epoch that are left out, having been trained on already.
+        start: How many of this process's first images of that epoch to skip, since training has used them already.
     """
 
     def __init__(

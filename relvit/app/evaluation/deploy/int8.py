@@ -25,10 +25,10 @@ def quantise(
     """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's quantisation.
 
     Weights have a scale per output channel. Without calibration images the quantisation is dynamic: activations are
-    quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With them it is
-    static: the scale of what a layer takes is that of the largest number among all these images, and the zero is zero,
-    as TensorRT wants it, which knows no operator of the dynamic kind. Convolution, classifier, norms, softmax and
-    products of activations stay as they are.
+    quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With calibration
+    images it is static: the largest number in a layer's input over all these images fixes the scale, and the zero point
+    is 0, as TensorRT requires, which has no operators for dynamic quantisation. Convolution, classifier, norms, softmax
+    and products of activations stay as they are.
 
     Args:
         source: the file to read.
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
     Attributes:
         images: number of images.
         model: accuracy of the model; of a multi-label model mean average precision.
-        file: that of the file.
+        file: the same metric for the file.
         same: proportion of images to which both give the same class; of multi-label ones all the same classes.
     """
 

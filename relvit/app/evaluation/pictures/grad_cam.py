@@ -13,9 +13,9 @@ from relvit.utils.messages import MissingPackageError
 def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:
     """Compute Grad-CAM of one image at the input of a block's attention.
 
-    Channels of the patches there are weighted by the mean gradient of the class's logit, and summed; what is negative
-    becomes zero. The model is left as it was, gradients of its parameters included. Source: Selvaraju et al. 2017
-    (arXiv 1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
+    Channels of the patches there are weighted by the mean gradient of the class's logit, and summed; negative sums
+    become zero. The model is left as it was, gradients of its parameters included. Source: Selvaraju et al. 2017 (arXiv
+    1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
 
     Args:
         model: in evaluation mode, a relvit model or a Vision Transformer of timm with `blocks[...].norm1`.

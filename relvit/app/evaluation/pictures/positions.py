@@ -150,9 +150,9 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
         layer: which attention layer, from 0, or from -1 backwards.
 
     Returns:
-        'content' and, of those that the layer has, 'q', 'k', 'b' (as in `rel_terms`) and 'channels': (heads, N) in the
-        dtype of the queries, float32 at least, on the CPU; keys are in the order of `relvit.models.AttentionMaps`, and
-        the sum is the logits.
+        The parts of the logits: 'content', and 'q', 'k', 'b' (as in `rel_terms`) and 'channels' if the layer has such
+        terms. Each part is (heads, N) on the CPU, in the dtype of the queries or float32 if that is wider; keys are in
+        the order of `relvit.models.AttentionMaps`. The sum of the parts is the logits.
 
     Raises:
         NotApplicableError, ValueError: as `effective_kernels`; a layer that the model does not have.

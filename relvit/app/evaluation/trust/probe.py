@@ -200,7 +200,7 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
             raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
         return classifier_of(checkpoint).net, checkpoint.transforms()
     if ":" not in name:
-        # This raises an error with the nearest name for an unknown one.
+        # For an unknown name, `model_arguments` raises an error that says the nearest known name.
         model_arguments(name)
         if pretrained and not timm.is_model_pretrained(name):
             raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")

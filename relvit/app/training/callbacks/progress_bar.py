@@ -66,7 +66,7 @@ class TrainingProgressBar(RichProgressBar):
 class EpochTitle(TextColumn):
     """Column of a progress bar that shows `text` in the place of Lightning's description "Epoch 0/9".
 
-    Rich draws in a thread of its own, so a description that is changed later could be drawn unchanged before.
+    Rich draws in its own thread, so it could draw Lightning's description before a callback had replaced it.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     2203.05482). Networks that were trained apart from the first step on have no useful mean.
 
     Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, and the mean has the dtype
-    of the weights. Buffers must be the same in all checkpoints. This refuses models with batch norm, whose statistics
-    would have to be computed anew from images.
+    of the weights. Buffers must be the same in all checkpoints. Models with batch norm are refused, because their
+    statistics would have to be computed anew from images.
 
     The new checkpoint holds no optimiser state, so no training can resume from it. Its data are described as in the
     first checkpoint. Thresholds of multi-label classifiers stay if all checkpoints have the same ones; otherwise they

@@ -80,8 +80,8 @@ class Checkpoint:
     Attributes:
         path: The file or remote address, for messages.
         model: The arguments of `ImageClassifier`.
-        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' of other
-            images than those of a data module of relvit, or of a class that is derived from one.
+        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' if the
+            images came neither from a data module of relvit nor from a class that is derived from one.
         images: The classes and the transforms of the training's images, where they are not among the 'init_args'.
         fit: Other options of the training.
         versions: The versions of the packages that wrote the checkpoint.
@@ -154,8 +154,8 @@ class Checkpoint:
     def data_module(self, **changes: Any) -> ImageData:
         """Build the data module of the training with some arguments changed; a change to None is left out.
 
-        A checkpoint does not hold secrets. The data module is built without those that have a default, the others have
-        to be among the changes.
+        A checkpoint does not hold secrets. The data module is built without the secrets that have a default; secrets
+        without a default have to be among the changes.
         """
         data_type = self.data_type
         if data_type is None:

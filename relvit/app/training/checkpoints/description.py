@@ -57,8 +57,8 @@ def images_of_module(data: ImageData) -> dict[str, Any]:
 def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
     """Return the classes and the transforms of images whose loaders are not relvit's, as far as they are known.
 
-    Lightning's data module may have attributes of these names. The transforms of loaders are not known: they are
-    assumed to be those of timm's description of the model, and 'assumed' names them.
+    Lightning's data module may have attributes of these names. The transforms of loaders are not known: timm's
+    description of the model is taken instead, and 'assumed' lists what was taken from it.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

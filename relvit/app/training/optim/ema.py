@@ -15,8 +15,8 @@ class WeightAverage:
     1 - t^(-2/3)), without it d_t = decay, but d_1 = 0: the average starts as the weights after the first step. Buffers
     are copied, never averaged.
 
-    The copy is no submodule of anything, so the network's state dict, gradients and optimiser do not contain it. It is
-    never exchanged with the network.
+    The copy is no submodule of anything, so the network's state dict, gradients and optimiser do not contain it. The
+    copy and the network never swap their weights.
 
     Args:
         net: The network.

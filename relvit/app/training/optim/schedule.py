@@ -43,7 +43,7 @@ def schedule_of(schedule: str | Schedule) -> Schedule:
 
     Raises:
         ValueError: There is no such function.
-        TypeError: It does not take a step, `total`, `warmup` and `floor`.
+        TypeError: The function does not take a step, `total`, `warmup` and `floor`.
     """
     function = schedule
     if isinstance(schedule, str):
@@ -158,7 +158,7 @@ def describe(
 ) -> str:
     """Describe a plan in a line, with the factors of batch and learning rate, and in further lines what may surprise.
 
-    These are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
+    Surprises are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
     """
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""

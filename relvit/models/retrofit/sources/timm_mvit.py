@@ -71,9 +71,9 @@ def whole_steps(
 class PooledOffsets(LayerTables):
     """Position of MViTv2's attention after `relvit.retrofit`.
 
-    Queries and keys are pooled with different strides, so offsets count in steps of the finer one of both: a table has
-    a row for each step, but the few rows and columns of the keys alone are expanded for each row or column of the
-    queries. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
+    Queries and keys are pooled with different strides, so offsets count in steps of the finer of the two grids, and a
+    table has a row for each step. A vector is looked up for each pair of a query row and a key row, and likewise for
+    columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
 
     Args:
         layer: the attention.

@@ -102,7 +102,7 @@ def forward_tile(
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     largest = tl.max(pairs, 1)
     if KEY_ENTRIES and ROWS == 1:
-        # What a single row adds to the logits is a number per query, which need not be added to each pair.
+        # A single row's logit is one number per query: add it to the maximum instead of to each pair.
         row = load_row(logits, slots, axes, inside, top)
         largest += row
     new_maximum = tl.maximum(maximum, largest * scale)

@@ -82,7 +82,7 @@ class Operands(NamedTuple):
     key_table: Tensor | None = None  # (heads, entries, dim)
     bias: Tensor | None = None  # (heads, entries)
     value_table: Tensor | None = None  # (heads, entries, dim)
-    # See `lookup` for these four.
+    # The module `lookup` describes these indices and bounds of the key and value tables.
     key_index: Tensor | None = None
     key_bounds: Tensor | None = None
     value_index: Tensor | None = None
