@@ -1,6 +1,7 @@
 """The core's models, registered with timm by the import; how to build, retrofit and load any of them."""
 
 from relvit.models.attention_maps import AttentionMaps, attention_maps, attention_rollout, logit_inputs, patch_grid
+from relvit.models.base import GridVisionTransformer
 from relvit.models.depth import lack
 from relvit.models.factory import build_model, check_model_size, described_model, model_arguments
 from relvit.models.layer_plans import explain
@@ -17,6 +18,7 @@ from relvit.models.weights.transfer import TransferReport, Weights, transfer_wei
 
 __all__ = [
     "AttentionMaps",
+    "GridVisionTransformer",
     "Reach",
     "RelVisionTransformer",
     "TransferReport",

@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from relvit.layers.positions.axial import AxialPositionEmbedding
+from relvit.layers.positions.base import Position
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
 from relvit.layers.positions.lookhere import LookHerePosition2d
@@ -22,6 +23,7 @@ __all__ = [
     "LookHerePosition2d",
     "LowRankPosition2d",
     "ParabolicPosition2d",
+    "Position",
     "RelativePosition2d",
     "RotaryEmbedding2d",
     "SlopePosition2d",

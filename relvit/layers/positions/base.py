@@ -22,6 +22,18 @@ class Position(KeepConstants):
     its own, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments. A
     module without this base only needs `forward(grid)`.
 
+    Examples:
+        >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches
+        ...     def __init__(self, head_dim, num_heads, device=None, dtype=None):
+        ...         super().__init__()
+        ...     def forward(self, grid):
+        ...         rows, cols = (-torch.arange(1 - size, size).abs().float() for size in (grid.height, grid.width))
+        ...         return RelativeTerms(bias=AxisTables(rows, cols))
+        >>> Steps(64, 3)(make_grid(4, 6)).bias.cols
+        tensor([-5., -4., -3., -2., -1., -0., -1., -2., -3., -4., -5.])
+        >>> timm.create_model("relvit_tiny", img_size=64, depth=1, position=Steps)(torch.randn(1, 3, 64, 96)).shape
+        torch.Size([1, 1000])
+
     Args:
         init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
             network; 0: zeros, with which a layer starts as plain attention. None: there is nothing to initialise.
