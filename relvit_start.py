@@ -63,14 +63,14 @@ ELSEWHERE = {
     "explain": "info summary",
     "average": "soup swa ensemble",
     "check-data": "check data",
-    # These names have no counterpart.
+    # relvit has no command for these names.
     "": "cross-validate cross-validation",
 }
 
-# As fast as without a limit on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
+# This limit is as fast as none on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
 SPIN_COUNT = "20000"
 
-# The variable by which the processes that Lightning starts know the main one.
+# This environment variable tells processes that Lightning starts which process is the main one.
 STARTER = "RELVIT_STARTER"
 
 EXAMPLES = """examples:
@@ -92,8 +92,8 @@ def main() -> int:
         print(unknown_command(typed[0]), file=sys.stderr)
         return 2
     prepare_environment()
-    # As with `python -m relvit`, a module of one's own in this folder can be named (--data my_module.Mine); it comes
-    # last, so that no file here takes the place of an installed module.
+    # As with `python -m relvit`, the user can name modules in the current folder (--data my_module.Mine). The folder is
+    # last in `sys.path`, so that no file in it hides an installed module.
     sys.path.append(os.getcwd())
     return run(arguments)
 
@@ -114,8 +114,8 @@ def run(arguments: Sequence[str]) -> int:
 def end_with_starter() -> None:
     """Let a process that Lightning starts beside the main one end where the main process has ended, however it ended.
 
-    A main process that is killed cannot end the others, and these would wait for it for ever: Lightning starts them
-    before they have a connection that could break.
+    A main process that is killed cannot end the other processes, which would then wait for the main process for ever:
+    Lightning starts them before they have a connection that could break.
     """
     starter = os.environ.get(STARTER)
     if "LOCAL_RANK" not in os.environ or starter is None:
@@ -134,9 +134,9 @@ def _wait_for_end_of(starter: int) -> None:
 def prepare_environment() -> None:
     """Let threads of PyTorch that wait sleep soon, unless the user's environment says how they wait.
 
-    OpenMP's threads wait for the next task in a loop, which on a busy machine takes the cores from those that work:
-    GNU's library, which PyTorch's wheels for Linux have, repeats it up to 300,000 times. It reads its limit once, when
-    PyTorch is loaded.
+    OpenMP's threads wait for the next task in a loop, which on a busy machine takes the cores from working threads.
+    GNU's OpenMP, which PyTorch's wheels for Linux contain, repeats this loop up to 300,000 times. The library reads the
+    limit of the loop once, when PyTorch is loaded.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT

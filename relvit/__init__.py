@@ -1,6 +1,6 @@
 """relvit: Vision Transformers that see where things are relative to each other in two dimensions.
 
-Importing it registers the models with timm: `timm.create_model('relvit_small')`.
+Importing `relvit` registers the models with timm: `timm.create_model('relvit_small')`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load(
     """
     if not isinstance(ckpt_path, str | os.PathLike):
         raise TypeError(f"ckpt_path must be the path of a checkpoint, got {type(ckpt_path).__name__}")
-    # Imported here, since Lightning takes a second that models alone do not need.
+    # The import is here, since Lightning takes a second to load and models alone do not need it.
     from relvit.app.evaluation import Predictor
 
     return Predictor(ckpt_path, img_size, reach)

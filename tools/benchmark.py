@@ -49,9 +49,9 @@ OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"
 PATCH, DIM, HEADS, CLASSES = 16, 384, 6, 1000
 FAILED, LEAST_ROUNDS = "failed:", 5
 # The cost of one image must not depend on extras: relvit's models pool averages, have no class token and no layer
-# scale, so the others are built without them as well. timm's relpos has no class token to begin with.
+# scale, so other models are built without them as well. timm's relpos has no class token to begin with.
 POOLED = {"class_token": False, "global_pool": "avg"}
-# The paper's own algorithm is for single layers.
+# The backend 'reference', the paper's own algorithm, is measured for single layers only.
 FAST_BACKENDS = [backend for backend in BACKENDS if backend != "reference"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("vit_small_patch16_224", POOLED),
@@ -94,7 +94,7 @@ AFTS = PLAIN | {
     "aft_local": lambda side: AFTLocal(DIM, grid_size=side, window=4),
     "aft_simple": lambda side: AFTSimple(DIM),
 }
-# LSH attention by its rounds of hashing, beside attention to all tokens with the same terms, a bias per offset.
+# LSH attention by its number of rounds of hashing, beside attention to all tokens with one bias per offset.
 LSH = PLAIN | {
     "relvit_bias": lambda side: relative_attention("auto", "b"),
     **{f"lsh_{rounds}": lambda side, rounds=rounds: lsh_attention(rounds) for rounds in (1, 2, 4)},
@@ -142,7 +142,8 @@ def build_model(name: str, size: int, **changes: Any) -> nn.Module:
     timm_name, options = MODELS[name]
     model = timm.create_model(timm_name, img_size=size, **{"num_classes": CLASSES, **options, **changes})
     for block in model.blocks:
-        # The layer scale of the rope models; timm takes no `init_values=None` over their own value.
+        # Remove the layer scale of the rope models: in timm, `init_values=None` does not replace these models' own
+        # value.
         block.gamma_1 = block.gamma_2 = None
     return model
 
@@ -193,10 +194,11 @@ class Cell:
         self.module, shape, others = competitor(setting.level, self.name, setting.size)
         self.module.to(setting.device).train(setting.mode == "train")
         if setting.compiled:
-            # Without `dynamic=False` a second size would get kernels for all sizes, the first one its own.
+            # Without `dynamic=False`, the second size would get kernels for all sizes, but the first size its own
+            # kernels.
             self.module = torch.compile(self.module, dynamic=False)
         x = torch.randn(setting.batch, *shape, device=setting.device)
-        # Inside a network the gradient goes on to the layer below; images need none.
+        # Inside a network, a layer passes the gradient on to the layer below, but images need no gradient.
         x.requires_grad_(setting.level in ("layer", "lsh") and setting.mode == "train")
         self.inputs = (x, *others)
 
@@ -240,7 +242,7 @@ class Cell:
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Return the action's result; None where the cell is given up, or now fails, whose reason becomes its status.
 
-        One that fails stops no other; `main` raises an error when all others have been measured and written.
+        A failure stops no other competitor; `main` raises an error when all others have been measured and written.
         """
         if self.status != "ok":
             return None
@@ -251,7 +253,7 @@ class Cell:
             memory = isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
             first = str(error).partition("\n")[0][:300]
             reason = "out of memory" if memory else f"{FAILED} {type(error).__name__}: {first}"
-        # This is after the handler, because the error keeps the tensors of all frames alive that it went through.
+        # This call is after the handler, because the error keeps the tensors of all frames that it went through alive.
         self.give_up(reason)
         return None
 
@@ -286,7 +288,7 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 def measure(setting: Setting, names: Sequence[str], end: float = math.inf) -> list[Cell]:
     """Measure all named competitors in one setting, interleaved; after the time `end` no cell and few rounds begin."""
     torch._dynamo.reset()
-    # The limit is per function, which competitors share; past it torch would silently go on without compilation.
+    # Competitors share this limit per function. Beyond the limit, torch would silently continue without compilation.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         cells = [Cell(name, setting) for name in names]
         for cell in cells:
@@ -332,8 +334,8 @@ def limit_memory() -> None:
 def keep_memory() -> bool:
     """Let the C library of Linux keep released memory, for all competitors alike; return True where it does.
 
-    Otherwise some calls of any model return memory to the system, and others wait for it page by page. Which calls do
-    so depends on the history of the process, not on the model.
+    Otherwise some calls of a model return memory to the system, and other calls wait until the system gives memory page
+    by page. Which calls do so depends on the history of the process, not on the model.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False
@@ -386,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.output.parent.mkdir(parents=True, exist_ok=True)
     for size, mode in itertools.product(given.size, given.mode):
         cells = measure(Setting(given.level, size, mode, *options), names, end)
-        # Cells are written after each setting, so that a later failure loses none of them.
+        # The cells of each setting are written at once, so that a later failure does not lose them.
         with given.output.open("a") as file:
             file.writelines(json.dumps(run | cell.row() | shared) + "\n" for cell in cells)
         print(given.level, size, mode, *(f"{cell.name}: {cell.status}" for cell in cells), sep=", ", flush=True)

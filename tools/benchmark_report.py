@@ -79,7 +79,7 @@ def render(rows: Sequence[Row], name: str = SOURCE.name) -> str:
         if (where := _place(first)) != place:
             parts.append(f"## {where}\n")
             place = where
-        # Git's names are unique by their first eight digits.
+        # Eight digits are enough to identify a commit.
         commit = re.sub(r"([0-9a-f]{8})[0-9a-f]+", r"\1", first["commit"])
         compiled = ", compiled" if first["compiled"] else ""
         parts.append(
@@ -109,7 +109,8 @@ def _table(run: Sequence[Row]) -> str:
             else row["status"]
             for row in group
         }
-        # On a CPU a forward pass allocates what its largest layer needs, which says little; early runs recorded zeros.
+        # On a CPU a forward pass allocates memory for its largest layer, which says little, and early runs recorded
+        # zeros.
         if (first["device"], first["mode"]) != ("cpu", "forward") and any(row["memory_bytes"] for row in group):
             columns[f"{title}, MiB"] = {
                 row["name"]: _with_ratio(row["memory_bytes"] / 2**20, 1, memory.get(row["name"]))
@@ -128,7 +129,7 @@ def _with_ratio(value: float, digits: int, ratio: float | None) -> str:
 
 
 COMPARED = {
-    # On the CPU `relvit_small` takes this backend by itself.
+    # On the CPU, `relvit_small` chooses the backend 'tiled' by itself.
     "`relvit_small`": ("relvit_small", "relvit_small_tiled"),
     "`relpos`: `vit_relpos_small_patch16_224`": ("relpos",),
     "`rope`: `vit_small_patch16_rope_224`": ("rope",),
@@ -158,7 +159,7 @@ def summary(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-# The names of rows, and their names in the figure; relvit's own comes first.
+# The names of rows, and the names of the same models in the figure; relvit's own models come first.
 PANELS = {
     "model": {
         "relvit_small": "relvit_small",

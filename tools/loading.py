@@ -1,6 +1,6 @@
 """Measure how many small images per second the data loaders return: `python tools/loading.py`, with random images.
 
-The images come from memory, as those of CIFAR-10 do (one by one, and by the batch where the augmentation can), and from
+The images come from memory, as CIFAR-10's images do (one by one, and by the batch where the augmentation can), and from
 class folders of JPEG files, which are read each time or kept by `cache`. The tool prints medians over epochs; run it on
 an idle machine.
 

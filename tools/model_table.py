@@ -1,6 +1,6 @@
 """Print a table of the parameters and MACs of all relvit models: `python tools/model_table.py`.
 
-With `--write` docs/models.md gets this table.
+With `--write` the tool writes the table into docs/models.md.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def cost(model: nn.Module) -> Cost:
     """Count a relvit model as registered, for one image of its default size.
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
-    mixers, the head; of a universal model those of all its steps. The method needs these products; a backend may
-    compute more. Lookups, sums, products by element, norms and softmax do not count.
+    mixers, the head; a universal model counts the products of all its steps. The method needs these products; a backend
+    may compute more. Lookups, sums, products by element, norms and softmax do not count.
     """
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
@@ -107,9 +107,9 @@ def transformer_xl(mixer: RelativeAttention, tokens: int, patches: int, grid: tu
 def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, int, int]:
     """Count MACs of the sums over all tokens; parameters and MACs of the bias w.
 
-    A full or local bias w = u v^T is one product, and the sums of exp(k) v and of exp(k) are two with exp(w). The
-    window of AFT-conv is a product with each patch's exp(k) v and exp(k), as the paper convolves; the sums over
-    everything else are the same for all tokens, as those of AFT-simple.
+    A full or local bias w = u v^T is one product, and the sums of exp(k) v and of exp(k) are two products with exp(w).
+    The window of AFT-conv is a product with each patch's exp(k) v and exp(k), as the paper convolves; the sums over the
+    tokens outside the window are the same for all tokens, as in AFT-simple.
     """
     if isinstance(mixer, AFTFull):
         factors = mixer.u.numel() + mixer.v.numel()

@@ -1,9 +1,9 @@
 """Attention layers made of the code of iRPE's and PaPE's authors, for `benchmark.py --level layer --names irpe pape`.
 
-Neither is on PyPI. iRPE: the folder `iRPE/DeiT-with-iRPE` of https://github.com/microsoft/Cream goes on PYTHONPATH,
-with `pip install easydict`; its CUDA extension `rpe_ops` is used where it has been built. PaPE: the folder of
-https://github.com/DTU-PAS/parabolic-position-encoding goes on PYTHONPATH, with `pip install tyro dataclasses-json`;
-the kernels of its later versions need a GPU.
+Neither implementation is on PyPI. iRPE: put the folder `iRPE/DeiT-with-iRPE` of https://github.com/microsoft/Cream on
+PYTHONPATH, and `pip install easydict`; its CUDA extension `rpe_ops` is used if it has been built. PaPE: put the folder
+of https://github.com/DTU-PAS/parabolic-position-encoding on PYTHONPATH, and `pip install tyro dataclasses-json`; the
+kernels of its later versions need a GPU.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from PIL import Image
 
 PLACES = ("mid-epoch", "epoch end", "validation")
 ENDS = ("SIGTERM", "SIGKILL", "exception")
-# Further options, of the data and of the model, by name.
+# Further options of the data and the model, by the name of the kind of training.
 DATA = {
     "": [],
     "random sizes": ["--data.train_sizes=[16,24,32]"],
@@ -54,7 +54,7 @@ CASES = [
     *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", *ONE_PLACE)]),
     *itertools.product(["mid-epoch"], [True], [2], ENDS, ONE_PLACE),
 ]
-# Environment variables: where and how a training ends, and the file that counts its steps.
+# Environment variables that say where and how a training ends, and which file counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
 EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exception": 1}
 EPOCHS, BATCHES = 3, 7  # batches of an epoch at one size
@@ -123,7 +123,7 @@ def _relvit(arguments: list[str], environment: Mapping[str, str]) -> None:
 
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # Otherwise the loader's workers would come from a fork server as well, and import everything anew.
+    # With another start method, the loader's workers would come from a fork server and import all modules again.
     multiprocessing.set_start_method("fork", force=True)
     sys.path.insert(0, str(Path(__file__).parent))
     with (

@@ -2,9 +2,8 @@
 
 The images are synthetic: digits of scikit-learn at random places of a noisy canvas, each pixel labelled with its digit
 or as background. Models train at 48 x 48 px, then see canvases of other sizes and shapes with as many digits per area,
-so that objects keep their scale. The tool prints the mean intersection over union of the classes, and how well the
-features of the same place agree in two views that are shifted by whole patches (cosine, 1 is best). docs/dense.md has
-the table.
+so that objects keep their scale. The tool prints the mean intersection over union of the classes, and how well features
+at the same place agree in two views that are shifted by whole patches (cosine, 1 is best). docs/dense.md has the table.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from relvit.families.aft.operations import FULL_BACKENDS, WINDOW_FORMS
 from relvit.ops import Grid, make_grid, num_tokens
 
 WIDTH = 6
-# Exponentials and sums are in float32 at least, but products in bfloat16 on GPUs; else half precision rounds the inputs
-# and the result alone.
+# Exponentials and sums are in float32 or wider, but on GPUs products are in bfloat16. Otherwise half precision rounds
+# the inputs and the result alone.
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 

@@ -59,7 +59,7 @@ from relvit.ops.backends import gathered, tiled
 from relvit.ops.inputs import AttentionInputs, checked
 
 BACKENDS = tuple(name for name in MODULES if name != "reference")
-# These say by `refusal` what they do not take, such as query terms.
+# The `refusal` of these backends says which arguments they do not take, such as query terms.
 LIMITED = tuple(name for name in BACKENDS if hasattr(MODULES[name], "refusal"))
 SHORT_DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -103,11 +103,11 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
     limits = {dtype: limit for dtype, limit in limits.items() if dtype in dtypes and has_dtype(device, dtype)}
     of_fused = limits
     if scene.contents[0].shape[-1] + scene.key_grid.height + scene.key_grid.width > 256:
-        # PyTorch's kernels for such wide vectors round more; `choose` avoids them.
+        # PyTorch's kernels round more with such wide vectors, so `choose` avoids them.
         of_fused = limits | {dtype: stock_limits(got, exact_stock, 2 * TIMES_STOCK) for dtype, got in stock.items()}
     backends = (*present(device), "auto")
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
-    # Of joint tables a bias alone is what most models have, and may get a backend of its own.
+    # Of all joint tables, most models have a bias alone, for which `auto` may choose a backend of its own.
     joint = {letters: ("gathered", "auto") if letters == "b" else ("gathered",) for letters in scene.letters}
     cases += [(letters, JointTable, names) for letters, names in joint.items() if len(letters) > 1 or letters == "b"]
     for letters, layout, backends in cases:
@@ -118,7 +118,7 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
             with several_tiles(), spied() as spies:
                 allowed = (of_fused if backend == "fused" else limits)[dtype]
                 measured = worst(outcome(scene, terms, device, dtype, backend), want, allowed)
-            # `choose` is told of no mask.
+            # `choose` gets no mask, so its choice is checked only in scenes without options.
             if backend != "auto" or scene.options:
                 return measured
             chosen = choose(*arguments_of(scene, terms, device, dtype)).backend
@@ -151,13 +151,13 @@ def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
     if device != "cuda":
         log.print("skip", "kernels", "needs a GPU")
         return
-    # The vectors are just as wide as `choose` allows; with padding one more channel comes, which it does not count.
+    # The vectors are as wide as `choose` allows; padding adds a channel, which `choose` does not count.
     edge = draw_scene("width 256", make_grid(2, 190), dim=64, distance=(5, 7))
     grid = edge.grid._replace(valid=torch.arange(380) < torch.tensor([[300], [380]]))
     padded = edge._replace(name="width 256 and padding", grid=grid, key_grid=grid)
 
     def measure(scene: Scene, dtype: torch.dtype, terms: RelativeTerms) -> Measured:
-        # PyTorch raises an error where no fused kernel can compute it.
+        # PyTorch raises an error if no fused kernel can compute the attention.
         with sdpa_kernel(FUSED_KERNELS):
             outcome(scene, terms, device, dtype, "fused")
         return Measured(0.0, 0.0)
@@ -193,7 +193,7 @@ def check_autocast(log: Log, device: str, quick: bool) -> None:
         stock.load_state_dict(ours.state_dict(), strict=False)
         ours.backend = "reference"
         want, limits = run(ours, grid, *exact), stock_limits(run(stock, (), *half), run(stock, (), *exact))
-        # torch advises against a backward inside, but stock attention can do it.
+        # torch advises against a backward pass inside autocast, but stock attention supports it.
         for inside, backend in product((False, True), (*backends, "auto")):
             ours.backend = backend
             name = f"autocast {letters}, backward {'inside' if inside else 'outside'}, {backend}"
@@ -217,7 +217,7 @@ def check_memory(log: Log, device: str) -> None:
     terms, grid = RelativeTerms(key=pairs[0], value=pairs[1]), make_grid(side, side)
 
     def measure(backend: str) -> Measured:
-        # The first of two steps also allocates gradients and the cached indices of rasters.
+        # The first of two steps also allocates gradients and cached indices of raster grids.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -270,7 +270,7 @@ def check_attention_free(log: Log, device: str, quick: bool) -> None:
                 got = gpu_aft.outcome(fast, drawn, inputs, device, dtype)
                 want = gpu_aft.outcome(slow, drawn, inputs, "cpu", torch.float64)
                 if spread > 2:
-                    # One key outweighs all others, so the gradients are nothing but rounding.
+                    # One key outweighs all other keys, so the gradients consist of rounding errors.
                     got = {"result": got["result"]}
                 return worst(got, want, gpu_aft.LIMITS[dtype])
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# How many times the error of stock attention on the same contents is allowed in half precision: the logits of terms
-# are rounded once more, as channels of the augmented vectors.
+# In half precision, an error may be this many times the error of stock attention on the same contents: the logits of
+# terms are rounded once more, as channels of the augmented vectors.
 TIMES_STOCK = 3
 Limits = dict[str, float] | float
 
@@ -37,7 +37,7 @@ class Log:
         except Exception as raised:
             error, limit = math.inf, 0.0
             remark = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0][:200]}"
-        # NaN is no better than any limit.
+        # NaN is never within a limit: comparisons with NaN are false.
         self.print("ok" if error <= limit else "FAIL", name, f"{error:.1e} {limit:.1e} {remark}")
 
     def print(self, status: str, name: str, remark: str) -> None:
@@ -78,7 +78,7 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: Limits) -> Me
     for name, tensor in got.items():
         limit = limits if isinstance(limits, float) else limits["result" if name == "result" else "gradient"]
         if not isinstance(limits, float) and name.removeprefix("position.").startswith("bias"):
-            # In the gradient of a scalar per offset, large terms of either sign cancel.
+            # In the gradient of a bias per offset, large terms of opposite signs cancel.
             limit *= 2
         measured.append(Measured(error_of(name, tensor, want[name]), limit, name))
     return max(measured, key=lambda one: one.error / one.limit)

@@ -90,7 +90,7 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
     yield scene(f"raster {height}x{width}", raster)
     yield scene("table per head", raster, per_head=True)
     yield scene("piecewise", raster, bucketing="piecewise")
-    # Some kernels refuse widths that are no multiple of 8.
+    # Some kernels refuse a head_dim that is no multiple of 8.
     yield scene("head_dim 20", raster, dim=20)
     valid = torch.rand(BATCH, patches, generator=generator) < 0.7
     yield scene("padding", raster._replace(valid=valid))
@@ -103,7 +103,7 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
     times = (256 - dim) // (height + width) + 1
     far = make_grid(times * height, times * width, 1, dropped(times), valid)
     yield scene("far apart", far, distance=(times * distance[0], times * distance[1]))
-    # Some queries are outside the key grid, which `make_grid` would refuse.
+    # `make_grid` would refuse these coordinates, since some queries are outside the key grid.
     coords = (torch.rand(BATCH, few, 2, generator=generator) * (sizes + 4)).long() - 2
     valid = torch.rand(BATCH, patches, generator=generator) < 0.7
     yield scene("cross", Grid(*reversed(sizes.tolist()), 1, coords), make_grid(height, width, 2, valid=valid))
@@ -118,7 +118,7 @@ def draw_short_scenes() -> Iterator[Scene]:
     """Yield what kernels divide in their own ways: wide and narrow grids, padding, windows, heads of several widths."""
     generator = torch.Generator().manual_seed(2)
     scene = partial(draw_scene, distance=(7, 7), letters=("kv",))
-    # Kernels take a minute to compile for all terms; every size of tiles needs its own.
+    # Kernels for all terms take a minute to compile, and every size of tiles needs kernels of its own.
     yield scene("raster 14x13", make_grid(14, 13, 1), dim=64, letters=("", "kv", "kvb", "b"))
     valid = torch.rand(BATCH, 9 * 32, generator=generator) < 0.7
     yield scene("padding 9x32", make_grid(9, 32, valid=valid), dim=64, letters=("kv", "b"))
@@ -175,7 +175,8 @@ def stock_outcome(scene: Scene, device: str, dtype: torch.dtype) -> dict[str, Te
     options = moved(scene.options, device)
     valid = key_mask(moved(scene.key_grid, device))
     if valid is not None:
-        # A sample that may attend to nothing has no stock result, so it may attend to all.
+        # Stock attention has no result for a sample that may attend to nothing, so here such a sample may attend to
+        # all.
         options["attn_mask"] = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
     out = F.scaled_dot_product_attention(*contents, **options)
     return with_gradients(out, dict(zip(("query", "key", "value"), contents, strict=True)), scene.cotangent)

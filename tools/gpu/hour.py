@@ -10,10 +10,11 @@ The card's machine may have an older timm than pyproject.toml allows; a newer on
 
     python3 -m pip install --no-deps --target packages "timm>=1.0.31"    # then PYTHONPATH=.:packages
 
-What has never been measured comes first. Each step is a process of its own with a part of the time, the last one with
-all that is left; a step that fails or takes too long does not stop the others. Figures are written as soon as they
-exist. The folder `--output`, by default the variable OUT or `gpu_hour`, gets at most seven files: `log.txt` of all
-steps, `speed.jsonl`, `retrofit.jsonl` and `tune.jsonl` of figures, and `summary.json`, `summary.md` and `speed.md`.
+Steps that have never been measured come first. Each step is a process of its own with a part of the time; the last step
+gets all the time that is left. A step that fails or takes too long does not stop the others. Figures are written as
+soon as they exist. The folder `--output`, by default the variable OUT or `gpu_hour`, gets at most seven files:
+`log.txt` of all steps, `speed.jsonl`, `retrofit.jsonl` and `tune.jsonl` of figures, and `summary.json`, `summary.md`
+and `speed.md`.
 
     checks    what a GPU computes against float64: backends, kernels, joint tables (gpu_check.py --short)
     models    at 224 px, batch 64, bfloat16, eager: relvit by each backend, timm's (../benchmark.py)
@@ -45,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 
 TOOLS = Path(__file__).resolve().parents[1]
-# The folder above has the next modules.
+# The folder above contains the modules that are imported next.
 sys.path.insert(0, str(TOOLS))
 
 try:
@@ -59,21 +60,21 @@ except ImportError as error:
         f'python3 -m pip install --no-deps --target packages "{needed}", and name the folder in PYTHONPATH'
     ) from error
 
-# Tiles of plain operations are for CPUs and for what no kernel takes.
+# 'tiled' and 'gathered' are for CPUs and for arguments that no kernel takes, so the GPU does not measure them.
 WAYS = [backend for backend in FAST_BACKENDS if backend not in ("tiled", "gathered")]
 PEERS = ("relpos", "rope", "rope_mixed")
 MODELS = ("plain", "control", "relvit_small", *(f"relvit_small_{way}" for way in WAYS), *PEERS)
-# A model takes half a minute to compile.
+# A model takes half a minute to compile, so few models are compiled.
 COMPILED = {"compiled": ("plain", "relvit_small", "relpos"), "rope": ("plain", "rope", "rope_mixed")}
 LAYERS = ("plain", "control", "relvit_auto", *(f"relvit_{way}" for way in WAYS), "sam")
-# Seconds that a step may need to stop by itself before it is killed, and the least with which one begins.
+# The seconds that a step has to stop by itself before it is killed, and the least time with which a step begins.
 GRACE, LEAST = 15.0, 20.0
 
 
 class Step(NamedTuple):
     """A process: its name, its command, its part of all the time, and why it is left out here, or ''.
 
-    The command gets its part as `--minutes`, and is killed a little later.
+    The command gets its part of the time as `--minutes`, and is killed a little later.
     """
 
     name: str
@@ -94,7 +95,7 @@ def steps(folder: Path, toy: bool, commit: str | None = None) -> list[Step]:
     speed += ("--commit", commit) if commit else ()
     names = {"models": MODELS, "layers": LAYERS, **COMPILED}
     if toy:
-        # The CPU has Triton's interpreter, in which a model would take minutes.
+        # On the CPU, Triton's interpreter would take minutes for a model.
         names = {key: [name for name in each if not name.endswith("_triton")] for key, each in names.items()}
         models, compiled = ("--size", 32, "--batch", 1), ("--level", "layer", "--size", 64, "--batch", 1)
         names |= {"compiled": ["plain", "relvit_fused"], "rope": ["plain", "control"]}
@@ -127,10 +128,10 @@ def run(step: Step, folder: Path, seconds: float) -> dict[str, Any]:
     with log.open("a") as file:
         print(f"## {step.name}", *command, file=file, flush=True)
         start = file.tell()
-        # The commit that is checked out here is measured, whatever else is installed.
+        # The checked-out commit is measured, even if another version of relvit is installed.
         path = os.pathsep.join(filter(None, (str(TOOLS.parent), os.environ.get("PYTHONPATH"))))
         given = {"stdout": file, "stderr": subprocess.STDOUT, "env": {**os.environ, "PYTHONPATH": path}}
-        # A session of its own, so that compilers and other processes that the step has started end with the step.
+        # The step gets a session of its own, so that compilers and other processes that it has started end with it.
         process = subprocess.Popen(command, start_new_session=True, **given)
         try:
             code = process.wait(timeout=seconds)
@@ -140,7 +141,7 @@ def run(step: Step, folder: Path, seconds: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
-    # The last line of a failure is its error, that of the checks counts them.
+    # The last line of a failed step is its error; the last line of the checks counts their results.
     last = lines[-1] if lines and (remark or step.name == "checks") else ""
     status = "FAILED" if remark else "passed"
     return {"status": status, "remark": ": ".join(filter(None, (remark, last))), "seconds": since(begin)}
@@ -182,7 +183,7 @@ def write_summary(folder: Path, results: dict[str, dict[str, Any]]) -> str:
         lines += ["", "| setting | | ms | of plain's time | memory |", "|---|---|---|---|---|", *of_speed(rows)]
     log = (folder / "log.txt").read_text(errors="replace") if (folder / "log.txt").exists() else ""
     for name, begins in (("checks", "FAIL "), ("retrofit", "timm-"), ("tune", ("|", "BLOCKS", "    (", "}"))):
-        # Of a step that ran twice the last output counts.
+        # If a step ran twice, its last output counts.
         output = log.rpartition(f"## {name} ")[2].partition("\n## ")[0] if name in results else ""
         found = [line for line in output.splitlines() if line.startswith(begins)]
         lines += ["", f"## {name}", "", *found] if found else []

@@ -1,8 +1,8 @@
 """Compile the kernels of the backend 'triton' without a GPU and count what they need: `python tools/gpu/kernels.py`.
 
 For sm_80, sm_86 and sm_90 the table has, per kernel: registers, bytes of spilled registers and of shared memory, and
-how many tensor-core instructions and how many instructions at all a warp needs for one tile of the main loop, each
-beside the number of the same kernel without terms. Kernels for a joint bias have no such number.
+how many tensor-core instructions and how many instructions in total a warp needs for one tile of the main loop, each
+beside the number of the same kernel without terms. Kernels for a joint bias have no such second number.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ JOINT_KERNELS = (
     joint.joint_backward_table,
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Bytes of shared memory that a block may have, by the CUDA C++ programming guide, table of compute capabilities.
+# Bytes of shared memory that a block may use (CUDA C++ programming guide, table of compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 HEADS, HEAD_DIM = 6, 64
-# Of tables with the default clip distance, 7: a zero row, and 15 for each axis, up to a multiple of 8.
+# The number of rows of tables with the default clip distance, 7: a zero row, and 15 rows for each axis, padded to a
+# multiple of 8.
 ENTRIES = 32
 POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
 POINTERS |= dict.fromkeys(("bias", "table", "lse", "means", "sums"), "*fp32")
@@ -74,7 +75,7 @@ def compiled(
 ) -> Code:
     """Compile a kernel for an architecture and a key grid, and read its machine code.
 
-    `entries` are those of the tables for logits and for values; a count of 0 leaves the table out.
+    `entries` are the numbers of entries in the tables for logits and for values; a number of 0 leaves the table out.
     """
     height, width = size if terms else (size[0] * size[1], 1)
     variant = Variant((dim, dim, dim), (entries[0] * terms, entries[1] * terms), "query" * terms, False, True, padded)
@@ -118,13 +119,13 @@ def compiled_with(
     """Compile a kernel with given constants, and read its machine code.
 
     Args:
-        kernel: its parameters say by their names what they are.
-        arch: such as 90 for sm_90.
-        dtype: of queries, keys and values.
+        kernel: the kernel, whose parameters are recognised by their names.
+        arch: the architecture, such as 90 for sm_90.
+        dtype: the dtype of queries, keys and values.
         stride: a number of which all strides of queries, keys and values are multiples.
-        values: of integers that are no strides.
-        named: constants.
-        options: of the compilation.
+        values: the values of integer parameters that are no strides.
+        named: the constants, by the names of the parameters.
+        options: the options of the compilation.
     """
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -135,11 +136,11 @@ def compiled_with(
             signature[name] = "fp32"
         elif name in values or re.fullmatch(r"\w+_(batch|head|token)", name):
             signature[name] = "i32"
-            # As when called.
+            # As at a call, Triton may use that a number is a multiple of 16.
             if values.get(name, stride) % 16 == 0:
                 attributes[(place,)] = ALIGNED
         else:
-            # The forward's logits are in its workspace.
+            # The logits of the forward kernel are float32 in its workspace.
             single = kernel is forward and name == "logits"
             signature[name] = "*fp32" if single else POINTERS.get(name, NAMES[dtype])
             attributes[(place,)] = ALIGNED
@@ -162,8 +163,8 @@ def disassembled(option: str, path: str) -> str:
 def instructions(sass: str) -> tuple[int, int]:
     """Count a warp's instructions for one tile of the main loop: on tensor cores, and all.
 
-    The main loop is the last innermost one with the most exponentials: an earlier one is for prefix tokens, of which
-    there are none here.
+    The main loop is the last innermost loop with the most exponentials: an earlier loop is for prefix tokens, which the
+    grids here lack.
     """
     pattern = r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)(.*?);"
     lines = [(int(place, 16), name, rest) for place, name, rest in re.findall(pattern, sass)]

@@ -1,10 +1,10 @@
 """Time BEiT and SAM before and after `relvit.retrofit` on a GPU: `python tools/gpu/retrofit_times.py`.
 
-BEiT-B at 512 px and timm's SAM ViT-B at 1,024 px, in bfloat16, models of `tools/retrofit/elsewhere.py`. The rival of
-BEiT's retrofit that keeps no bias of N x N either is FlexAttention: its score function looks each pair up in BEiT's
-table, whose gradient it sums with atomics. The models take turns; each action adds a line of JSON to `--output`:
-seconds and peak memory of each, and how much its features differ from the source's. An error of one is its status and
-stops no other.
+The models are BEiT-B at 512 px and timm's SAM ViT-B at 1,024 px, in bfloat16, from `tools/retrofit/elsewhere.py`. BEiT
+is also timed with FlexAttention, which keeps no bias of N x N either: its score function looks each pair up in BEiT's
+table, and the gradient of the table is summed with atomics. The models take turns; each action adds a line of JSON to
+`--output`: seconds and peak memory of each model, and how much its features differ from the source's features. An error
+becomes the status of its model and stops no other model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# These folders have the next modules.
+# These folders contain the modules that are imported next.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "retrofit"))
 
@@ -30,7 +30,7 @@ from timm.models.beit import Attention as BeitAttention
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-# Name in `elsewhere.MODELS`, side in pixels, images in a batch: one image of BEiT-B would only time launches.
+# Name in `elsewhere.MODELS`, side in pixels, images in a batch: with one image, BEiT-B would only time launches.
 CASES = (("timm-beit", 512, 8), ("timm-sam", 1024, 1))
 TOY_CASES = (("timm-beit", 48, 2), ("timm-sam", 48, 1))
 
@@ -54,7 +54,7 @@ def flex_beit(query: Tensor, key: Tensor, value: Tensor, table: Tensor, height: 
     def score(logit: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         down = (i - 1) // width - (j - 1) // width + height - 1
         right = (i - 1) % width - (j - 1) % width + width - 1
-        # The last three entries are those from the class token, to it, and to itself.
+        # The table's last three entries are for pairs from the class token, to it, and of the class token with itself.
         entry = torch.where(i == 0, torch.where(j == 0, last - 1, last - 3), torch.where(j == 0, last - 2, 0))
         entry = torch.where((i > 0) & (j > 0), down * (2 * width - 1) + right, entry)
         return logit + table[entry, head]
@@ -65,7 +65,7 @@ def flex_beit(query: Tensor, key: Tensor, value: Tensor, table: Tensor, height: 
 @cache
 def flex(device: str) -> Callable[..., Tensor]:
     """Return `flex_beit`, on a GPU compiled: otherwise it would make the N x N scores."""
-    # All layers share one compilation, because their tables are inputs.
+    # All layers share one compiled function, because the tables are inputs of the function.
     return torch.compile(flex_beit, dynamic=False) if device == "cuda" else flex_beit
 
 

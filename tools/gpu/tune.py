@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 if "--toy" in sys.argv:
-    # It counts only before Triton is imported.
+    # The variable has an effect only if it is set before Triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
@@ -37,9 +37,9 @@ from relvit.ops.backends.triton import launch
 from relvit.ops.backends.triton.launch import Blocks, Launch
 
 KERNELS = ("forward", "backward_queries", "backward_keys")
-# The error of `fused` may be exceeded by this factor: the two round at different places.
+# The error may be this many times the error of `fused`, because the two backends round at different places.
 TIMES_FUSED = 3
-# Numbers of an accumulator that a thread may hold.
+# The number of accumulator elements that a thread may hold.
 MOST_PER_THREAD = 64
 
 
@@ -135,7 +135,7 @@ def measured(trial: Trial, device: str, exact: Sequence[Tensor], allowed: float)
     try:
         with taken(trial, device) as launches:
             worst = max(errors(outcome(trial.case, device, "triton", trial.case.dtype), exact))
-            # NaN became infinity.
+            # `errors` has turned NaN into infinity.
             status = "ok" if worst <= allowed else "wrong"
             took = milliseconds(launches[0], device) if status == "ok" else None
     except Exception as raised:
@@ -154,7 +154,7 @@ def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
         own = {kernel: launch.BLOCKS[key_of(kernel, case.dim, device)] for kernel in KERNELS}
         if not toy:
             found += [Trial(case, kernel, own[kernel]) for kernel in KERNELS]
-        # Where the grid is narrow, few rows may be the shape of the other way, too.
+        # On a narrow grid, a tile of few rows may have the same shape as a tile of whole rows.
         for blocks, kernel in itertools.product(every, KERNELS):
             same = launch.row_shape(blocks.keys, *case[:2]) == launch.tile_shape(blocks.keys, *case[:2])
             if blocks != own[kernel] and not (blocks.by_row and same):
@@ -168,7 +168,7 @@ def compile_all(every: Sequence[Trial], device: str, end: float) -> None:
         futures = [pool.submit(build, trial, device) for trial in every]
         done, late = wait(futures, timeout=max(0.0, end - time.monotonic()))
         for process in list(pool._processes.values()) if late else ():
-            # One that still compiles would disturb what is timed.
+            # A process that still compiles would disturb the timing.
             process.terminate()
     print(f"compiled {len(done)} of {len(every)} trials", flush=True)
 
@@ -176,7 +176,7 @@ def compile_all(every: Sequence[Trial], device: str, end: float) -> None:
 def fastest(rows: Sequence[dict[str, Any]], dim: int, device: str) -> list[str]:
     """Return a table of the fastest per grid and kernel, and the lines of `BLOCKS`.
 
-    A line has the tiles whose time over the fastest, geometric mean over the grids, is lowest.
+    Each line has the tiles with the lowest time relative to the fastest tiles (geometric mean over the grids).
     """
     head = "| patches | kernel | fastest | ms | `launch.py` | ms |"
     lines, chosen = [head, "|---" * 6 + "|"], []
@@ -193,7 +193,7 @@ def fastest(rows: Sequence[dict[str, Any]], dim: int, device: str) -> list[str]:
             now = f"{times[own]:.3f}" if own in times else "–"
             lines.append(f"| {grid[0]}x{grid[1]} | {kernel} | {best} | {times[best]:.3f} | {own} | {now} |")
             for blocks, took in times.items():
-                # Where the grid is narrow, tiles of few rows were not timed once more.
+                # On narrow grids, tiles of few rows equal other tiles, and were not timed a second time.
                 twins = {blocks, blocks._replace(by_row=True)} - (set(times) - {blocks})
                 for twin in twins:
                     logs.setdefault(twin, []).append(math.log(took / times[best]))
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ValueError: there is no card, and `--toy` was not given.
-        RuntimeError: what the package takes now fails or is wrong.
+        RuntimeError: the tiles that the package uses now fail, or their results are wrong.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0)

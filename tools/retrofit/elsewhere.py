@@ -7,13 +7,13 @@
 For each model and size the tool prints:
 
 - the largest difference of the features, relative to their largest number;
-- the time of a forward pass and of a training step as a multiple of the source's: medians of the ratios of rounds in
-  which source and retrofitted model take turns;
+- the time of a forward pass and of a training step as a multiple of the source model's time: medians of the ratios of
+  rounds in which source and retrofitted model take turns;
 - the peak of resident memory without model and input, each in a fresh process; on a GPU (`--device cuda`) the peak of
   PyTorch's allocator.
 
-Weights are random. Where a source takes images of one size, the table `MODELS` says how the tool makes it take another
-size. Its features may then differ by the rule of resizing, and only time and memory are comparable.
+Weights are random. Where a source model takes images of one size, the table `MODELS` says how the tool makes the model
+take another size. Its features may then differ by the rule of resizing, and only time and memory are comparable.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Model(NamedTuple):
         library: the package that has the model.
         sizes: the default of `--sizes`.
         layers: number of layers of the whole model.
-        source: builds the model as the library has it, with this number of layers, for images of this height and width.
-        fit: makes a source that was not retrofitted take images of this height and width.
+        source: a function that builds the library's model, with a number of layers, for images of a height and width.
+        fit: a function that makes a source model that was not retrofitted take images of a height and width.
     """
 
     library: str
@@ -92,10 +92,10 @@ def cut_sam(model: nn.Module, size: Size) -> None:
 def timm_mvitv2(layers: int, size: Size) -> nn.Module:
     """Build MViTv2-S for images of this size; fewer layers are taken from the third stage, the longest one, first.
 
-    There are two layers at least: timm builds a single one alike for images of several sizes.
+    There are at least two layers: timm builds a single layer in the same way for images of several sizes.
     """
     depths = (1, 2, layers - 5, 2) if layers > 5 else (1,) * min(max(layers, 2), 4)
-    # timm's tables are those of a square.
+    # timm builds MViTv2's tables for square images.
     return MultiScaleVit(MultiScaleVitCfg(depths=depths), img_size=max(size), num_classes=0)
 
 
@@ -106,7 +106,7 @@ def timm_beit(layers: int, size: Size) -> nn.Module:
 def transformers_beit(layers: int, size: Size) -> nn.Module:
     from transformers import BeitConfig, BeitModel
 
-    # The library has no tables for rectangles.
+    # transformers builds BEiT's tables for square images.
     options = {"num_hidden_layers": layers, "image_size": max(size), "use_relative_position_bias": True}
     return BeitModel(BeitConfig(**options, drop_path_rate=0.0, attn_implementation="sdpa"))
 
@@ -116,7 +116,7 @@ def timm_swin(name: str, layers: int, size: Size) -> nn.Module:
     stages = {"depths": (2, 2, layers - 6, 2)} if layers > 6 else {"depths": (layers,), "num_heads": (3,)}
     model = timm.create_model(name, **stages, img_size=size, num_classes=0, drop_path_rate=0.0)
     for key, parameter in model.named_parameters():
-        # Version 2 starts with norms of weight zero, so that its blocks would compute nothing.
+        # Swin v2 initialises the weights of these norms to zero, so its blocks would compute nothing.
         if "norm" in key and key.endswith("weight"):
             nn.init.ones_(parameter)
     return model
@@ -140,7 +140,7 @@ def build(name: str, layers: int, size: Size, retrofitted: bool) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name].source(layers, size)
     for key, parameter in model.named_parameters():
-        # Some libraries draw weights so small that tables would change nothing.
+        # Some libraries initialise weights so small that position tables would have no effect.
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2 if "rel_pos" in key or "relative_position" in key else 0.05)
     if retrofitted:
@@ -165,7 +165,7 @@ def act(model: nn.Module, images: Tensor, action: str) -> None:
 
 
 def seconds(call: Callable[[], object], clock: str) -> float:
-    # A GPU still computes when the call returns.
+    # A GPU may still compute when the call returns, so wait for it.
     now, wait = CLOCKS[clock], torch.cuda.synchronize if on_gpu() else lambda: None
     wait()
     start = now()
@@ -189,7 +189,7 @@ def compare(name: str, layers: int, size: Size, rounds: int, clock: str) -> dict
     for action in ACTIONS:
         pairs = []
         for index in range(rounds):
-            # Each is first as often as second.
+            # Each of the two models comes first equally often.
             order = (ours, theirs) if index % 2 else (theirs, ours)
             times = {id(model): seconds(partial(act, model, images, action), clock) for model in order}
             pairs.append((times[id(ours)], times[id(theirs)]))
@@ -207,7 +207,7 @@ def peak(name: str, layers: int, size: Size, retrofitted: bool, action: str) -> 
         act(model, images, action)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     before = resident("VmRSS")
-    # Linux forgets earlier peaks, such as that of building the model.
+    # Make Linux forget earlier memory peaks, such as the peak of building the model.
     Path("/proc/self/clear_refs").write_text("5")
     act(model, images, action)
     return resident("VmHWM") - before

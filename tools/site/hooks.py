@@ -22,7 +22,7 @@ REFERENCE = {
     **{name: f"relvit.{name}" for name in CORE},
     **{name: f"relvit.app.{name}" for name in APPLICATION},
 }
-# These functions have the name of their module. MkDocs does not import sources, and would find the module instead.
+# These functions have the same name as their module. MkDocs does not import sources, so it would find the module.
 SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")
 
 
@@ -35,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name, package in REFERENCE.items():
         content = f"# {package}\n\n::: {package}\n"
         if name in ("relvit", "models"):
-            # These functions need headings, unlike packages.
+            # The entries of these functions need headings, unlike the entries of packages.
             shown = "    options: {show_root_heading: true, show_root_toc_entry: true}"
             content += "".join(f"\n::: {function}\n{shown}\n" for function in SAME_NAME)
         files.append(File.generated(config, f"reference/{name}.md", content=content))

@@ -65,7 +65,7 @@ def seconds_of_step(case: str, steps: int) -> float:
 
     torch.manual_seed(0)
     if case.startswith("SAM"):
-        # The embedding and the neck are small beside this one global block of 64 x 64 patches.
+        # The patch embedding and the neck take little time beside this one global block of 64 x 64 patches.
         sizes = {"img_size": 1024, "embed_dim": 768, "depth": 1, "num_heads": 12, "window_size": 14}
         model = VisionTransformerSAM(**sizes, use_rel_pos=True, global_attn_indexes=(0,), num_classes=0).eval()
         if case.endswith("tiled"):
@@ -86,7 +86,7 @@ def seconds_of_step(case: str, steps: int) -> float:
             model(images).logsumexp(-1).sum().backward()
             optimizer.step()
 
-    # The first step does not count.
+    # The first step warms up and does not count.
     return statistics.median(timeit.repeat(step, number=1, repeat=steps + 1)[1:])
 
 

@@ -1,10 +1,10 @@
 """Count the kernels that Inductor makes for a layer, beyond plain's: `python tools/speed/compiled_kernels.py`.
 
-A kernel here is a loop nest that Inductor generates for the CPU; operations are the nodes of its graph before fusion.
-Both are what a model of two layers has beyond one of a single layer, so what all layers share counts for none. Loops
-are scalar: with vectors, whose width depends on the processor, Inductor fuses fewer. So the figures depend on PyTorch's
-version alone. No C++ compiler runs, so the models compute nothing. With `--write` the table in
-`docs/benchmarks/README.md` gets a row for this version.
+A kernel here is a loop nest that Inductor generates for the CPU; operations are the nodes of Inductor's graph before
+fusion. Both figures are the difference between a model of two layers and a model of one layer, so parts that all layers
+share do not count. Loops are scalar: with vectors, whose width depends on the processor, Inductor fuses fewer loops. So
+the figures depend on PyTorch's version alone. No C++ compiler runs, so the models compute nothing. With `--write` the
+table in `docs/benchmarks/README.md` gets a row for this version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# The folder above has the next modules.
+# The folder above contains the modules that are imported next.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
@@ -30,7 +30,7 @@ import relvit
 
 SIZE, TINY = 224, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES, COUNTS = ("forward", "step"), ("kernels", "operations")
-# The model whose figures are subtracted from those of the others.
+# The models whose figures are compared with another baseline than plain.
 BASELINES = {"sam retrofitted": "sam"}
 
 
@@ -58,7 +58,7 @@ def count(name: str, layers: int, mode: str) -> dict[str, int]:
     torch.compiler.reset()
     metrics.reset()
     model = build(name, layers).train(mode == "step")
-    # Kernels that are not compiled leave their results as they are in memory.
+    # Without a compiler, kernels do nothing, and their results stay as they are in memory.
     without_compiler: Callable[..., Any] = lambda *_arguments: lambda *_pointers: None  # noqa: E731
     with (
         patch.object(AsyncCompile, "cpp_pybinding", without_compiler),

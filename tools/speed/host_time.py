@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-# The folder above has the next modules.
+# The folder above contains the modules that are imported next.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import timm
@@ -37,7 +37,7 @@ import relvit
 
 SIZE, TINY = 32, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES = ("forward", "step")
-# Operations that PyTorch defines by others, such as `reshape`.
+# Operations such as `reshape` that PyTorch implements by other operations.
 COMPOSITE = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 
 
@@ -84,7 +84,7 @@ def models() -> dict[str, Model]:
 
 
 KNOWN = models()
-# These have other layers than attention to all tokens, or kernels that a CPU lacks.
+# These models have other layers than attention to all tokens, or use kernels that a CPU lacks.
 OTHERS = ("universal", "reversible", "lsh", "aft_conv", "aft_conv_h16", "aft_full", "relvit_xl", "relvit_small_triton")
 DEFAULT = [name for name in KNOWN if name not in OTHERS]
 
@@ -158,13 +158,13 @@ def operations_of_layer(name: str, layers: int, mode: str) -> float:
 
 def measure(names: Sequence[str], layers: int, rounds: int) -> dict[str, Measured]:
     """Measure all named models and their baselines, interleaved."""
-    # A baseline is compared with its own.
+    # A baseline may have a baseline of its own, which is measured, too.
     given = [part for name in names for part in (KNOWN[name].baseline, name)]
     every = dict.fromkeys(part for name in given for part in (KNOWN[name].baseline, name))
     found = {name: measured(name, layers) for name in every}
     shuffle = random.Random(0)
     gc.collect()
-    # A collection would add its time to one sample or another.
+    # A garbage collection would add its time to one sample or another.
     gc.disable()
     for _ in range(rounds):
         for mode in MODES:
@@ -207,7 +207,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# What the table of versions shows: a model over its baseline, forward and in a step.
+# The table of versions shows these models, each relative to its baseline, in a forward pass and in a step.
 SHOWN = ("relvit_small", "plain retrofitted", "relpos", "rope", "rope_mixed")
 SHOWN += tuple(f"{name} retrofitted" for name in ("relpos", "sam", "beit", "swin"))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The folder above has the next modules.
+# The folder above contains the modules that are imported next.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark import surroundings
@@ -25,12 +25,12 @@ class Tool(NamedTuple):
     """What such a tool measures, and how it shows its figures.
 
     Attributes:
-        name: name of its file, and of the file with the figures of all versions.
+        name: the name of the tool's file, and of the file with the figures of all versions.
         known: names of all models.
-        default: names of the models that it measures unless others are given.
-        figures: measures models: their names and the tool's numbers -> figures by name.
-        table: shows these figures as Markdown.
-        table_of_versions: shows recorded runs as Markdown.
+        default: the names of the models that the tool measures if none are given.
+        figures: a function that measures models: names of models and the tool's numbers -> figures by name.
+        table: a function that shows figures as Markdown.
+        table_of_versions: a function that shows recorded runs as Markdown.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Tool(NamedTuple):
 
         Args:
             description: help of the command line.
-            arguments: arguments of the command line; None: those of the process.
+            arguments: arguments of the command line; None: the arguments of the process.
             **numbers: further arguments of `figures`, and their defaults, each of which is an option.
 
         Raises:

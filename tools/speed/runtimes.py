@@ -25,7 +25,7 @@ import relvit
 from relvit.app.evaluation import export_model
 
 Run = Callable[[Tensor], Tensor]
-# Rows and columns of patches.
+# The numbers of rows and columns of patches of the three images.
 SHAPES = ((14, 14), (10, 17), (5, 3))
 LARGEST = 20
 # The support matrix of onnx-tensorrt release/10.1-GA (docs/operators.md, opset 9 to 20) has a Y for these operators and
@@ -40,7 +40,7 @@ TENSORRT = {
     "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where"
 }
 # fmt: on
-# The matrix wants this input of an operator to be an initializer.
+# According to the matrix, the input of an operator with this index has to be an initializer.
 INITIALIZERS = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1, "Pad": 3, "ReduceMean": 1, "ReduceSum": 1}
 
 

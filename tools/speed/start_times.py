@@ -62,7 +62,7 @@ def main() -> None:
 
 def seconds(program: list[str]) -> tuple[float, float]:
     """Run Python with a program, and measure its wall time and its CPU time."""
-    # Without compiled files every start would compile everything.
+    # Without compiled files, every start would compile all modules again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run([sys.executable, "-c", *program], env=environment, capture_output=True, check=False)

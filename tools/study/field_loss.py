@@ -6,9 +6,9 @@ Each row changes one part of the same model, which sees the same test images by 
 relvit with a learned embedding, average pooling and no class token. The rows are:
 
 - as it is: the learned embedding is interpolated over the larger grid;
-- embedding: it is left out; or it lies in the centre at its own scale, continued by zeros, by its mean, by the vectors
-  at its edge, or mirrored as the image is;
-- average: it is taken over the tokens of the trained grid in the centre alone;
+- embedding: the learned embedding is left out; or it lies in the centre at its own scale, continued by zeros, by its
+  mean, by the vectors at its edge, or mirrored as the image is;
+- average: the average is taken over the tokens of the trained grid in the centre alone;
 - reach: attention is restricted to windows of the trained size, or sharpened over the additional tokens (`logn`), or
   the tables are stretched;
 - 'offsets too': the tables get the mirrored places as well. Each copy of a patch is then where the patch is, and little
@@ -126,7 +126,7 @@ def changes(size: int, trained: int) -> dict[str, tuple[Change, ...]]:
         "edge, windows": (*reach["windows"], embedding("edge", size)),
         "reflect, windows": (*reach["windows"], embedding("reflect", size)),
         "reflect, logn": (*reach["logn"], embedding("reflect", size)),
-        # The grid is still the trained one when the offsets are taken.
+        # Take the offsets first, while the model's grid is still the trained one.
         "reflect, offsets too": (offsets(size), embedding("reflect", size)),
     }
 

@@ -16,8 +16,9 @@ class Setting(NamedTuple):
         packed: the splits of `photograph_images.pack`.
         size: side of the images of the trainings from scratch.
         shape: arguments that all models share.
-        clips: clip distances of the trainings from scratch with `kv`; the first one is that of the other tables.
-        epochs, least_area: of the trainings from scratch; the least area of random crops.
+        clips: clip distances of the trainings from scratch with `kv`; the first one is also the clip distance of other
+            tables.
+        epochs, least_area: the epochs of the trainings from scratch, and the least area of their random crops.
         tests: sides at which the whole image is tested.
         scaled, fields: the side to which images are scaled for the part 'field', and the sides of their middle; the
             first one is trained.
@@ -54,7 +55,7 @@ SETTINGS = {
         rectangle=(112, 160),
     ),
     # 2,000 images of each class and 400 for tests, 8 epochs, as in the recipe "one" of study.py. Fine-tunings see a
-    # fifth of them, so that a processor does each of these in minutes.
+    # fifth of the images, so that a CPU completes each fine-tuning in minutes.
     "cifar10": Setting(
         packed={"train": ("train", None, 2000), "test": ("test", None, 400)},
         size=32,
@@ -111,8 +112,8 @@ class Part(NamedTuple):
 
     Args:
         size: height and width of the images in training.
-        share: the share of the images' height and width from whose middle crops are taken.
-        tuned: epochs of a fine-tuning; None: from scratch.
+        share: the part of an image's height and width, around its middle, from which crops are taken.
+        tuned: the number of epochs of a fine-tuning; None: a training from scratch.
         images: the share of the training images.
     """
 
@@ -153,14 +154,14 @@ def models_of(setting: Setting) -> dict[str, Model]:
         "learned": Model("vit_tiny_patch16_224", of_timm | {"dynamic_img_size": True}),
         **{f"kv-{each}-learned": Model("relvit_tiny", learned | {"max_distance": each}) for each in setting.clips},
         "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", of_timm | {"dynamic_img_size": True}),
-        # LookHere needs four heads; all four are directed ones.
+        # LookHere needs four heads; all four are directed heads.
         "lookhere": Model("relvit_tiny", shape | {"position": "lookhere", "num_heads": 4}),
         f"v-{clip}-learned": Model("relvit_tiny", learned | {"max_distance": clip, "rel_terms": "v"}),
         "relpos": Model("vit_relpos_small_patch16_224", of_timm | {"rel_pos_type": "bias", "init_values": None}),
-        # Narrower inside, since its attention has more parameters.
+        # This model has a narrower MLP, since its attention has more parameters.
         "pape-learned": Model("relvit_tiny", learned | {"position": "pape", "mlp_ratio": 3.2}),
         "fire-learned": Model("relvit_tiny", learned | {"position": "fire"}),
-        # A little wider inside, since its attention has fewer parameters.
+        # This model has a slightly wider MLP, since its attention has fewer parameters.
         "aft-conv": Model("relvit_aft_conv_tiny", shape | {"mlp_ratio": 4.5}),
     }
 
@@ -172,7 +173,7 @@ def tunings_of(setting: Setting) -> dict[str, FineTuning]:
     return {
         "plain": FineTuning(None),
         f"kv-{clip}": FineTuning(kv),
-        # Tables that learn as the rest does stay small in the few steps of a fine-tuning.
+        # Tables with the same learning rate as the other weights would stay small in the few steps of a fine-tuning.
         **{f"kv-{clip}-rate-{rate}": FineTuning(kv, rate=rate) for rate in (10, 30)},
         **{f"kv-{each}": FineTuning(kv | {"max_distance": each}) for each in (2, 4) if each != clip},
         f"v-{clip}": FineTuning(kv | {"rel_terms": "v"}),

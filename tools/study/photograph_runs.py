@@ -90,10 +90,10 @@ def train(
     """Train a model, or resume what was interrupted; return it and the minutes, or None if the time was over.
 
     Args:
-        setting, run: what is trained; `work` holds the folders of this and of other runs.
+        setting, run: the training; `work` holds the folders of this and of other runs.
         images: all training images, on the device of the training.
-        work: the run's checkpoint, one an epoch, is `last.pt` in its folder.
-        stop: `time.monotonic()` after which no epoch is begun.
+        work: the folder of all runs. A run's checkpoint, written after each epoch, is `last.pt` in the run's folder.
+        stop: the time by `time.monotonic()` after which no epoch begins.
     """
     part, device = parts_of(setting)[run.part], images.pixels.device
     file = work / run.folder / "last.pt"
@@ -152,7 +152,7 @@ def now(device: torch.device) -> float:
 def reaches_of(run: Run, model: nn.Module, trained: Size) -> dict[str, nn.Module]:
     """Return the model, and for growing fields a copy whose embedding lies in the centre instead of being stretched.
 
-    A model of timm is retrofitted for that: its outputs stay the same otherwise.
+    A timm model is retrofitted to get such an embedding; otherwise its outputs stay the same.
     """
     found = {"trained": model}
     if run.part == "field" and getattr(model, "pos_embed", None) is not None:

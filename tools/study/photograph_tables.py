@@ -1,7 +1,8 @@
 """Print tables of the lines of `photographs.py`: `python tools/study/photograph_tables.py imagenette [FOLDER]`.
 
-FOLDER has the lines, by default docs/study/photographs. Figures with % are accuracies, and the others differences in
-points, between runs of the same seed: means over seeds ± their standard errors, which a single seed has not.
+FOLDER contains the lines, by default docs/study/photographs. Figures with % are accuracies; other figures are
+differences in points between runs of the same seed. Both are means over seeds ± standard errors; a single seed has no
+standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from study_lines import Estimate, read
 from study_tables import table
 
 Line = dict[str, Any]
-# Accuracies in percent of the seeds of a model, by part, model with its reach, and test.
+# Accuracies in percent by seed, for each part, model with its reach, and test.
 Accuracies = dict[str, dict[str, dict[str, dict[int, float]]]]
 BASES = ("learned", "plain")
 
@@ -50,8 +51,8 @@ def pairs(one: dict[int, float], other: dict[int, float], figure: Callable[[floa
 def tables(lines: Sequence[Line]) -> str:
     """Tabulate the parts that have the same tests: accuracies without relative positions, and differences to them.
 
-    A model without a run of the same seed has its accuracies themselves. Accuracy at the last size in percent of that
-    at the first one, the trained one, is in the table of growing fields.
+    A model without a run of the same seed is shown by its accuracies. The table of growing fields also has the accuracy
+    at the last size in percent of the accuracy at the first size, which is the trained one.
     """
     found: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
     for part, models in accuracies(lines).items():

@@ -6,9 +6,9 @@
     python tools/study/photographs.py --setting cifar10 --pack build/cifar10.npz --work build/cifar10 --parts tenth
     python tools/study/photographs.py --toy
 
-The first command packs the images into one file of 55 MB, which travels to a machine without them. The others train all
-missing runs, the most important ones first. Each epoch ends with a checkpoint below WORK, and the same command resumes;
-several of these commands can run side by side, on one GPU as well. A finished run adds a line to
+The first command packs the images into one file of 55 MB, for a machine that does not have the images. The other
+commands train all missing runs, the most important runs first. Each epoch ends with a checkpoint below WORK, and the
+same command resumes; several of these commands can run side by side, on one GPU as well. A finished run adds a line to
 docs/study/photographs/SETTING.jsonl, and tools/study/photograph_tables.py prints tables of these lines.
 """
 
@@ -37,7 +37,7 @@ from study_lines import read
 import relvit
 
 LINES = Path(__file__).parents[2] / "docs" / "study" / "photographs"
-# Three fine-tunings of one plain model tell by how much a fine-tuning varies.
+# Three fine-tunings of one plain model show how much the results of a fine-tuning vary.
 TUNING_SEEDS = (0, 1, 2)
 FIELD = ("learned", "rope-mixed-learned", "lookhere")
 
@@ -52,7 +52,7 @@ def runs_of(setting: Setting, seeds: Sequence[int]) -> list[Run]:
         runs += [Run("field", model, seed, setting.epochs) for model in (*FIELD, leading[1])]
     tuned = {name: part for name, part in parts.items() if part.tuned is not None}
     for seed, name, (model, tuning) in itertools.product(TUNING_SEEDS, tuned, tunings_of(setting).items()):
-        # At the trained size a mirrored embedding is the embedding.
+        # At the trained size, a mirrored embedding is the same as the embedding itself.
         if BASE_SEED in seeds and (tuning.reach == "trained" or tuned[name].size != parts["scratch"].size):
             runs.append(Run(name, model, seed, tuned[name].tuned))
     return sorted(runs, key=lambda run: run.model not in leading)
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if (not given.parts or run.part in given.parts) and (not given.models or run.model in given.models)
         ]
         progress = True
-        # A run that another process trains, or whose plain model it trains, may be left over when that process stops.
+        # The loop repeats, because another process may stop before it has trained a run or the plain model of a run.
         while progress:
             progress = False
             for run in runs:

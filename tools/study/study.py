@@ -77,7 +77,7 @@ MODELS = {
     "kv-1": relative(max_distance=1),
     "kv-2": relative(max_distance=2),
     "kv-3": relative(REACH, max_distance=3),
-    # The tables start larger, as by default since then.
+    # The tables start with larger values; this start has become relvit's default since then.
     "kv-3-start-0.1": relative(("stretch",), max_distance=3, rel_init_std=0.1),
     "kv-1-start-0.1": relative(("stretch",), max_distance=1, rel_init_std=0.1),
     "kv-2-start-0.1": relative(("stretch",), max_distance=2, rel_init_std=0.1),
@@ -91,17 +91,17 @@ MODELS = {
         ("mirror", "stretch-mirror"), max_distance=2, pos_embed="learn", rel_init_std=0.1
     ),
     "v-2-learned-start-0.1": relative(max_distance=2, rel_terms="v", pos_embed="learn", rel_init_std=0.1),
-    # Peers beside the same learned embedding. "ape" is timm's word for it.
+    # Other methods beside the same learned embedding, which timm's model names call "ape".
     "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
     "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
-    # Four directed heads of 180 degrees, none that sees everything.
+    # The four heads are directed and see 180 degrees each; no head sees all patches.
     "lookhere-180": relative(position="lookhere"),
-    # Narrower inside, since its attention has more parameters.
+    # This model has a narrower MLP, since its attention has more parameters.
     "pape": relative(position="pape", mlp_ratio=2.5),
     "pape-learned": relative(position="pape", pos_embed="learn", mlp_ratio=2.45),
     "fire": relative(position="fire"),
     "fire-learned": relative(position="fire", pos_embed="learn"),
-    # A little wider inside, since its attention has fewer parameters.
+    # This model has a slightly wider MLP, since its attention has fewer parameters.
     "aft-conv": Model("relvit_aft_conv_tiny", SHAPE | {"mlp_ratio": 4.5}),
     # Patches of 2 px: a grid of 16 x 16 instead of 8 x 8 patches.
     "learned-patch-2": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "learn"} | PATCH_2),
@@ -119,8 +119,8 @@ class Recipe(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-# The source, the first and the last image of each class, in the order of file names. No validation image is in another
-# split.
+# The source folder, and the first and the last image of each class in the order of file names. Validation images are in
+# no other split.
 PART = {"train": ("train", 0, 2000), "val": ("train", 2000, 2020), "test": ("test", 0, 400)}
 WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test", 0, 980)}
 SEVERAL = ("--data.train_sizes=[20,24,28,32,36,40,44]",)
@@ -130,7 +130,7 @@ RECIPES = {
     "long": Recipe(25, WHOLE),
     "long-several": Recipe(25, WHOLE, SEVERAL),
 }
-# timm builds these models for one size. They are evaluated as copies for other sizes, and not trained at several.
+# timm builds these models for one size. Copies are evaluated at other sizes, but not trained at several.
 ONE_SIZE = ("relpos",)
 SIZE = 32
 OPTIONS = f"""
@@ -142,7 +142,7 @@ OPTIONS = f"""
 """
 SIZES = (16, 24, 32, 40, 48, 64)
 REACH_SIZES = (16, 48, 64)
-# Processors without bfloat16 instructions need ten times as long with bf16-mixed as with 32-true.
+# A CPU without bfloat16 instructions needs ten times as long with bf16-mixed as with 32-true.
 PRECISIONS = ("32-true", "bf16-mixed")
 ACCELERATORS = ("cpu", "gpu")
 
@@ -181,7 +181,7 @@ def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -
             target = root / split / folder.name
             target.mkdir(parents=True, exist_ok=True)
             for file in sorted(folder.iterdir())[first:last]:
-                # Another training, started at the same time, may have linked the file.
+                # Another training that was started at the same time may have made this link already.
                 with contextlib.suppress(FileExistsError):
                     (target / file.name).symlink_to(file.resolve())
     return root

@@ -17,13 +17,13 @@ Line = dict[str, Any]
 Key = tuple[int, str]
 Runs = dict[Key, Line]
 Groups = dict[str, Runs]
-# A function of this type computes the number of a run by which models are compared.
+# A function of this type computes the figure of a run by which models are compared.
 Figure = Callable[[Line], float]
 
 BASE = "learned"
 OURS = "kv-2-learned-start-0.1"
 TRAINED = 32
-# The names of models with patches of 2 px end so.
+# The names of models with patches of 2 px have this ending.
 PATCH_2 = "-patch-2"
 PROTOCOLS = ("resize", "field")
 RECIPES = {
@@ -79,7 +79,7 @@ class Estimate(NamedTuple):
 def accuracies(line: Line, protocol: str, reach: str = "trained") -> dict[int, float]:
     """Return accuracy in percent by size, at other reaches than 'trained' for the sizes that have it."""
     rows = {(row["reach"], row["protocol"], row["size"]): 100 * row["acc1"] for row in line["rows"]}
-    # Protocols and reaches do not differ at the trained size, which has one row.
+    # At the trained size, all protocols and reaches give the same result, which is in one row.
     at_trained = rows["trained", "resize", TRAINED]
     found = {size: value for (kind, name, size), value in rows.items() if (kind, name) == (reach, protocol)}
     return dict(sorted((found | {TRAINED: at_trained}).items()))
@@ -153,7 +153,7 @@ def estimate(runs: Runs, figure: Figure) -> Estimate:
 def difference(one: Runs, other: Runs, figure: Figure, of_other: Figure | None = None) -> Estimate | None:
     """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair.
 
-    The figure of `other` is the same one unless `of_other` is given.
+    Unless `of_other` is given, the same figure is computed for `other`.
     """
     of_other = of_other or figure
     pairs = {key: figure(line) - of_other(other[key]) for key, line in one.items() if key in other}

@@ -16,7 +16,7 @@ from study_tables import table
 
 # Accuracies in percent of the runs of a model.
 Values = dict[Key, float]
-# Models of the study on CIFAR-10 and of that on photographs, by the names of tables and figures.
+# Models of the study on CIFAR-10 and of the study on photographs, by their names in tables and figures.
 MODELS = {
     "kv, `max_distance` 2, and learned": ("kv-2-learned-start-0.1", "kv-2-learned"),
     "kv, `max_distance` 4, and learned": ("kv-4-learned", "kv-4-learned"),
@@ -36,7 +36,7 @@ RECIPES = {
 PHOTOGRAPHS = "Imagenette, 14 x 14, 20 epochs"
 SCRATCH, FIELD = "scratch, 20 epochs", "field, 20 epochs"
 SIDES, FIELDS = (80, 96, 112, 144, 176, 224), (112, 128, 144, 160)
-# What a model that is at hand is fine-tuned on, and the test of its new size.
+# The kinds of fine-tuning of a trained model, each with the test at its new size.
 TUNED = {
     "its own size, 112 px": ("own, 5 epochs", "resize 112 x 112"),
     "160 px, tested at 176 px": ("larger, 5 epochs", "resize 176 x 176"),
@@ -72,7 +72,7 @@ def own_sizes(lines: Sequence[Line], photographs: Accuracies) -> dict[str, dict[
         runs = grouped(lines, recipe)
         if BASE not in runs:
             continue
-        # Models with patches of 2 px have their start in no name.
+        # The names of models with patches of 2 px do not mention the start of their tables.
         names = {label: next((n for n in (a, b) if n in runs), None) for label, (a, b) in MODELS.items()}
         settings[title] = {
             label: {key: at(TRAINED, "resize")(line) for key, line in runs[name].items()}
@@ -172,7 +172,7 @@ def draw_other_sizes(photographs: Accuracies, target: Path) -> None:
             if name in photographs[part]:
                 tests = [Estimate.of(of_photographs(photographs[part][name][f"{protocol} {s} x {s}"])) for s in sides]
                 errors = [bar(each) / 2 for each in tests]
-                # Without the accents of Markdown.
+                # Figures show the names without Markdown's backticks.
                 look = {"color": f"C{number}", "marker": "o", "capsize": 3, "label": label.replace("`", "")}
                 axes.errorbar(sides, [each.mean for each in tests], errors, **look)
         axes.axvline(112, color="grey", linestyle=":")

@@ -1,7 +1,7 @@
 """Write the report of all lines: `python tools/study/study_report.py [docs/study]`.
 
-The tool writes `tables.md` and the figures beside the folders `runs` and `photographs` of the lines, and the tables of
-`README.md` between their marks; the text around these is written by hand.
+The tool writes `tables.md` and the figures beside the folders `runs` and `photographs`, which contain the lines, and
+the tables of `README.md` between their marks; the text around these tables is written by hand.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def figures_table(groups: Groups, figures: Mapping[str, Figure]) -> str:
     """Tabulate the figures of BASE, and by how much other models are above them in runs of the same seed.
 
-    A model without such a run has its figures themselves, in percent.
+    A model without a run of the same seed is shown by its own figures, in percent.
     """
     rows = []
     for model, runs in groups.items():
@@ -44,7 +44,7 @@ def reach_table(groups: Groups, protocol: str) -> str:
     rows = []
     for model, runs in groups.items():
         for reach in dict.fromkeys(row["reach"] for line in runs.values() for row in line["rows"]):
-            # A line without this reach has no size but the trained one.
+            # A line without this reach has an accuracy at the trained size only.
             tried = {key: line for key, line in runs.items() if len(accuracies(line, protocol, reach)) > 1}
             if reach == "trained" or not tried:
                 continue

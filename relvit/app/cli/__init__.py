@@ -24,7 +24,7 @@ _stock_format = warnings.formatwarning
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
     for stream in (sys.stdout, sys.stderr):
-        # Names of files and classes, and signs such as ±, must not end a command where the output is ASCII alone.
+        # An ASCII output must not raise UnicodeEncodeError at names of files and classes, or at signs such as ±.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (text := answer(arguments)) is not None:
         print(text)
         return 0 if arguments else 2
-    # The page of `relvit demo` has a smaller default.
+    # `relvit demo` has a `--max_pixels` of its own, with a smaller default.
     if arguments[0] != "demo":
         arguments, pixels = _without(arguments, "--max_pixels")
         if pixels is not None:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     given = Arguments([], {}, {})
     try:
-        # These imports load Lightning, for which an unknown command need not wait.
+        # These imports load Lightning, which takes seconds, so an unknown command is refused before them.
         from relvit.app.cli.functions import function_of, run_function
         from relvit.app.cli.help import short_help
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "help" in given.values:
             print(short_help(command, function))
             return 0
-        # Lightning sets up its logging when it is imported.
+        # Importing Lightning sets up Lightning's logging, so `quieten` comes after these imports.
         quieten()
         run_function(command, function, given)
     except SystemExit as stop:
@@ -95,8 +95,8 @@ def _without(arguments: list[str], option: str) -> tuple[list[str], str | None]:
 def quieten() -> None:
     """Silence warnings that a user of the command line can do nothing about, and shorten relvit's own.
 
-    Lightning advertises products, hints at numbers of workers and warns of calls that it makes itself. Matplotlib warns
-    of class names in scripts that its font lacks.
+    Lightning advertises products, hints at numbers of workers and warns of calls that Lightning itself makes.
+    Matplotlib warns of characters in class names that the font lacks.
     """
     warnings.formatwarning = format_warning
     for package in ("lightning.pytorch", "lightning.fabric"):
@@ -108,9 +108,9 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
-        # Predictions are put in order by relvit's own numbers of the images.
+        # relvit sorts predictions by image indices of its own, not by Lightning's batch indices.
         "Couldn't infer the batch indices",
-        # relvit's data modules can go on within an epoch, where the checkpoint was written.
+        # relvit's data modules can resume within an epoch, at the batch where the checkpoint was written.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):

@@ -14,7 +14,7 @@ from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.nested_values import check_bounds
 from relvit.utils.messages import cut, did_you_mean
 
-# Parsers find `load_config` under this name.
+# jsonargparse finds `load_config` under this name.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
 
@@ -36,7 +36,7 @@ def load_config(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
-        ValueError: aliases that hold themselves, or stand for too many values.
+        ValueError: an alias contains itself, or aliases stand for too many values.
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
     return _stock_loader(text)
@@ -67,6 +67,6 @@ def read_config(config: str) -> dict[str, Any]:
     return options
 
 
-# Some of Lightning's defaults are members of an enumeration, which YAML has as their values.
+# Some of Lightning's defaults are enumeration members; YAML stores the members' values.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

@@ -36,13 +36,13 @@ def is_self_explanatory(error: Exception) -> bool:
     return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
 
-# These commands have an option to go on without broken images.
+# These commands have an option to continue without broken images.
 SKIPPING = ("fit", "validate", "test", "predict")
 
 
 def describe(error: Exception, command: str = "fit") -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
-    # The import takes seconds, which an unknown command need not wait for.
+    # This import takes seconds, so an unknown command is refused without it.
     from relvit.app.data.images.decode import UnreadableImageError
 
     # jsonargparse wraps errors in lists of the allowed types: follow `__cause__` to the constructor's exception.

@@ -131,7 +131,7 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
     actions, short = {action.dest: action for action in parser._actions}, short_names(command, function)
     shown = argparse.ArgumentParser(
         usage="\n       ".join(usage(command, function)),
-        # Python removes docstrings where it is told to (-OO).
+        # `python -OO` removes docstrings.
         description=_described(command, function),
         epilog=f"relvit {command} --help-all lists every option." if len(groups) > 1 else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),

@@ -1,6 +1,6 @@
 """Explain what a parser refuses in one line: the option or value that is wrong, and the nearest right name.
 
-`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has those of other libraries.
+`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has other libraries' names.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Given(NamedTuple):
 def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
     """Find the first option that a parser does not have, or whose value is of another type than the option.
 
-    The parser's own message, which reports all types that it has tried, is the last resort. The options began with the
-    values of the namespace, such as those of a checkpoint.
+    If there is no such option, return the parser's own message, which reports all types that the parser has tried.
+    `namespace` holds the values that options had before the command line was read, such as those of a checkpoint.
 
     Raises:
         UsageError: a configuration cannot be read.
@@ -52,7 +52,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
     given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
-    # A configuration may leave a value open, as null.
+    # A configuration may give null for an option, which then still needs a value.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
@@ -69,7 +69,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
             return f"--{option.name} is for --data NAME: {instead}" if "root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
-    # Only commands that run a Trainer have options of the model; they need data.
+    # Only commands that run a Trainer have options of the trainer, and these commands need data.
     if "trainer.devices" in known and "data" not in names:
         return NO_DATA
     return f"missing: {', '.join(missing)}" if missing else cut(error)
@@ -156,15 +156,15 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     of_fit = "resume" in known
-    # Other commands take the model as it is in the checkpoint, and train nothing.
+    # Commands other than `fit` take the model from the checkpoint and train nothing: suggest no options for that.
     names = {
         f"{dashes}{other}": other
         for other in known
         if of_fit or not (other.startswith("model.") or other in ONLY_IN_TRAINING)
     }
     if option.file is None:
-        # The options of the data are known also where nothing has named the kind of data yet. Only commands that run a
-        # Trainer have short names.
+        # The short names of data options are suggested even if the kind of data is not named yet. Only commands that
+        # run a Trainer have short names.
         of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
@@ -185,7 +185,7 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
 
     Args:
         typed: what the user gave, such as '--model.learningrate'.
-        names: the options by the names that may be shown, with their full names.
+        names: the full name of each option, by each name of the option that a message may show.
     """
     group, _, last = typed.rpartition(".")
     last = last.lstrip("-").replace("-", "_")
@@ -194,7 +194,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # A name that another library has for an option is no misspelling of another such name, and short ones are alike.
+    # A typed name that another library uses is no misspelling of another such name. Names of up to three letters are
+    # too similar to each other to be guessed.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
@@ -239,7 +240,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             return f"--{name}{place}: {value}: {cut(reason)}"
     hinted, allowed = "", choices(hint)
     if isinstance(value, str):
-        # Several values are the text of a list.
+        # Several values for one option come as the text of a list.
         given = [item.strip() for item in value.strip("[]").split(",")]
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"

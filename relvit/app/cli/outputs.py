@@ -32,7 +32,7 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
     """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
     match target.suffix:
         case ".csv":
-            # Only some rows have all columns: the first checkpoint has no difference to the first.
+            # Rows may lack columns: those of the first checkpoint have no difference to the first checkpoint.
             columns = list(dict.fromkeys(name for row in rows for name in row))
             write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
         case ".json":
@@ -51,5 +51,5 @@ def print_table(
         table.add_column(name, justify="right" if number else "left", no_wrap=number > 0 and not wrap)
     for row in rows:
         table.add_row(*row)
-    # Names may hold brackets, which would be markup of Rich.
+    # Names may contain brackets, which Rich would otherwise read as markup.
     Console(highlight=False, markup=False).print(table)

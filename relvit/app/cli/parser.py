@@ -36,7 +36,7 @@ SHARED: dict[str, str] = {
 class Parser(LightningArgumentParser):
     """Raise `UsageError` where the stock parser prints its usage and exits.
 
-    Options must be spelt out: an abbreviation that works today is another option's tomorrow.
+    Options must be spelt out, because an abbreviation may become ambiguous when a new option is added.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,8 @@ class Parser(LightningArgumentParser):
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Make the objects of a configuration whose record may hide secrets as `***`.
 
-        Loggers and callbacks find their secrets elsewhere; the secrets of a data module have to be given.
+        Loggers and callbacks find hidden secrets elsewhere, but the user has to give the secrets of a data module
+        again.
         """
         check_data_given(cfg.get("data"))
         if "trainer" in cfg:

@@ -1,6 +1,6 @@
 """Secrets in the arguments of loggers, callbacks and data modules, which files record as `***`.
 
-Which names are secret says `relvit/app/utils/masks.py`.
+`relvit/app/utils/masks.py` decides which names are secret.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]
 def without_masks(logger: Any, kind: str = "logger") -> Any:
     """Return the configuration of a logger or callback without the secrets that are `***`, which it finds elsewhere.
 
-    A logger takes them from the environment. `kind` is the argument of the trainer.
+    A logger takes such secrets from the environment. `kind` is the trainer's argument that holds the class.
 
     Raises:
-        UsageError: the logger needs one of them as an argument.
+        UsageError: the logger needs one of these secrets as an argument.
     """
     if isinstance(logger, list | tuple):
         return [without_masks(item, kind) for item in logger]

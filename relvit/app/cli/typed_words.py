@@ -17,16 +17,16 @@ from relvit.app.cli.option_types import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.files import is_exported
 
-# Commands that run a Trainer have short names (keys) of options (values); `fit` has more of them.
+# Commands that run a Trainer accept short names (keys) for options (values); `fit` accepts further short names.
 OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
 OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
-# The TensorBoard log is the default, and a run's metrics.csv is always there.
+# These loggers need no option: the TensorBoard log is the default, and a run's metrics.csv is always written.
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
 ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
-# `fit --model` takes the name of a model, or a file of the model's options, which ends in one of these.
+# `fit --model` takes the name of a model, or a file of the model's options whose name ends in one of these suffixes.
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
 # Users of timm, ultralytics, Lightning and Hugging Face know an option (the last part of its name) by these names. If a
@@ -105,9 +105,9 @@ ONLY_IN_TRAINING = {
 }
 ONLY_IN_TRAINING |= {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.check_val_every_n_epoch"}
 ONLY_IN_TRAINING |= {f"data.{name}" for name in ["augment", "color_jitter", "random_erasing", "balance", "repeats"]}
-# These words say nothing more where a user adds them to the name of an option.
+# These words do not change the meaning of an option's name if a user adds them.
 EMPTY_WORDS = {"use", "enable", "auto", "rate", "value", "type", "training", "per", "gpu"}
-# Options of other libraries that look like one of relvit's and mean something else.
+# These options of other libraries look like options of relvit but mean something else, so nothing is suggested.
 _NOWHERE = "eta mode runner ipus train_bn warmup_lr warmup_bias_lr warmup_momentum train_size stratify stratified"
 SYNONYMS: dict[str, list[str]] = {
     other: [own for own, others in _ELSEWHERE.items() if other in others.split()]
@@ -117,7 +117,7 @@ _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --
 _FOLDS = "K-fold cross-validation is a recipe in docs/own_data.md"
 _CLASSES = "the classes are found in the data"
 _LIST = "a CSV list of images is --data ImageListData --data.train FILE"
-# `fit` has no options of these names; this is what to do instead.
+# `fit` has no options of these names; the values say what to do instead.
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
     **dict.fromkeys(
@@ -141,7 +141,7 @@ INSTEAD: dict[str, str] = {
 }
 
 
-# A command lacks one of these options although commands like it have the option; this is what to do instead.
+# These commands lack an option that similar commands have; the values say what to do instead.
 MISSING: dict[tuple[str, str], str] = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
@@ -187,7 +187,7 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
 def parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the functions whose arguments are the options of a command: its own, after `main` of its module.
 
-    Options that have to be known before the others are parsed, such as the run to go on with, belong to `main`.
+    Options that are needed before the others are parsed, such as the run to resume, belong to `main`.
     """
     main = getattr(inspect.getmodule(function), "main", None)
     return [function] if main is None else [main, function]
@@ -208,7 +208,7 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the options that positional arguments stand for, with their types: parameters before the `*`.
 
-    The first parameter of a command that runs a Trainer is made from a checkpoint.
+    The first parameter of a command that runs a Trainer is built from a checkpoint, so it stands for no option.
     """
     hints, owned = type_hints(function), parameters(function).items()
     before = [name for name, parameter in owned if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -269,7 +269,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
 def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:
     """Yield the name and the value of each option; None for the name of a positional argument, or a missing value.
 
-    Of the options with type hints, a bool needs no value, and a list takes all values that follow and are of its type.
+    An option with the type bool needs no value. A list takes all following values that have the type of its items.
     """
     waiting = list(words)
     while waiting:
@@ -298,7 +298,7 @@ def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _is_option(word: str) -> bool:
-    # A number below zero is a value.
+    # A negative number is a value and not the name of an option.
     return re.match(r"-[^\d.\s]", word) is not None
 
 

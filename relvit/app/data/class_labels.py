@@ -50,7 +50,7 @@ def check_every_class(labels: Iterable[int], class_names: Sequence[str], where: 
     """Refuse training data in which a class has no image.
 
     Raises:
-        ValueError: There is such a class.
+        ValueError: A class has no image.
     """
     if absent := set(range(len(class_names))) - set(labels):
         raise ValueError(
@@ -108,7 +108,8 @@ def _counted(counts: Mapping[str, int], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {counts[name]:,}" for name in names)
 
 
-# A class may be a typo of another class that has _RARER times as many images. Only the _COMPARED rarest are looked at.
+# A class may be a typo of another class that has _RARER times as many images. Only the _COMPARED rarest classes are
+# checked.
 _RARER, _COMPARED = 20, 50
 
 
@@ -143,7 +144,7 @@ def checked_classes(class_names: Sequence[str]) -> list[str]:
     """Return the names of classes as a list.
 
     Raises:
-        ValueError: Fewer than two, a name twice, or one that cannot be printed.
+        ValueError: There are fewer than two names, a name comes twice, or a name cannot be printed.
     """
     names = list(class_names)
     check_printable(names, "class_names")
@@ -160,16 +161,17 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
 
     Args:
         class_names: The names.
-        source: Where they come from, for the message.
+        source: Where the names come from, for the message.
 
     Raises:
-        ValueError: There is such a name.
+        ValueError: A name is not UTF-8 or holds control characters.
     """
     for name in class_names:
         if visible(name) != name:
             fault, cure = "has control characters", "rename it"
             if re.search("[\ud800-\udfff]", name):
-                # Where the locale is not UTF-8, Python reads a name in UTF-8 as bytes that it cannot decode.
+                # If the locale is not UTF-8, Python cannot decode a UTF-8 name and keeps the name's bytes as
+                # surrogates.
                 read = sys.getfilesystemencoding()
                 fault = f"is not {'UTF-8' if read == 'utf-8' else read}"
                 cure = cure if read == "utf-8" else f"{cure}, or set PYTHONUTF8=1 where names are UTF-8"

@@ -18,7 +18,7 @@ Fill = Literal["reflect", "grey"]
 class FieldCrop(v2.Transform):
     """Crop (height, width) from the centre of a PIL image; where the image is smaller it is continued.
 
-    Crops, and the place of a smaller image, are those of torchvision's CenterCrop.
+    The crop and the place of a smaller image are the same as in torchvision's CenterCrop.
 
     Args:
         size: Output size (height, width).
@@ -47,7 +47,7 @@ class FieldCrop(v2.Transform):
             length = pixels.shape[axis]
             first = round((length - size) / 2) if length >= size else -((size - length) // 2)
             index = np.arange(first, first + size)
-            # A reflection has a period of 2 * `turn` pixels: `turn` pixels there, and `turn` pixels back.
+            # A reflection repeats after 2 * `turn` pixels: `turn` pixels forwards, then `turn` pixels backwards.
             turn = max(1, length - 1)
             inside = turn - np.abs(index % (2 * turn) - turn) if length > 1 else np.zeros_like(index)
             pixels = pixels.take(inside, axis)

@@ -45,12 +45,12 @@ def check_data(
 ) -> dict[str, Any]:
     """Decode all images of train, val and test in parallel, and report on them.
 
-    Where a part of train is put aside to validate, that is val.
+    If a part of train is put aside for validation, that part is reported as val.
 
     Args:
         data: A data module of image files.
         processes: Processes that decode; None: one for each core.
-        progress: Called with the results as they come and their number; yields the results.
+        progress: A function of the iterable of results and their number, which yields the results.
 
     Returns:
         Plain types, fit for JSON:
@@ -60,8 +60,8 @@ def check_data(
         - 'bad': 'split', 'path' and 'reason' of each file that cannot be read
         - 'duplicates_classes': groups of images with equal pixels under different classes; of each image 'split',
           'class' and 'path'
-        - 'duplicates_across': likewise in several splits, under whatever classes
-        - 'duplicates_within': likewise in one split, under one class
+        - 'duplicates_across': groups of images with equal pixels in several splits, under any classes
+        - 'duplicates_within': groups of images with equal pixels in one split, under one class
 
     Raises:
         ValueError: No images from files, no labelled split, or a number of processes below one.

@@ -37,7 +37,7 @@ class BatchMix(nn.Module):
         mixup_alpha: Mixup's alpha; 0 for no mixup.
         cutmix_alpha: CutMix's alpha; 0 for no CutMix.
         prob: Probability that a batch is mixed at all.
-        switch_prob: Probability that it is CutMix where both are on.
+        switch_prob: Probability that a mixed batch is mixed by CutMix, if both mixup and CutMix are on.
         label_smoothing: Share of the labels that is spread over all classes.
 
     Raises:
@@ -73,7 +73,7 @@ class BatchMix(nn.Module):
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
             # torchvision mixes each image with the one before it, which is often the same image under repeated
-            # augmentation. As everything else here, the order comes from the generator of the CPU.
+            # augmentation. Like all other random numbers here, the order comes from the generator of the CPU.
             order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()
             mix = self.cutmix if which < self.cutmix_share else self.mixup

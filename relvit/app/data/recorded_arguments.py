@@ -10,7 +10,7 @@ from lightning import LightningDataModule
 
 from relvit.app.utils.masks import MASK, mask_secrets
 
-# A subclass gives these arguments of `ImageData` and `ImageFilesData` itself.
+# A subclass passes these arguments to `ImageData` or `ImageFilesData` itself.
 _OF_SUBCLASS = ("class_names", "in_chans")
 _LEFT_OUT = object()
 
@@ -18,14 +18,15 @@ _LEFT_OUT = object()
 class RecordedArguments(LightningDataModule):
     """Base class of data modules that know the arguments with which they were built.
 
-    relvit's own classes keep each argument in an attribute of the same name, and hand on what they do not know
-    themselves as ``**options``. A class of a user may do as it likes: the arguments that it was given are recorded.
+    relvit's own classes keep each argument in an attribute of the same name, and pass arguments that they do not know
+    to their parent as ``**options``. A user's class need not follow this rule, so the arguments given to it are
+    recorded.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and cls.is_of_user():
-            # An assignment to `cls.__init__` would be an `__init__` of this class to type checkers.
+            # Type checkers would take an assignment to `cls.__init__` for an `__init__` of this class.
             type.__setattr__(cls, "__init__", _recording(cls.__init__))
 
     @classmethod
@@ -49,7 +50,7 @@ class RecordedArguments(LightningDataModule):
     def recorded_args(self) -> dict[str, Any]:
         """Return the arguments of :meth:`init_args` as files record them: a secret that was given is `***`.
 
-        A secret that the module has found itself, where it was given None, stays None.
+        A secret that was given as None, and that the module has found itself, is recorded as None.
         """
         given, recorded = vars(self).get("_given") or {}, mask_secrets(self.init_args(), self.public_names())
         found = [name for name, value in recorded.items() if value == MASK and name in given and given[name] is None]

@@ -92,14 +92,14 @@ class NativeShapes(ImageShape):
         sees the whole image.
 
         Args:
-            transform: Of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
+            transform: A transform of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
 
         Returns:
             A transform from a PIL image to timm's dictionary of one image: 'patches' float32 (N, height, width, C),
             'patch_coord' int64 (N, 2), row and column of each, and 'patch_valid' bool (N,), all True.
 
         Raises:
-            ValueError: The crop of 'three-augment-crop', which has no such form.
+            ValueError: The transform has the crop of 'three-augment-crop', which has no form for native shapes.
         """
         sizes = self.patch_size, self.max_tokens
         steps: list[Any] = []
@@ -147,7 +147,7 @@ def shape_of(values: Mapping[str, Any]) -> ImageShape:
     """Return the shape that the arguments of a data module give, or what `ImageShape.record` returned.
 
     Raises:
-        KeyError, TypeError, ValueError: The values give none.
+        KeyError, TypeError, ValueError: The values do not describe a shape.
     """
     known = {name: values[name] for name in ("max_tokens", "patch_size") if name in values}
     if values.get("native", "max_tokens" in values):
@@ -164,7 +164,7 @@ def image_shape(
     """Return the shape that the arguments of `relvit.app.data.ImageData` describe.
 
     Raises:
-        ValueError: A size that is none, or a budget below 1 or without native images.
+        ValueError: A size is invalid, or a budget is below 1 or given without native images.
     """
     size, patch = parse_size(img_size), parse_size(patch_size, "patch_size")
     if not native:

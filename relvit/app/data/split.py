@@ -11,8 +11,8 @@ def stratified_split(
     """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
     Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
-    class of one stays in the larger part. The choice follows a hash of the seed and the names: it depends on no random
-    state, machine or location, and an added image changes the part of few others.
+    class with a single image stays in the larger part. The choice follows a hash of the seed and the names. It depends
+    on no random state, machine or location, and an added image moves few other images to the other part.
 
     Args:
         names: Name of each image, without the location of the data.

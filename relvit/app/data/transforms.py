@@ -17,7 +17,7 @@ from relvit.app.data.field import FieldCrop, Fill
 from relvit.utils.messages import check_choice
 from relvit.utils.ranges import NonNegativeFloat, PositiveShare, Share, check_ranges
 
-# Images are never resized to more pixels on a side, which JPEG files cannot have either.
+# Images are never resized to more pixels on a side, since JPEG files cannot have longer sides either.
 LONGEST_SIDE = 65_500
 
 SizeProtocol = Literal["crop", "resize", "field"]
@@ -70,12 +70,13 @@ class ResizeToCover(v2.Transform):
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
         (height, width), made = self.sizes((inpt.height, inpt.width))
         top, left = (height - made[0]) // 2, (width - made[1]) // 2
-        # These are the edges of the middle, in pixels of the image.
+        # x0, x1, y0 and y1 are the edges of the middle, in pixels of the image.
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
-            # For the whole image, which is enlarged, Pillow begins with the rows. For the middle, which has fewer rows
-            # than the image, Pillow 13 would begin with the columns, and cut off other values beyond 0 and 255.
+            # For the whole image, which is enlarged, Pillow resizes rows first. For the middle, which has fewer rows
+            # than the image, Pillow 13 would resize columns first and then clip different intermediate values to
+            # 0...255.
             inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
@@ -145,7 +146,7 @@ def eval_transform(
         raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
     squashed = [] if squash is None else [_squash(parse_size(squash, "squash"))]
     if protocol == "resize":
-        # The whole image becomes the last size at once: resampling it twice would blur it.
+        # The whole image is resized directly to the last size: resampling it twice would blur it.
         steps, squashed = squashed or [_squash(size)], []
     elif protocol == "field":
         if trained_size is None:
@@ -248,7 +249,7 @@ def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
         padding = (max(1, width // 8), max(1, height // 8))
         return [ResizeToCover(size), v2.RandomCrop(size, padding=padding)]
     if augment == "three-augment-crop":
-        # Reflection needs more pixels than it adds.
+        # Reflection padding needs an image with more pixels than the padding adds.
         padding = (min(4, width - 1), min(4, height - 1))
         return [ResizeToCover(size), v2.RandomCrop(size, padding=padding, padding_mode="reflect")]
     ratio = (width / height * 3 / 4, width / height * 4 / 3)
@@ -289,13 +290,13 @@ class BatchTransform:
 
     Args:
         resized: Height and width to which the images are resized first.
-        field: A crop that comes next, and continues the images; None: there is none.
+        field: A crop that follows, and continues images beyond their edges; None: there is none.
         size: Height and width of the result.
         padding: Columns left and right, rows above and below that are added before a random crop; None: the centre is
             cropped.
         flip: Probability that an image is mirrored.
         mean: Mean of red, green and blue, in units of pixels, (3, 1, 1).
-        std: Standard deviation of each, likewise.
+        std: Standard deviation of red, green and blue, in units of pixels, (3, 1, 1).
     """
 
     resized: tuple[int, int]
@@ -310,8 +311,8 @@ class BatchTransform:
     def like(cls, transform: v2.Compose, stored: tuple[int, int]) -> "BatchTransform | None":
         """Build the equivalent of a transform for batches of colour images of the size `stored`.
 
-        None where there is none: for other transforms than `eval_transform`, and `train_transform` with 'none', 'shift'
-        and 'crop-flip' alone, and for images longer than `ResizeToCover` takes them.
+        Return None if there is no equivalent: for transforms other than `eval_transform` and `train_transform` with
+        'none', 'shift' or 'crop-flip', and for images longer than `ResizeToCover` takes.
         """
         match getattr(transform, "transforms", None):
             case [*steps, v2.PILToTensor(), v2.ToDtype(scale=True), v2.Normalize() as normalise]:
@@ -341,7 +342,7 @@ class BatchTransform:
         match steps:
             case [v2.RandomHorizontalFlip(p=flip), *steps]:
                 pass
-        # The remaining steps have no form for batches, or stand in another order.
+        # The remaining steps have no form for batches, or come in another order.
         if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))

@@ -18,7 +18,7 @@ def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[in
     return 2 * math.prod(left) * right[-1]
 
 
-# PyTorch counts these products only where they are not in place.
+# PyTorch counts these products only in their forms that are not in place.
 IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
 
 

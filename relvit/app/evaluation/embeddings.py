@@ -27,7 +27,7 @@ class Embeddings(NamedTuple):
 
     Attributes:
         paths: N files, sorted.
-        classes: the class folder of each, '' without one.
+        classes: the class folder of each file, '' for a file without a class folder.
         features: float32 (N, num_features).
         unreadable: path and reason of the files that could not be read.
     """
@@ -53,7 +53,7 @@ def embed_folder(
         root: the folder. The class of an image is the folder right inside root, or inside its train, val or test.
         batch_size: images per batch.
         num_workers: processes that read images.
-        progress: wraps the iterable of batches, whose number is its second argument, such as in a progress bar.
+        progress: a function of the batches and their number, which yields the batches, such as a progress bar.
 
     Raises:
         FileNotFoundError: no such folder.

@@ -43,7 +43,7 @@ class ExportedClassifier(Answering):
 
     Attributes:
         description: See `read_description`.
-        checkpoint: The same as the description of a checkpoint without weights.
+        checkpoint: The description as a `Checkpoint` without weights.
 
     Raises:
         FileNotFoundError, ValueError: The file is missing, or `relvit export` did not write it.
@@ -74,7 +74,7 @@ class ExportedClassifier(Answering):
         """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other.
 
         Raises:
-            ValueError: The file cannot be computed, for lack of memory for one.
+            ValueError: The file cannot be computed, for example for lack of memory.
         """
         if isinstance(images, dict):
             return torch.cat([self(image[None]) for image in images_of(images)])
@@ -144,7 +144,7 @@ def _open_program(path: Path) -> _Opened:
     (logits,) = program.graph_module.graph.output_node().args[0]
     metadata = {KEY: found[EXTRA_FILE]} if found[EXTRA_FILE] else {}
     module = program.module()
-    # As an attribute of a LightningModule the program would be a submodule, which refuses to change its mode.
+    # As an attribute of a LightningModule, the program would be a submodule, but programs refuse `train` and `eval`.
     return _Opened(lambda images: module(images), metadata, logits.meta["val"].shape[-1])
 
 
@@ -160,7 +160,7 @@ def _options() -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    # Errors become exceptions, and warnings are about graphs, which the user has not written.
+    # Errors are raised as exceptions. Warnings are not shown, since they concern the graph, which no user has written.
     options.log_severity_level = 4
     if (available := available_memory()) is not None:
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)

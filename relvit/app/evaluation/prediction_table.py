@@ -23,7 +23,7 @@ from relvit.utils.messages import printable
 
 # A row has at most this number of classes.
 TOP = 5
-# This number of rows is short enough to be printed.
+# Up to this number of rows are printed.
 LISTED = 10
 
 

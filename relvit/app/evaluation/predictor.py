@@ -33,7 +33,7 @@ from relvit.app.utils.files import is_exported
 from relvit.models import AttentionMaps, Reach, attention_maps
 from relvit.utils.messages import check_choice, visible
 
-# These entries of timm's description are about the weights that timm has for the architecture.
+# These entries of timm's `pretrained_cfg` describe timm's own weights of the architecture, and not a checkpoint's.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
 
 
@@ -65,12 +65,12 @@ class Prediction:
 class Predictor:
     """The classifier of a checkpoint, with its averaged weights if it has some, or of an exported file; its transforms.
 
-    `relvit.load` makes one.
+    `relvit.load` makes a predictor.
 
     Args:
         ckpt_path: the checkpoint, or an .onnx or .pt2 of `relvit export`, which predicts alone.
-        img_size: size of the images given to the model, one number or (height, width); None: as in training. Where the
-            training was on native images, they keep their shapes, with as many patches as this size has at most.
+        img_size: size of the images given to the model, one number or (height, width); None: as in training. If the
+            training used native shapes, images keep their shapes, with at most as many patches as this size has.
         reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
 
     Attributes:
@@ -79,16 +79,17 @@ class Predictor:
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
-        thresholds: of a multi-label model the probability from which on an image has the class; None of other models.
+        thresholds: for a multi-label model, the probability from which on an image has each class; None for other
+            models.
         img_size: (height, width).
         reach: as given.
-        mean, std: of each channel, in units of the range 0..1.
+        mean, std: statistics of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
-        shape: of the images, the size of all or a budget of patches, see `relvit.app.data.shape.ImageShape`.
+        shape: one size of all images or a budget of patches, see `relvit.app.data.shape.ImageShape`.
         transform: from a PIL image to what the model takes.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, no such size or reach, or what a file lacks.
+        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, no such size or reach, or a part is missing.
     """
 
     mean: tuple[float, ...]
@@ -121,7 +122,7 @@ class Predictor:
         self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)
         if self.classifier.net is not None:
-            # timm has the description under both names.
+            # timm has two names for this description.
             self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property
@@ -188,8 +189,8 @@ class Predictor:
                 or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
                 or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
                 and normalised as in the evaluation during training.
-            top: number of classes; fewer where there are fewer. None: five, by a multi-label model those that reach
-                their thresholds.
+            top: number of classes to return, at most all of the model. None: five; of a multi-label model the classes
+                that reach their thresholds.
             batch_size: images per batch.
             num_workers: processes that read images; 0 reads them in this one.
             mirror: average the probabilities of each image and its mirror image.
@@ -197,9 +198,9 @@ class Predictor:
                 it and warns at the end, with the number of such images and the first of them.
 
         Returns:
-            A `Prediction` for one image, a list of them for several. With 'skip' an image that cannot be read is None
-            in its place, so that the list is as long as the one given; of a folder, whose predictions have paths, it is
-            left out.
+            A `Prediction` for one image, a list of them for several. With 'skip', an unreadable image is None in its
+            place, so that the list is as long as the list given; of a folder, whose predictions have paths, unreadable
+            images are left out.
 
         Raises:
             UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
@@ -235,7 +236,8 @@ class Predictor:
         """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
 
         Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, also
-        where `images` is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` returns paths.
+        where `images` is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` returns paths as
+        well.
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)
@@ -254,7 +256,7 @@ class Predictor:
 
         Returns:
             See `relvit.models.AttentionMaps`: per layer float32 (heads, N, N), on the CPU; rows and columns of patches;
-            number of tokens before them.
+            number of tokens before the patches.
 
         Raises:
             UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
@@ -292,8 +294,8 @@ class Predictor:
             items: images, see `predict`.
             batch_size: images per batch.
             num_workers: processes that read images.
-            unreadable: takes path and reason of the files that cannot be read, which are then left out; None: such a
-                file is an error.
+            unreadable: a dictionary that gets path and reason of each unreadable file, which is then left out; None: an
+                unreadable file is an error.
         """
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:

@@ -37,8 +37,8 @@ class EvaluationReport(Callback):
     - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
       first, at most 10,000; with several labels all true and all predicted classes (with ';' between) and the binary
       cross-entropy of each image with a wrong or missing class, the highest first;
-    - `mistakes.png`: the first 25 of them, as the model saw them;
-    - `corruptions.csv` of a robustness set with corruptions: accuracy of each, by severity and their mean.
+    - `mistakes.png`: the first 25 of these mistakes, with the images as the model saw them;
+    - `corruptions.csv` of a robustness set: accuracy of each corruption, by severity, and the mean over severities.
 
     Args:
         folder: where to write.
@@ -71,7 +71,7 @@ class EvaluationReport(Callback):
     ) -> None:
         labels = batch[1]
         if len(labels):
-            # Numbers are kept in double precision, which holds labels exactly and which not every accelerator has.
+            # Rows are float64 on the CPU: float64 holds labels exactly, and some accelerators lack it.
             self._kept.append(self._labels.keep(self._labels.probabilities(outputs).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,7 +100,7 @@ class EvaluationReport(Callback):
 
     def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
         self.classes = metrics = self._labels.class_metrics(kept, len(names))
-        # With several labels the mean F1 is among the logged metrics.
+        # With several labels, the logged metrics already have the mean F1.
         self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
         self.results |= {f"test/{name}": value for name, value in self._labels.calibration(kept).items()}
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]

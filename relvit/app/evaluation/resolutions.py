@@ -42,7 +42,7 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
 """For each protocol: what grows with the image, and the kind of positions that relies on this."""
-# These arguments of data modules, like those of `ImageData`, do not choose the images.
+# These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used.
 LOADING = ("on_error", "cache", "download")
 
 
@@ -67,10 +67,10 @@ def evaluate_sizes(
 
     Args:
         ckpt_path: a checkpoint, or several, of the same classes and images.
-        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. What one checkpoint
-            cannot take and another can is left out with a warning.
+        sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. A size that only some
+            of the checkpoints can take is left out for the other checkpoints, with a warning.
         split: 'train' (without augmentation), 'val' or 'test'.
-        root: the data's folder, where it is no longer what the checkpoints remember.
+        root: the data's folder, if it is no longer the folder that the checkpoints record.
         batch_size: images per batch; None: as in training.
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.app.data.eval_transform`.
@@ -78,9 +78,9 @@ def evaluate_sizes(
         progress: wraps the batches of each evaluation, such as in a progress bar.
         reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
         squares: evaluate each size that is not square a second time, on the same images squashed to the square of as
-            many patches (as nearly as whole patches allow): is the shape of the images worth keeping?
-        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
-            or not that of the training; None: that of the training, which has to be imported.
+            many patches (as nearly as whole patches allow), to show whether the images' own shape helps.
+        data: the name of the data module whose images are used, such as my_module.Mine; needed if it is not part of
+            relvit or not the training's. None: the data module of the training, which has to be imported already.
         data_args: arguments of the data module that replace those of the training, such as a password.
 
     Returns:

@@ -12,7 +12,8 @@ import numpy as np
 def accuracy_error(accuracy: float, images: int) -> float:
     """Compute the standard error of an accuracy, sqrt(p (1 - p) / n), that of a binomial share p of n images.
 
-    It tells how much the accuracy may differ on other images of the same kind, not after another training.
+    The standard error tells how much the accuracy may differ on other images of the same kind, not after a new
+    training.
     """
     return math.sqrt(accuracy * (1 - accuracy) / images)
 
@@ -20,13 +21,13 @@ def accuracy_error(accuracy: float, images: int) -> float:
 def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """Compute by how much the second model's accuracy is higher than the first's, and the standard error.
 
-    With d = 1, 0 or -1 for each image, the error is sqrt((mean(d^2) - mean(d)^2) / n): images that both models get
-    right, or both wrong, add nothing (McNemar 1947 has the counts of the others). The error is usually far smaller than
-    the one that follows from the errors of the two accuracies.
+    With d = 1, 0 or -1 for each image, the error is sqrt((mean(d^2) - mean(d)^2) / n): images on which both models are
+    right, or both wrong, add nothing (McNemar 1947 counts the other images). The error is usually far smaller than an
+    error that is computed from the errors of the two accuracies.
 
     Args:
         first: (n,) booleans, whether each image is right.
-        second: the same of another model, for the same images in the same order.
+        second: whether each of the same images, in the same order, is right for the second model.
 
     Returns:
         The difference and its standard error.

@@ -50,13 +50,13 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         scored: of_score,
         "learning rate": {"lr": ("", TRAIN)},
     }
-    # `relvit.app.training.RunCheckpoints` chooses the best checkpoint likewise. An epoch may have several validations.
+    # `relvit.app.training.RunCheckpoints` chooses by the same rule. An epoch may have several validations.
     scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
         # A table that lacks some losses still has curves; then the first of the best scores is marked.
         losses = [(0, 0.0)] * len(scores)
     best, _ = max(zip(scores, losses, strict=True), key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
-    # pyplot would keep global state.
+    # `Figure` is used without pyplot, which would keep global state.
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     for axes, (label, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for column, (name, colour) in curves.items():

@@ -51,7 +51,7 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
     figure = Figure(figsize=(width, height), dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(literal(title), fontsize=FONT, y=1 - 0.15 / height, va="top")
-    # The margins are given in inches, since Matplotlib's own layout draws everything twice.
+    # The margins are given in inches, since Matplotlib's automatic layout draws everything twice.
     edges = {"left": 1.2 / width, "right": 1 - 0.2 / width, "bottom": 0.6 / height, "top": 1 - 1.0 / height}
     columns = figure.subplots(1, len(names), squeeze=False, gridspec_kw={**edges, "wspace": 0.3})[0]
     for axes, name in zip(columns, names, strict=True):

@@ -74,7 +74,7 @@ class Answering(EpochMetrics):
 
         With `mirror` these are the logits of the mean probabilities, float32, of each image and its mirror image.
         """
-        # A process that has fewer batches than others gets empty ones, which models cannot compute.
+        # A process with fewer batches than other processes gets empty batches, which models cannot compute.
         if not image_count(images):
             return torch.empty(0, self.hparams.num_classes, device=self.device)
         images = move_data_to_device(images, self.device)

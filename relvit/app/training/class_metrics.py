@@ -109,7 +109,7 @@ def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
         return np.nan, 0.5
     order = np.argsort(-scores, kind="stable")
     scores = scores[order]
-    # A threshold includes all images of equal scores or none, so only the last of them counts.
+    # A threshold includes all images of equal scores or none, so only the last of equal scores is a candidate.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
     found, scores = labels[order].cumsum()[last], scores[last]
     average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]

@@ -156,19 +156,20 @@ class ImageClassifier(Answering):
         check_arguments(self.hparams)
         # `pretrained` becomes None when its weights are loaded, so that a second training does not load them again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
-        # A checkpoint has to name its model even where the file of pretrained weights, which names it here, is gone.
+        # A checkpoint has to name its model: the file of pretrained weights, which names the model here, may get lost.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
-        # Checkpoints and loggers record these addresses, which may hold a password or a signature.
+        # Checkpoints and loggers record where the weights come from, and an address may hold a password or a signature.
         public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
         self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
         self._teacher_source: str | None = teacher
-        # A name is imported when a training starts: it may come from a checkpoint, which is only evaluated.
+        # The name of a schedule may come from a checkpoint that is only evaluated, so it is imported when a training
+        # starts.
         self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
-        # A calibrated checkpoint changes this in evaluation. The temperature fits its weights alone, so training has 1.
+        # A calibrated checkpoint sets the temperature of evaluation. Training uses 1, since the weights change.
         self.temperature: float = 1.0
-        # This refuses a factor for a model without relative positions.
+        # `param_groups` refuses a factor for a model without relative positions.
         param_groups(self.net, lr, position_lr_scale)
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
@@ -210,7 +211,7 @@ class ImageClassifier(Answering):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the loss of images and labels, see `ClassificationLoss`."""
         images, targets = batch
-        # A resumed training then draws the same random numbers for mixing, dropout and stochastic depth.
+        # With this seed, a resumed training draws the same numbers for mixing, dropout and stochastic depth.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
@@ -290,7 +291,7 @@ class ImageClassifier(Answering):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze the backbone."""
         if self.backbone is not None:
-            # This depends on the number of the epoch alone, so that a resumed training does the same.
+            # Freezing depends on the number of the epoch alone, so that a resumed training freezes the same epochs.
             frozen = self.current_epoch < self.hparams.freeze_epochs
             self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
 
@@ -321,7 +322,7 @@ class ImageClassifier(Answering):
             self.progress.note_validation(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        # Lightning calls this before the callbacks that save checkpoints, and after all others.
+        # Lightning calls this hook before the callbacks that save checkpoints, and after all other callbacks.
         super().on_train_epoch_end()
         self.progress.note_epoch(self.trainer)
 

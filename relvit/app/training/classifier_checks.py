@@ -19,7 +19,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments of `ImageClassifier` that contradict each other or have no effect.
 
     Raises:
-        ValueError: There is such an argument, or an unknown name.
+        ValueError: Arguments contradict each other, an argument has no effect, or a name is unknown.
     """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:

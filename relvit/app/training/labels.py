@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
 
     Attributes:
         weight: The probability of the wrong class, or the loss of a multi-label image: larger is worse.
-        position: The position of the image among those of the test.
+        position: The position of the image among the images of the test.
         true: The names of the image's classes.
         predicted: The names of the predicted classes.
         caption: The prediction in the words of a figure.
@@ -105,8 +105,8 @@ class Labels(Protocol):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         """Format names and probabilities of the classes of an image as the cells of a row."""
 
-    # A test keeps numbers of each image as float64 rows (rows, N) with a column for each image, which the processes of
-    # a test can gather. The figures of a report are computed from these rows.
+    # A test keeps numbers as float64 rows (rows, N) with a column for each image. The processes of a test can gather
+    # such rows, and the figures of a report are computed from the gathered rows.
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
         """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""

@@ -1,7 +1,7 @@
 """Callbacks and options of Lightning's Trainer that a training refuses, and what relvit has in their place.
 
-`docs/options.md` lists them. Everything else of Lightning works: `tests/app/cli/trainer` trains and resumes with each
-callback and each argument of the Trainer.
+`docs/options.md` lists these callbacks and options. Everything else of Lightning works: `tests/app/cli/trainer` trains
+and resumes with each callback and each argument of the Trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REFUSED: dict[type[Callback], str] = {
 LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 
-# These precisions keep the weights in two bytes each; their values keep the weights in float32.
+# These precisions keep the weights in two bytes each; the precisions that they map to keep the weights in float32.
 HALF = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 # The smallest positive float16.
 LEAST_HALF = 2.0**-24

@@ -48,8 +48,8 @@ class EpochMetrics(LightningModule):
     """A LightningModule whose metrics count every image once on any number of devices.
 
     All processes compute a metric at the same point, and log the result as a plain number. If the metric object itself
-    were logged, Lightning would compute it when something first reads it. A progress bar reads it on the main process
-    alone, which would then wait for the other processes for ever.
+    were logged, Lightning would compute it when something first reads it. A progress bar reads the metric on the main
+    process alone, and the main process would then wait for the other processes for ever.
 
     Attributes:
         labels: The labels of the images, one per image or several.
@@ -126,7 +126,7 @@ class EpochMetrics(LightningModule):
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
     # Lightning calls callbacks at the end of an epoch before the module, so the metrics are logged with the last batch.
-    # They are logged again at the end, since early stopping and data without a length do not announce the last batch.
+    # The metrics are logged again at the end, since early stopping and data without a length announce no last batch.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer

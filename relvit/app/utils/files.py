@@ -19,7 +19,7 @@ from relvit.utils.messages import did_you_mean, without_secrets
 
 # `relvit export` writes files of these names.
 EXPORTED = (".onnx", ".pt2")
-# The disk or the user's quota is full, the file system is read-only, or takes no file of this size.
+# The disk or the user's quota is full, or the file system is read-only or does not take a file of this size.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -72,7 +72,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: the folder is the current one or a mount point, which cannot be exchanged.
         OSError: the parent folder cannot be written to, or the disk is full.
     """
-    # A link to a folder stays a link.
+    # Links are resolved, so that a link to a folder stays a link.
     folder = Path(path).resolve()
     if folder.is_dir() and (folder == Path.cwd() or os.path.ismount(folder)):
         raise ValueError(f"{path} is the current folder or a mount point: give a folder in it")
@@ -245,8 +245,9 @@ def from_here(path: str) -> str:
 def absolute(path: str) -> str:
     """Return the absolute path of the same file.
 
-    The file system resolves what comes before `..`, as no text operation can: behind a link to a folder, `..` is the
-    parent of the folder that the link leads to. Where there is no such folder `..` stays: opening the path then fails.
+    The file system resolves the part of a path before `..`, which no text operation can do: after a link to a folder,
+    `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays, and opening the
+    path fails.
     """
     # Resolving would turn the doubled slash of an address into one, and then the address's secrets would not be found.
     if is_address(path):
@@ -292,8 +293,8 @@ def check_output(
 
     Args:
         output: the file.
-        formats: the suffixes that it may have.
-        makes_folder: the folder need not exist yet, as it will be made where it can be.
+        formats: the suffixes that the file may have.
+        makes_folder: whether the file's folder may be missing, because it will be made if possible.
         replaces: whether the file may exist.
 
     Raises:

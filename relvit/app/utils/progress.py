@@ -25,8 +25,8 @@ def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 def rank_zero_print(text: str) -> None:
     """Print on the main process, at once, above a progress bar if there is one, without control characters.
 
-    `LightningModule.print` passes the text to the bar, and not every bar prints the text: `TQDMProgressBar` drops what
-    comes before its start.
+    `LightningModule.print` passes the text to the bar, and not every bar prints the text: `TQDMProgressBar` drops texts
+    that come before the bar's start.
     """
     tqdm.write(visible_lines(text))
     sys.stdout.flush()

@@ -46,7 +46,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _fetch(address: str, copy: Path) -> None:
-    # These imports are not above, since most commands never need them.
+    # These imports are not at the top of the file, since most commands never need them.
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
     from fsspec.registry import registry

@@ -31,7 +31,7 @@ def seed_all(*key: int) -> None:
 def seeded(*key: int) -> Iterator[None]:
     """Seed Python, NumPy and PyTorch's CPU by `key` alone within the context.
 
-    Afterwards their states are restored. In a loader's worker, where nothing else draws random numbers, they are not:
+    Afterwards the three states are restored, but not in a DataLoader worker, where nothing else draws random numbers:
     restoring three states takes longer than loading a small image.
     """
     if get_worker_info() is not None:

@@ -17,7 +17,7 @@ from relvit.app.utils.progress import with_bar
 from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import BatchSize
 
-# A temperature from fewer images may be worse than none.
+# A temperature that is fitted to fewer images than this may be worse than no temperature.
 FEW = 200
 
 

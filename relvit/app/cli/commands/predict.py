@@ -50,7 +50,7 @@ def report(table: PredictionTable, folder: Path) -> None:
     """Print the predictions of up to ten images, or how many of more images have each class, and where they are.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are no predictions.
     """
     if not table.count:
         raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
@@ -69,7 +69,7 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
         paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
             test or else val, where the checkpoint was trained.
     """
-    # Whatever the training did about them, one broken file shall not cost the others their predictions.
+    # One broken file must not stop the prediction of other files, even if the training stopped at broken files.
     changes: dict[str, Any] = {"on_error": "skip"}
     if not paths:
         if is_exported(given.values.get("ckpt_path") or ""):
@@ -78,7 +78,7 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
         return
     named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
     refuse_other_images(given, ("data", "data.root"), named)
-    # The import is here, because the parser's help would list the class among the kinds of data.
+    # The import is here, because otherwise the parser's help would list the class as a choice of `--data`.
     from relvit.app.data.modules.paths import ImagePathsData
 
     evaluate(predict, given, ImagePathsData, paths=paths, **changes)

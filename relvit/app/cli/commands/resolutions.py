@@ -17,7 +17,7 @@ from relvit.models import Reach
 from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import BatchSize
 
-# Each column of the table shows one key of the rows, in this format.
+# Title of a column in the table -> the key of the rows that the column shows, and the format of its numbers.
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
     "±": ("acc1_se", "{:.4f}"),

@@ -116,7 +116,7 @@ def main(given: Arguments) -> None:
         evaluate(test, given)
         return
     refuse_other_images(given, ("data", "data.root", "split"), f"--robustness {root}")
-    # The import is here, because the parser's help would list the class among the kinds of data.
+    # The import is here, because otherwise the parser's help would list the class as a choice of `--data`.
     from relvit.app.data.modules.robustness_sets import RobustnessData
 
     evaluate(test, given, RobustnessData, root=root)

@@ -88,7 +88,7 @@ class FitCLI(RelvitCLI):
 
     Args:
         given: the command line.
-        stack: keeps the local copy of a checkpoint at a remote address, and the folder, until it is closed.
+        stack: keeps the local copy of a remote checkpoint, and the run's folder, until the stack is closed.
         resume, ckpt_path: see `main`.
     """
 
@@ -100,11 +100,11 @@ class FitCLI(RelvitCLI):
         if resume is not None:
             given = resume_arguments(given)
             self.resumes, ckpt_path = Path(resume), given.values["ckpt_path"]
-        # These options differ from those with which the training began.
+        # These options differ from the options with which the training began.
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:
-            # Lightning reads the file again, and for an http address it would read an older copy of the same name.
+            # Lightning gets the local copy: for an http address, it would read an older download of the same name.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
             if not checkpoint.resumable:
@@ -112,10 +112,10 @@ class FitCLI(RelvitCLI):
                     f"{path} holds weights alone (an average does), with which no training can go on: start one from "
                     f"them with --model.pretrained {path}"
                 )
-            # The classes are found in the images, and compared with the checkpoint's afterwards. A schedule is imported
-            # where the user names it alone.
+            # These options do not come from the checkpoint: the classes are found in the images and compared with the
+            # checkpoint's classes afterwards, and a schedule is imported only if the user names one.
             found = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
-            # A configuration is the user's own, and may say which module is imported; a checkpoint may not.
+            # A configuration is written by the user and may choose which module is imported; a checkpoint may not.
             if (asked := data_in(given.words)) is not None:
                 import_data_module(asked)
             known = values_of(checkpoint, asked, found)
@@ -139,23 +139,23 @@ class FitCLI(RelvitCLI):
     def run(self, runs: str, save_every: int | None, patience: int | None, lr_find: bool, quiet: bool) -> None:
         """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint.
 
-        Arguments are those of `fit`.
+        See `fit` for the arguments.
         """
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint, lr_find)
-        # The configuration names the model, too, where the pretrained weights have chosen it.
+        # The saved configuration names the model even if the pretrained weights have chosen the model.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         check_trainer_options(self.options)
         check_recorded(self.parser, self.config)
         callbacks, history = self._callbacks(runs, save_every, patience, lr_find)
-        # Lightning calls this hook after everything that may refuse a checkpoint.
+        # Lightning calls `on_fit_start` after all checks that may refuse a checkpoint.
         announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # Only a configuration names a checkpoint that was not read here. Nothing but tensors and plain types is
-            # ever read from a checkpoint.
+            # A checkpoint that was not read above can only come from a configuration. `weights_only` reads nothing but
+            # tensors and plain types from the file.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
@@ -213,7 +213,7 @@ class FitCLI(RelvitCLI):
             self.checkpoint = Checkpoint.read(self.checkpoint_file)
             text = f"{note}\n{text}"
         finished = self.checkpoint.finished_epochs()
-        # A run may have been ended after its last epoch and before its summary.
+        # A run may have been stopped after its last epoch, but before its summary was written.
         if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
             text = f"The training is complete; its test, figures and summary are left.\n{text}"
         elif epochs is not None and 0 <= epochs <= finished:
@@ -227,7 +227,7 @@ class FitCLI(RelvitCLI):
         """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
         if self.run_folder is None:
             return
-        # The trainer's own checkpoint callback may be the user's.
+        # `trainer.checkpoint_callback` may be a callback of the user, so use relvit's own callback.
         if self.best.best_model_score is None:
             last = self.best.last_path
             kept = f"; its last one is {last}" if last.exists() else ""
@@ -241,9 +241,9 @@ class FitCLI(RelvitCLI):
 class RunConfig(SaveConfigCallback):
     """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
 
-    The files are written when everything that may refuse the training has passed, and when `--lr_find` has found a
-    learning rate, which the configuration then holds. `relvit fit --config` trains the same again. A trial by
-    `fast_dev_run` writes nothing.
+    Both files are written after all checks of the training and after `--lr_find`, so that the configuration holds the
+    learning rate that was found. `relvit fit --config` repeats the training from this file. A trial by `fast_dev_run`
+    writes nothing.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

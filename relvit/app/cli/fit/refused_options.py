@@ -32,7 +32,7 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     """Refuse arguments of the trainer that contradict what a run writes, or that have no effect.
 
     Raises:
-        UsageError: There is such an argument.
+        UsageError: An argument contradicts the run or has no effect.
         ValueError: A callback does not go with relvit's trainings.
     """
     for name, (refused, reason) in REFUSED.items():
@@ -58,10 +58,10 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
     """Refuse values that `config.yaml` cannot hold, since the run could not be resumed.
 
     Raises:
-        UsageError: There is such a value.
+        UsageError: `config.yaml` cannot hold a value.
     """
     with warnings.catch_warnings():
-        # jsonargparse warns, and writes the words of its warning in the place of the value.
+        # For such a value, jsonargparse warns and writes the text of its warning into the configuration.
         warnings.simplefilter("ignore")
         try:
             found = re.search(r"Unable to serialize instance (.*)", parser.dump(config, skip_none=False))

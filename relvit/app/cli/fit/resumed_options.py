@@ -1,8 +1,8 @@
 """Resume a training: `relvit fit --resume RUN` or `--ckpt_path`; which options may differ from before is decided here.
 
-A resumed training may change how long it lasts, where and how fast it runs, but not what is trained. A checkpoint
-brings the optimiser, the schedule's place and the callbacks' states along: an option that they would override, or that
-would make the run's configuration untrue for the epochs that are done, is refused by its name.
+A resumed training may change its length, its devices and its speed, but not what is trained. A checkpoint holds the
+states of the optimiser, the schedule and the callbacks. An option is refused if these states would override the option,
+or if the run's configuration would no longer describe the epochs that are done.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from relvit.app.utils.files import is_address
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.utils.messages import cut, without_secrets
 
-# These options may change at a checkpoint. `relvit.app.training.checkpoints.exact_resume.Progress.check_layout` limits
-# the changes of batch size, accumulation and devices.
+# These options may change when a training is resumed. `Progress.check_layout` in
+# `relvit.app.training.checkpoints.exact_resume` limits changes of batch size, accumulation and devices.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
@@ -84,12 +84,12 @@ def checkpoint_of_epoch_end(
     """Return the checkpoint of the epoch before, and what to say, where other devices cannot go on within an epoch.
 
     Args:
-        checkpoint: from which the training was to go on.
-        same_run: whether the run itself is resumed; else its checkpoint starts another run.
-        batch_size, accumulated, devices: as the training would go on, see `begins_epoch_again`.
+        checkpoint: the checkpoint from which the training was to be resumed.
+        same_run: whether the run itself is resumed; otherwise a new run starts from the checkpoint.
+        batch_size, accumulated, devices: the numbers of the resumed training, see `begins_epoch_again`.
 
     Raises:
-        UsageError: there is no such checkpoint, or the optimiser steps would be of other images.
+        UsageError: there is no such checkpoint, or the optimiser steps would have another number of images.
     """
     point = checkpoint.point()
     try:
@@ -127,13 +127,13 @@ def changed_options(
     """Return the options that changed since a checkpoint, such as 'trainer.max_epochs 10 -> 20'.
 
     Args:
-        path: where the checkpoint is, for the message.
-        trained: the checkpoint's 'model', 'data' and `fit_options`; only groups that it has are compared.
-        asked: the options of the training that goes on, likewise.
+        path: the path of the checkpoint, for the message.
+        trained: the checkpoint's 'model', 'data' and `fit_options`; groups that the checkpoint lacks are not compared.
+        asked: the options of the resumed training, in the same groups.
         given: names of the options on the command line.
 
     Raises:
-        UsageError: an option changed that must not.
+        UsageError: an option changed that must stay the same.
     """
     before, now = (dict(_leaves(options)) for options in (trained, asked))
     groups = {name.partition(".")[0] for name in before}

@@ -45,10 +45,10 @@ def report_fit(
 ) -> None:
     """Test the best checkpoint where there are test images, write `summary.json`, `positions.png`, print the result.
 
-    `positions.png` are the relative tables of that checkpoint, where it has some.
+    `positions.png` shows the relative tables of the best checkpoint, if the model has relative tables.
 
-    All processes call this. `since` is the number of epochs that had been trained before this training went on; with
-    `same_run` these epochs are in the same folder, and one of them may have written the best checkpoint.
+    All processes call this function. `since` is the number of epochs that were done before the training was resumed.
+    With `same_run`, the folder holds these epochs as well, and the best checkpoint may come from one of them.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     score, what = model.score, SCORES[model.score]
@@ -78,7 +78,7 @@ def report_fit(
         f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
         f"{baseline(class_counts(data, 'val'))}"
     )
-    # This is printed before the test, which stops at a test image that cannot be read.
+    # These lines are printed before the test, because an unreadable test image stops the test.
     rank_zero_print("\n".join(lines))
     lines = []
     if data.has_test:
@@ -104,7 +104,7 @@ def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
         save_figure(draw("tables", load_classifier(best).net, image), target)
     except NotApplicableError:
         pass
-    # Memory, fonts and users' position modules fail in their own ways, and the training is done already.
+    # Memory, fonts and users' position modules may raise any exception, which must not fail a finished training.
     except Exception as error:
         rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
 

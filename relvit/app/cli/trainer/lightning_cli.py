@@ -36,12 +36,12 @@ from relvit.app.utils.remote import local_file
 from relvit.models import Reach
 from relvit.utils.ranges import Range
 
-# These options of the model change how it is evaluated, and not what it is.
+# These model options change how the model is computed in evaluation, but not which model it is.
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
 
-# Lightning takes any number for these options of the trainer, or refuses it in other words.
+# relvit checks these trainer options itself: Lightning accepts any number, or its error does not name the option.
 _RANGES = {
     Range(1): (
         *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches", "num_nodes"),
@@ -61,7 +61,7 @@ RANGES |= {"seed_everything": Range(0, 2**32 - 1), "save_every": Range(1), "pati
 class RelvitCLI(LightningCLI):
     """Lightning's CLI for one command: it parses the options, and builds the data and the model.
 
-    The trainer is built by `running`, when the folder of its results is known.
+    `running` builds the trainer later, when the folder of the results is known.
 
     Attributes:
         datamodule: the images.
@@ -70,10 +70,11 @@ class RelvitCLI(LightningCLI):
         options: the arguments of the trainer.
 
     Args:
-        function: its arguments, without the first, are the options beside those of the trainer, the model and the data.
+        function: the arguments of this function, except the first, become options beside those of trainer, model and
+            data.
         given: the command line.
         checkpoint: the data and the model must be the same as in the checkpoint's training.
-        known: the values that options have where the command line does not give them, see `values_of`.
+        known: the values of options that the command line does not give, see `values_of`.
         save_config_callback: writes the configuration of a training.
         model_class: makes the classifier from the options of the model.
     """
@@ -126,7 +127,7 @@ class RelvitCLI(LightningCLI):
         arguments = self.config.data.get("init_args", {})
         self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
-            # The data determines arguments of the network: which classes differ is said first.
+            # The data determine arguments of the network, so report different classes before a different network.
             self.checkpoint.check_data(self.datamodule)
             self.checkpoint.check_network(self.model.hparams)
         self.options: dict[str, Any] = {**self.config_init.trainer}
@@ -141,7 +142,7 @@ class RelvitCLI(LightningCLI):
 
         Args:
             callbacks: the callbacks of the command.
-            folder: for the results; None: they are only printed.
+            folder: the folder for the results; None: the results are only printed.
             history: the history of a training; None in evaluation.
             quiet: show no progress.
         """
@@ -159,8 +160,8 @@ class Evaluation(RelvitCLI):
 
     Args:
         function, given: see `RelvitCLI`.
-        checkpoint: with the images that the command uses; it has the values of options that are not given.
-        file: the local file of the checkpoint, or an exported one that answers in its place.
+        checkpoint: the checkpoint, with the images that the command uses; options that are not given have its values.
+        file: the local file of the checkpoint, or an exported file that is evaluated in the checkpoint's place.
         asked: the data module that the command or its user asks for.
     """
 
@@ -199,13 +200,13 @@ class Evaluation(RelvitCLI):
 
         Args:
             callbacks, folder: see `running`.
-            report: is called in the main process at the end.
+            report: a function that the main process calls at the end.
             options: further arguments of the method.
         """
         self.options["enable_checkpointing"] = False
         with self.running(callbacks, folder) as trainer:
             method = getattr(trainer, self.function.__name__)
-            # Nothing but tensors and plain types is ever read from a checkpoint.
+            # `weights_only` reads nothing but tensors and plain types from the checkpoint.
             method(self.model, self.datamodule, ckpt_path=self.weights, weights_only=True, **options)
             if rank_zero_only.rank == 0:
                 report(trainer)
@@ -217,7 +218,7 @@ def evaluate(
     """Run `relvit validate`, `test` or `predict`.
 
     Args:
-        function: runs the command. Its first argument is the `Evaluation`, the others are the command's own options.
+        function: runs the command. Its first argument is the `Evaluation`; its other arguments become options.
         given: the command line.
         data_type: the data module that the command chooses; None means the user's choice, or the checkpoint's.
         changes: arguments of the data module that differ from the training's where the user does not give them.
@@ -231,7 +232,7 @@ def evaluate(
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-    # Lightning reads the file again, and for an http address it would read an older copy of the same name.
+    # Lightning gets the local copy: for an http address, it would read an older download of the same name.
     with local_file(path) as file:
         checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
         checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
@@ -252,7 +253,7 @@ def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
     """Return the arguments of model and data in a checkpoint, as the values that a parser begins with.
 
-    A file must not choose what is imported: a data module that is none of relvit's has to be asked for, by `--data`.
+    A file must not choose what is imported, so the user has to name a data module from outside relvit by `--data`.
     Arguments in `without`, such as 'model.img_size', are left out.
 
     Raises:
@@ -274,11 +275,12 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     """Refuse numbers of the trainer, and of the command's own options, that are out of their ranges.
 
     Raises:
-        UsageError: one is.
+        UsageError: a number is out of its range.
     """
     for name, allowed in RANGES.items():
         number = options.get(name)
-        # A schedule needs one of the two ends.
+        # The number of epochs or steps may be unlimited (-1) if the other one is limited, since a schedule needs an
+        # end.
         ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
         endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
         if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:

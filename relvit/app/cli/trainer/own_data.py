@@ -15,8 +15,9 @@ from relvit.app.data import ImageData
 def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
     """Give a user's class the options that it hands on as ``**options`` only where these are given.
 
-    A parser passes every default on, so relvit's defaults would replace the class's own, such as the values of
-    `options.setdefault`. If jsonargparse cannot see how a class hands ``**options`` on, the options are added here.
+    A parser passes every default to the class, so relvit's defaults would replace defaults that the class sets itself,
+    for example by `options.setdefault`. If jsonargparse cannot see how a class uses ``**options``, this function adds
+    the options.
     """
     prefix = "" if key is None else f"{key}."
     actions = {action.dest: action for action in parser._actions}

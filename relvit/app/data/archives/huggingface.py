@@ -41,7 +41,7 @@ class RowImage(StoredImage):
         path = value["path"]
         if path is None:
             raise ValueError("the row holds no image")
-        # A downloaded dataset may name anything: links, devices.
+        # A downloaded dataset may name any path, such as a link or a device.
         if not os.path.isfile(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         with open(path, "rb") as stream:
@@ -58,7 +58,7 @@ class HuggingFace(Reader):
 
     Args:
         path: The name on the hub, or the folder.
-        cache: The folder for downloaded and prepared files; None: the one of `datasets`.
+        cache: The folder for downloaded and prepared files; None: the cache of the `datasets` library.
         input_key, target_key: See :class:`relvit.app.data.ReaderData`.
     """
 
@@ -172,7 +172,7 @@ def _datasets() -> ModuleType:
         import datasets
     except ModuleNotFoundError as error:
         raise MissingPackageError("a Hugging Face dataset", "datasets") from error
-    # Older versions run code of the dataset.
+    # Older versions of `datasets` run code that comes with a dataset.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(
             f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',

@@ -12,8 +12,8 @@ class Content(NamedTuple):
 
     Attributes:
         images: The images.
-        labels: The label of each in the data, a name or a number, None where there is none; empty if not asked for.
-        declared: The names of the classes in order, where the data declare them; some may have no images.
+        labels: The label of each image as the data give it, a name or a number, or None; empty if not asked for.
+        declared: The names of the classes in order, if the data declare them; some classes may have no images.
     """
 
     images: Sequence[StoredImage]

@@ -63,11 +63,11 @@ def members(file: str, nested: bool = False) -> list[Member]:
 
     Args:
         file: The archive.
-        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``; one deep.
+        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``; one level deep.
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: Compressed, truncated, broken, no tar archive, or something behind the end of the archive.
+        ValueError: The file is compressed, truncated, broken or no tar archive, or data follow the end of the archive.
     """
     if not os.path.isfile(file):
         raise FileNotFoundError(f"no archive at {file}; correct the name")
@@ -91,10 +91,11 @@ def members(file: str, nested: bool = False) -> list[Member]:
 class TarFolders(Reader):
     """Images in class folders in a tar archive, or in all archives below a folder.
 
-    Archives count as folders of their names, without ``.tar``, also archives in an archive; an archive that is `place`
-    itself does not. The class of an image is the folder that holds it. A split is everything in the folder of its name,
-    at any depth, made of archives or else in them; where there is none, 'train' is everything. Files without the
-    extension of an image and hidden files are left out, and images beside the class folders of a split.
+    An archive counts as a folder of the archive's name without ``.tar``, and so does an archive in an archive, but not
+    an archive that is `place` itself. The class of an image is the folder that holds the image. A split is everything
+    in the folder of the split's name, at any depth: a folder of archives, or else a folder in them. If there is no
+    folder 'train', that split is everything. Files without the extension of an image and hidden files are left out, and
+    images beside the class folders of a split.
 
     Args:
         place: The archive, or the folder.
@@ -143,7 +144,7 @@ class TarFolders(Reader):
         return [(image, _folders(self.key(image))) for file in files for image in self._images(file)]
 
     def _in_split(self, files: Sequence[str], split: str, labelled: bool) -> list[tuple[Member, list[str]]]:
-        # The last folder is a class, even if it is called as the split.
+        # The last folder of a path is the class, even if it has the same name as the split.
         upper = slice(-1) if labelled else slice(None)
         return [(image, folders) for image, folders in self._with_folders(files) if _inside(folders[upper], split)]
 
@@ -200,7 +201,7 @@ class _Bounded:
 
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
     """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
-    # Names that cannot be decoded stay different and printable.
+    # Names that cannot be decoded stay distinct and printable.
     with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
             # `tarfile` keeps the headers of all members: clear the list, so that memory stays bounded.

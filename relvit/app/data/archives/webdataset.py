@@ -14,7 +14,7 @@ from relvit.app.data.class_labels import as_label
 from relvit.app.utils.files import canonical_paths, parse_json
 from relvit.utils.messages import did_you_mean, listing, one_line, visible
 
-# More names in one pattern are a typing error.
+# A pattern that stands for more names than this is taken for a typing error.
 MOST_ARCHIVES = 100_000
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
@@ -31,9 +31,9 @@ class _Split(NamedTuple):
 class Shards(Reader):
     """Samples of image and label in WebDataset's tar archives, on disk and uncompressed, read at random.
 
-    A split is one of ``_info.json`` (or ``info.json``) in root, as timm writes it, or the names of shards:
-    ``'name-{0000..0127}.tar'``, relative to root, several joined by ``::``; ``|N`` behind it is the number of samples
-    at least. Samples without an image are left out with a warning.
+    A split is named in ``_info.json`` (or ``info.json``) in root, as timm writes this file, or by its shards:
+    ``'name-{0000..0127}.tar'``, relative to root, several patterns joined by ``::``. A final ``|N`` means that there
+    are at least N samples. Samples without an image are left out with a warning.
 
     Args:
         root: The folder of the shards.
@@ -131,7 +131,7 @@ def expand_braces(pattern: str, most: int = MOST_ARCHIVES) -> list[str]:
     """Expand a pattern as a shell does: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
 
     Raises:
-        ValueError: Braces within braces, one that has no partner, or more than `most` names.
+        ValueError: Braces within braces, a brace without its partner, or more than `most` names.
     """
     before, opening, rest = pattern.partition("{")
     inside, closing, after = rest.partition("}")

@@ -24,8 +24,8 @@ _FIX = "delete or replace it"
 # A file may have one of these formats, whatever its name is. Pillow reads more formats and hands some of them
 # (PostScript) to other programs.
 Image.init()
-# libtiff prints a line for each error in a file, without the file's name, and Pillow raises an error, too.
-# Where Pillow holds libtiff in another way, such as on Windows, its symbols are not found.
+# libtiff prints a line for each error without the file's name, although Pillow raises an error, too: turn this off. If
+# Pillow contains libtiff in another way, such as on Windows, these functions are not found.
 with contextlib.suppress(AttributeError, OSError):
     _libtiff = ctypes.CDLL(Image.core.__file__)
     _libtiff.TIFFSetErrorHandler(None)
@@ -45,14 +45,14 @@ OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if end
 # The variable that sets the number of pixels that no image may exceed (`--max_pixels`). Workers inherit it.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
-# libjpeg's own bound, which the decoders of other formats lack: they take gigabytes for one row of pixels.
+# libjpeg takes no longer side. Decoders of other formats have no such bound and take gigabytes for one row of pixels.
 _LONGEST_SIDE = 65_500
 # Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten.
 _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
-# Pillow joins comments of a GIF one by one, in a time that is the square of their length.
+# Pillow joins a GIF's comments one by one, which takes quadratic time in their length.
 _LONGEST_COMMENTS = 2**20
 _ROWS = 512
-# The numbers of the EXIF tag of the orientation, and how each is undone.
+# The number of the EXIF orientation tag, and the operation that undoes each value of the tag.
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -72,10 +72,10 @@ class UnreadableImageError(ValueError):
     Args:
         message: One line: path, reason, remedy.
         path: The file, or the name of a stored image.
-        reason: Why, in plain words.
+        reason: Why the file cannot be read, in plain words.
     """
 
-    # A DataLoader's worker hands errors on by their message alone.
+    # A DataLoader worker passes only the message of an error to the main process, so other arguments have defaults.
     def __init__(self, message: str, path: str = "", reason: str = "") -> None:
         super().__init__(message)
         self.path = path
@@ -85,8 +85,8 @@ class UnreadableImageError(ValueError):
 class StoredImage(ABC):
     """An encoded image inside of another file, such as an archive.
 
-    ``str()`` of a stored image names that file and the image in it, in a dataset each image differently. DataLoader
-    workers get copies of stored images, which therefore hold no open file.
+    ``str()`` of a stored image names the outer file and the image in it, and differs between the images of a dataset.
+    DataLoader workers get copies of stored images, which therefore hold no open file.
     """
 
     __slots__ = ()
@@ -107,26 +107,26 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 
     The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
     composited on white, so colours hidden under transparent pixels have no effect. 16-bit grey values are
-    divided by 257 and rounded. Of a file with several frames the first is read. The file is closed on return. A broken
+    divided by 257 and rounded. If a file has several frames, the first is read. The file is closed on return. A broken
     EXIF block is ignored.
 
     Args:
         source: The path of an image file, or a stored image.
         max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: the value of the variable
             RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
-        max_seconds: Give up an image that takes longer, once its decoder reads on in the file, which it does every
-            64 kB; None: never.
+        max_seconds: Give up an image whose decoding takes longer. The time is checked when the decoder reads further in
+            the file, every 64 kB. None: never give up.
 
     Returns:
         An image of mode 'RGB' that holds its pixels.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than `max_pixels`, costs far more time than its pixels explain or `max_seconds`, or holds 32-bit grey.
+            than `max_pixels`, takes far more time than its pixels explain or than `max_seconds`, or holds 32-bit grey.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        # Pillow's warnings about an odd file, such as broken metadata, name no file, and no pixel depends on them.
+        # Pillow's warnings about an odd file, such as broken metadata, name no file and do not affect the pixels.
         with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
             _check_cost(image, max_pixels)
             return as_rgb(image)
@@ -141,7 +141,7 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
     _scale_transparency(image)
-    # Pillow turns a TIFF when it decodes it, and removes the orientation.
+    # Pillow applies the orientation of a TIFF when it decodes the file, and removes the orientation tag.
     image.load()
     turn = _UPRIGHT.get(_orientation(image))
     converted = _to_rgb(image if turn is None else image.transpose(turn))
@@ -168,7 +168,7 @@ def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
     if max(image.size) > _LONGEST_SIDE:
         raise _RefusedError(f"it has {image.width} x {image.height} pixels, the longest side is {_LONGEST_SIDE:,}")
     if image.format == "JPEG" and "progressive" in image.info:
-        # In the data of a JPEG, 0 follows each 255, so that this pair is the marker of a scan.
+        # In JPEG data, a byte 255 is always followed by 0, so this pair of bytes can only be the marker of a scan.
         image.fp.seek(0)
         scans = image.fp.read().count(b"\xff\xda")
         if scans > _MOST_SCANS or scans * pixels > _SCANS_OF_MOST_PIXELS * most:
@@ -200,7 +200,7 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         file, size = BytesIO(content), len(content)
     else:
         found = os.stat(source)
-        # Opening a pipe would wait until something is written to it, maybe for ever.
+        # Opening a pipe would wait until something is written to the pipe, maybe for ever.
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise _RefusedError("it is no file but a pipe, a socket or a device")
         file, size = source, found.st_size
@@ -210,7 +210,8 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         content = file.getvalue() if isinstance(file, BytesIO) else Path(file).read_bytes()
         file = _TimedFile(content, max_seconds)
     _check_comments(file)
-    # Pillow's limit is a global variable, and its images of more pixels are refused by `_check_cost` in plain words.
+    # Pillow's own limit is a global variable. It is switched off here: `_check_cost` refuses large images in plain
+    # words.
     with _pillows_limit, warnings.catch_warnings(action="ignore"):
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -251,7 +252,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return "it is not an image, or of an unknown format", _FIX
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"it is too large, maybe a decompression bomb ({error})", _FIX
-        # The decoders' own OSErrors have no number.
+        # OSErrors of the decoders themselves have no errno.
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:
@@ -286,7 +287,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _grey16_to_rgb(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     grey = np.empty(values.shape, np.uint8)
-    # In strips, because the wider integers of a large image would take several gigabytes.
+    # The image is converted in strips, because the wider integers of a large image would take several gigabytes.
     for first in range(0, len(values), _ROWS):
         strip = values[first : first + _ROWS].astype(np.int64)
         if strip.min() < 0 or strip.max() > 65535:

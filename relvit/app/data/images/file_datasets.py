@@ -43,7 +43,7 @@ class LabelledFiles(Dataset[Any]):
 class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
 
-    Paths are those of `from_here`, however a user has written them.
+    Paths have the form that `from_here` returns, whatever form a user has given.
     """
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
@@ -69,7 +69,7 @@ class SkipUnreadable(Dataset[Any]):
     """Wrap a dataset so that items are ``(item, unreadable files)`` instead of an error for a broken file.
 
     Args:
-        dataset: Raises UnreadableImageError where a file cannot be read.
+        dataset: The wrapped dataset, which raises UnreadableImageError if a file cannot be read.
         replace: Whether the next readable item takes the place of a broken one, as training batches should stay full;
             otherwise the item is None, as in evaluation no image may count twice.
     """
@@ -113,7 +113,7 @@ def collate_readable(
 class SkipUnreadableLoader(SignalSafeDataLoader):
     """DataLoader of a `SkipUnreadable` dataset: gives the readable images and records path and reason of other files.
 
-    A batch in which nothing can be read does not come at all. The record is kept in the main process.
+    A batch without a readable image is left out. The record is kept in the main process.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

@@ -17,9 +17,9 @@ _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     """Walk each folder at or below `folder` once, with the names of the files right in it; skip hidden ones.
 
-    Links to folders are followed, but no folder comes twice, and none that holds `folder` comes at all: links may lead
-    in circles, and a class must not take in the others through a link to their parent. A folder that is there itself
-    and by a link comes as itself.
+    Links to folders are followed, but no folder comes twice, since links may form circles. Parents of `folder` never
+    come, since a class must not include other classes through a link to their parent. A folder that can be reached
+    directly and by a link comes under its direct path.
 
     Raises:
         OSError: A folder cannot be listed.
@@ -27,7 +27,7 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     if not os.path.isdir(folder):
         return
     seen = {_identity(parent) for parent in Path(os.path.realpath(folder)).parents}
-    # The loop reaches the links to folders that it appends, after all folders that are there themselves.
+    # The loop appends links to folders to `waiting`, so links are followed after all folders that are no links.
     waiting = [folder]
     for start in waiting:
         links: list[str] = []
@@ -61,7 +61,7 @@ def images_to_predict(folder: str) -> list[str]:
     """Sorted paths of the image files below a folder.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are no images below the folder.
     """
     paths = image_files(folder)
     if not paths:
@@ -73,8 +73,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
     """Find the image files that paths name, in the order of the paths, each once.
 
     Args:
-        paths: Files, whatever their endings; folders, of which all images below them are taken, sorted; and patterns
-            such as 'photos/*.jpg' or 'photos/**/*.png', of which all matches are taken, sorted.
+        paths: Files, whatever their endings; folders, whose images at any depth are taken, sorted; and patterns such as
+            'photos/*.jpg' or 'photos/**/*.png', whose matches are all taken, sorted.
 
     Raises:
         FileNotFoundError: There is nothing at a path.
@@ -111,10 +111,10 @@ def has_images(folder: str) -> bool:
 def class_folders(folder: str) -> list[str]:
     """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
 
-    Warns of images beside them.
+    Warn of images beside the class folders.
 
     Raises:
-        ValueError: There are none, or the name of one cannot be printed.
+        ValueError: There are no class folders, or the name of one cannot be printed.
     """
     names, images = look_into(folder)
     check_printable(names, folder)
@@ -183,7 +183,7 @@ def _matching(pattern: str) -> list[str]:
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
     images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
-    # Files below folders that match `**` match the pattern themselves.
+    # A pattern with `**` already matches the files below matching folders.
     folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
     return images + [image for folder in folders for image in image_files(folder)]
 
@@ -208,5 +208,5 @@ def _identity(path: str | Path) -> tuple[int, int]:
 
 
 def _raise(error: OSError) -> None:
-    # Without this, `os.walk` would silently leave out folders that cannot be listed.
+    # Raise this error, because `os.walk` by itself silently leaves out folders that cannot be listed.
     raise error

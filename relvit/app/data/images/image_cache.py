@@ -142,8 +142,8 @@ def decode_into_memory(
         splits: The files by split.
         one_size: Height and width for which batches can be transformed at once.
         skip: Whether a file that cannot be read is noted in the result, or raised.
-        copies: Processes of this machine that do the same; they divide its memory and its cores.
-        progress: Called with results as they come, their number and a description; yields the results.
+        copies: Number of processes on this machine that decode these images; they share its memory and cores.
+        progress: A function of the iterable of results, their number and a description, which yields the results.
 
     Raises:
         ValueError: By the sizes in the files' headers the images need more than four fifths of the available memory;
@@ -207,7 +207,7 @@ def _in_memory(
 
 def _in_threads(function: Callable[[str], Any], paths: Sequence[str], threads: int) -> Iterator[Any]:
     """Yield the results of a function for the paths in their order."""
-    # While the first file is slow, the results of the others must not fill the memory.
+    # Files are read in chunks: while the first file is slow, the results of later files must not fill the memory.
     chunk = 8 * threads
     with ThreadPoolExecutor(threads) as pool:
         for first in range(0, len(paths), chunk):
@@ -219,7 +219,7 @@ def _header_size(path: str) -> Size:
     try:
         with open_image(path) as image:
             return image.height, image.width
-    # The reason is found and reported when the file is decoded.
+    # Decoding the file later finds and reports why the header cannot be read.
     except Exception:
         return _UNKNOWN
 

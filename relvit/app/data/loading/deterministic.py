@@ -24,7 +24,7 @@ class DeterministicDataset(Dataset[Any]):
     Batches that the wrapped dataset makes at once (``__getitems__``) depend on the position of their first image.
 
     Args:
-        dataset: Takes indices; may use the generators of Python, NumPy and PyTorch's CPU.
+        dataset: A map-style dataset, which may use the generators of Python, NumPy and PyTorch's CPU.
         seed: Seed of the run.
     """
 

@@ -24,7 +24,7 @@ class SignalSafeDataLoader(DataLoader[Any]):
     """DataLoader whose workers ignore stop signals from their first moment on, and end with Python.
 
     Args:
-        arguments, options: Those of `DataLoader`, but for `worker_init_fn`, which is :func:`ignore_stop_signals`.
+        arguments, options: The arguments of `DataLoader` except `worker_init_fn`, which is :func:`ignore_stop_signals`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -33,7 +33,8 @@ class SignalSafeDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:
         end_workers_at_exit()
         if self.num_workers and (self.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-            # The fork server outlives the loader and has other children: it must not start with signals blocked.
+            # Start the fork server first: it outlives the loader and has other children, so it must not inherit blocked
+            # signals.
             forkserver.ensure_running()
         # Workers start with these signals blocked, and ignore them before unblocking them. Signals that arrive in this
         # process meanwhile are delivered afterwards.
@@ -51,8 +52,8 @@ class SignalSafeDataLoader(DataLoader[Any]):
 def ignore_stop_signals(worker: int) -> None:
     """Let a DataLoader worker go on when the run is asked to stop, since the run goes on until it has saved.
 
-    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well, without which the run
-    would end in an error. Workers end when their loader or their run does, see :func:`end_workers_at_exit`.
+    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended, the
+    run would end in an error. Workers end when their loader or their run ends, see :func:`end_workers_at_exit`.
 
     Args:
         worker: The number of the worker, as a `DataLoader` gives it to its `worker_init_fn`.
@@ -65,7 +66,7 @@ def ignore_stop_signals(worker: int) -> None:
 def end_workers_at_exit() -> None:
     """Register a function that ends the workers that are left when Python ends.
 
-    Python by itself would send SIGTERM, which workers ignore, and wait for ever.
+    Without this function, Python would send SIGTERM, which workers ignore, and wait for the workers for ever.
     """
     global _registered_in
     if _registered_in != os.getpid():
@@ -81,7 +82,7 @@ def identity_collate(batch: Any) -> Any:
 def _end_workers() -> None:
     left = [child for child in multiprocessing.active_children() if child.daemon]
     if left and threading.current_thread() is threading.main_thread():
-        # PyTorch's handler takes the death of a worker for an error.
+        # PyTorch's SIGCHLD handler would report the end of a worker as an error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in left:
         child.terminate()

@@ -23,11 +23,12 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 class TrainSampler(DistributedSampler[Any]):
     """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
 
-    With weights, images are sampled with replacement; without, every one comes once. With ``repeats > 1`` the first
-    ``1 / repeats`` of them come so many times, one copy next to the other before they are dealt to the processes in
-    turn, so that copies meet in one optimiser step and on different devices (repeated augmentation, Hoffer et al.
-    2019, arXiv 1901.09335, in the form of DeiT's sampler: an epoch is as long as without). The order depends on seed
-    and epoch alone, so a training that is resumed within an epoch begins where it was. The length is that of the epoch.
+    With weights, images are sampled with replacement; without weights, every image comes once. With ``repeats > 1``
+    only the first ``1 / repeats`` of the images come, each `repeats` times. Copies are next to each other before the
+    images are dealt to the processes in turn, so that they meet in one optimiser step and on different devices
+    (repeated augmentation, Hoffer et al. 2019, arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the
+    same). The order depends on seed and epoch alone, so a training can be resumed within an epoch. The length of the
+    sampler is the length of an epoch.
 
     Args:
         count: Number of images.
@@ -79,7 +80,8 @@ class TrainSampler(DistributedSampler[Any]):
 def training_position(trainer: Trainer) -> tuple[int, int]:
     """Epoch and number of its batches (on each device) after which to resume: those that an optimiser step has used.
 
-    Batches whose gradients are still being accumulated do not count; at the end of an epoch it is the next one.
+    Batches whose gradients are still being accumulated do not count. At the end of an epoch, return batch 0 of the next
+    epoch.
     """
     loop = trainer.fit_loop
     epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed

@@ -27,9 +27,10 @@ class SizedBatch(NamedTuple):
 class SizePlan:
     """Image size and number of images of every batch of a training.
 
-    A batch has `batch_size` images of `img_size`, and of any other size as many as have the same area together, at
-    least one. An epoch is a fixed number of batches, in which with 'random' every image comes about once: some may be
-    missing and others come twice. The plan depends on its arguments alone, so all processes follow the same one.
+    A batch has `batch_size` images of `img_size`. At any other size, a batch has as many images as have the same area
+    together, at least one. An epoch is a fixed number of batches. With 'random' every image comes about once per epoch:
+    some images may be missing and others come twice. The plan depends on its arguments alone, so all processes follow
+    the same plan.
 
     Args:
         sizes: Height and width of each size.
@@ -90,7 +91,7 @@ class SizedBatchSampler(TrainSampler):
 
     Args:
         plan: Sizes and numbers of images.
-        arguments: Those of `TrainSampler` up to `seed`.
+        arguments: The arguments of `TrainSampler` up to `seed`.
         start: Batches of this process in the first epoch that are left out.
         options: Other arguments of `TrainSampler`.
     """

@@ -91,13 +91,13 @@ class ImageData(RecordedArguments, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # Where mean or std is None, these take their place; None: see `mean` above.
+    # These statistics take the place of a mean or std that is None; None: see `mean` above.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # `--data` offers the class if this is true.
+    # Whether `--data` offers the class.
     chosen_by_name: ClassVar[bool] = True
-    # What to do about unreadable images is an argument of the modules that read files.
+    # Only data modules that read files have `on_error` as an argument.
     on_error: OnError = "error"
-    # An image may have any number of labels, none included, if this is true.
+    # Whether an image may have any number of labels, none included.
     multi_label: bool = False
 
     def __init__(
@@ -150,9 +150,9 @@ class ImageData(RecordedArguments, ABC):
         self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
-        # A test evaluates this split.
+        # The split that a test evaluates.
         self.evaluated_split: Split = "test"
-        # For each split, this maps the path of each skipped image to the reason, see on_error.
+        # For each split, this attribute maps the path of each skipped image to the reason, see `on_error`.
         self.unreadable: dict[Split, dict[str, str]] = {}
 
     def normalise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -191,7 +191,7 @@ class ImageData(RecordedArguments, ABC):
     def manifest(self, split: Split) -> Iterator[ListedImage] | None:
         """List the images of train, val or test, by which a resumed training recognises them; None if they are unknown.
 
-        Images in memory are known here, image files in :class:`relvit.app.data.ImageFilesData`.
+        This class lists images in memory, :class:`relvit.app.data.ImageFilesData` image files.
         """
         dataset = self.dataset(split)
         return images_in_memory(dataset, self.class_names) if isinstance(dataset, StackedImages) else None
@@ -206,7 +206,7 @@ class ImageData(RecordedArguments, ABC):
         """With ``balance='loss'``: float32 (num_classes,), by which the loss of each class is to be multiplied.
 
         ``images / (num_classes * images of the class)``, as scikit-learn's 'balanced': the mean over all training
-        images is one. None with any other balance. Looks for the training images.
+        images is one. None with any other balance. The first access may have to search for the training images.
         """
         if self.balance != "loss":
             return None

@@ -50,7 +50,7 @@ class DatasetData(ImageData):
         ValueError: An argument out of its range, or no names of classes; later, an item that is no image with a label.
     """
 
-    # The command line has no datasets to give.
+    # The command line cannot pass dataset objects.
     chosen_by_name: ClassVar[bool] = False
 
     def __init__(

@@ -19,7 +19,7 @@ _SPLIT_SEED = 0
 @cache
 def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
     """Images uint8 (1797, 8, 8), labels int64 (1797,), and the indices of each split."""
-    # Importing scikit-learn takes a second, which other data need not wait for.
+    # Importing scikit-learn takes a second, so only this data module imports it.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

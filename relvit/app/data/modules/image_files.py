@@ -200,7 +200,7 @@ class ImageFilesData(ImageData):
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
         """The images to train on, and those put aside to validate where the data have no val.
 
-        The class of a multi-label image is here that of its classes which has the fewest images.
+        Here, a multi-label image counts under the one of its classes that has the fewest images.
         """
         samples = self._samples("train")
         labels = [label for _, label in samples]

@@ -58,7 +58,7 @@ class ImageFolderData(ImageFilesData):
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
-        # Where there is a folder test, class folders beside it are not taken for images to train on.
+        # If there is a folder test, class folders beside it are not used as training data.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
         return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 

@@ -255,7 +255,7 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
-    # Bytes that are no UTF-8 are surrogates here: names of files may have them, and lists in Latin-1 do.
+    # Bytes that are not UTF-8 are read as surrogates: file names may contain such bytes, and lists in Latin-1 do.
     latin = any("\udc80" <= letter <= "\udcff" for _, text in wrong for letter in text)
     cure = "; the list is not in UTF-8: save it as CSV in UTF-8" if latin else ""
     raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}{cure}")
@@ -273,10 +273,10 @@ def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> 
 def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str], str]]:
     with open(file, "rb") as content:
         start = content.read(4096)
-    # UTF-16 and UTF-32 begin with a mark, or have zero bytes beside each letter of ASCII.
+    # UTF-16 and UTF-32 begin with a byte order mark, or have zero bytes beside each ASCII letter.
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
         raise ValueError(f"{file} is no text in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
-    # Spreadsheets write a mark before the first column's name (-sig); file names need not be UTF-8.
+    # Spreadsheets write a byte order mark before the first column's name (-sig); file names need not be UTF-8.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
         try:
@@ -286,7 +286,7 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
                 fault = _surplus(reader.fieldnames, record, delimiter)
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
-            # For a field without an end this is the line where reading gave up.
+            # If a field has no end, this is the line where the reader gave up.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 

@@ -25,7 +25,7 @@ class ImagePathsData(ImageData):
         ValueError: An argument out of its range; later, a path at which there is no image.
     """
 
-    # `relvit predict` builds it from the paths; it has nothing to train on.
+    # `relvit predict` builds this data module from paths. It has no images to train on, so `--data` does not offer it.
     chosen_by_name = False
 
     def __init__(

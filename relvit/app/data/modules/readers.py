@@ -18,7 +18,7 @@ from relvit.app.utils.files import kept_path
 from relvit.utils.messages import did_you_mean, listing, visible
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
-# timm has other readers with these prefixes.
+# These prefixes stand for other readers of timm.
 _OTHERS = ("tfds", "hfids", "torch")
 
 

@@ -206,7 +206,7 @@ def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str,
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # Options that only some kinds of data have would show where the images are.
+    # Options that only some kinds of data have are left out, since they would show where the images are.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})

@@ -26,14 +26,14 @@ from relvit.app.plots import picture_of
 from relvit.models import patch_grid
 from relvit.utils.messages import MissingPackageError, one_line
 
-# Attention weights of more patches take gigabytes.
+# Attention weights of more patches than this take gigabytes.
 MOST_PATCHES = 4096
 # Pixels of the longer side of the picture that the user clicks on.
 SIDE = 480
-# A decoder that works longer than this on one image is stopped, so that others need not wait for it.
+# A decoder that works longer than this on one image is stopped, so that other images need not wait.
 MAX_SECONDS = 20.0
 HINT = "Drop an image, then click on a patch of it here."
-# By this policy the browser asks no other machine for anything.
+# This Content-Security-Policy lets the browser ask no other machine for anything.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
@@ -170,7 +170,7 @@ class Page(gr.Blocks):
         """Compute the outputs of an event; raises `gradio.Error` with words of its own for a malformed one."""
         try:
             return await super().process_api(*args, **options)
-        # The functions of the page catch their own errors, so what fails here are the values of the request.
+        # The functions of the page catch their own errors, so an error here comes from malformed values in the request.
         except Exception as error:
             raise gr.Error("this request is not one of the page", print_exception=False) from error
 
@@ -187,8 +187,8 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
         except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        # Whatever fails, the page goes on without results, since old results would be taken for new ones. Messages of
-        # unexpected errors may contain paths of this machine, so the terminal alone shows them.
+        # After any error the page shows no results, since old results would be taken for new ones. Messages of
+        # unexpected errors may contain paths of this machine, so only the terminal shows these messages.
         except Exception:
             traceback.print_exc()
             view = View(["Error: the page failed; the terminal that it runs in says why"], None, None, {})
@@ -197,7 +197,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         shape = None if view.picture is None else (view.picture.height, view.picture.width)
         return [shape, text, view.picture, view.classes, "".join(missing), *drawn]
 
-    # The picture itself is no input, since Gradio would decode whatever a request sent in its place.
+    # The displayed picture is no input of the event, since Gradio would decode whatever file a request named instead.
     def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
         x, y = map(float, event.index)
         at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
@@ -234,7 +234,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
         seen.select(click, [shape, *choices], [at, *outputs], **options)
-    # Only for running pages does Gradio check that each file of a request was uploaded.
+    # Gradio checks that each file of a request was uploaded only if the page counts as running.
     page.has_launched = page.is_running = True
     return page
 

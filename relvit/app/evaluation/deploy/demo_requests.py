@@ -21,7 +21,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
-# The page asks for these of Gradio's many routes, and for files.
+# Of Gradio's many routes, the page needs only these and the route of files.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
 NOT_OURS = "This request is not one of the page."
@@ -37,7 +37,7 @@ class OwnPageOnly:
     often its characters are percent-encoded, is refused; the page's own address of an upload is the only exception.
 
     Args:
-        app: the application behind.
+        app: the application that gets the requests of the page.
         host: the address that the server listens at. At '0.0.0.0' and '::' every IP address and the name of the
             machine are the page's own.
         uploads: the folder of uploaded files.
@@ -49,7 +49,7 @@ class OwnPageOnly:
         self.host = host
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
-        # Bytes of uploads that have begun and may not be in the folder yet.
+        # Bytes of uploads that have begun but may not be in the folder yet.
         self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +99,7 @@ class OwnPageOnly:
         try:
             inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
             return inside and Path(path).is_absolute()
-        # The name has a zero byte, or there is a loop of links.
+        # These errors mean that the path has a zero byte, or that there is a loop of links.
         except (ValueError, OSError, RuntimeError):
             return False
 
@@ -130,7 +130,7 @@ class OwnPageOnly:
                 if value.get("path") is not None and not self._is_upload(value["path"]):
                     return False
                 waiting += [*value, *(part for name, part in value.items() if name != "url")]
-                # The browser repeats the address that it shows an upload by.
+                # The browser sends back the address under which it displays an upload.
                 own, _, path = str(value.get("url") or "").partition(FILE)
                 if value.get("url") and not (own in (f"http://{host}", f"https://{host}") and self._is_upload(path)):
                     return False

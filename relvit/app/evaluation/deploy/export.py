@@ -84,7 +84,7 @@ def export_model(
     check_export(output, int8, aot, calibration)
     if predictor.reach == "windows":
         raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
-    # Tracing chooses the backend of the attention, and one for the CPU runs anywhere.
+    # Tracing fixes the backend of the attention, and a backend for the CPU runs on every device.
     net, temperature = predictor.to("cpu").model, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
     patch = _patch_to_check(net) if output.suffix == ".onnx" else None
@@ -94,7 +94,7 @@ def export_model(
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    # An .onnx contains the name of its external data, so the file has its final name at once, in a folder of its own.
+    # An .onnx contains the name of its external data, so it is written under its final name in a temporary folder.
     with (
         TemporaryDirectory(prefix=".export-", dir=output.parent) as folder,
         disk_errors_name(output, Path(folder)),
@@ -119,7 +119,8 @@ def export_model(
             part.parent.mkdir()
             quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))
         if (data := part.with_name(f"{output.name}.data")).exists():
-            # An older .onnx must not read the new data, and the new .onnx comes last as it is of no use without them.
+            # Remove an older .onnx, which must not read the new data. Move the new .onnx last, since it needs the new
+            # data.
             output.unlink(missing_ok=True)
             move_complete(data, output.with_name(data.name))
         move_complete(part, output)
@@ -139,7 +140,7 @@ def check_export(
             raise ValueError("calibration images are for int8: add int8, or leave calibration out")
         find_images([calibration])
     if aot:
-        # Other exports need not wait for the import of the compiler.
+        # The import of the compiler is here, since other exports do not need it.
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -167,7 +168,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.model, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    # The number of windows that timm's blocks cut depends on the image.
+    # timm's blocks with windows cut a number of windows that depends on the image's size, so the size is fixed.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
@@ -180,7 +181,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
         )
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
         dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
-    # With equal sides, the graph would have one dimension for both.
+    # Trace with a height that differs from the width: otherwise the graph would have one dimension for both.
     return [(2, channels, height + patch[0], width + 3 * patch[1]), (1, channels, height, width)], dynamic
 
 
@@ -223,7 +224,7 @@ def _program(
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
-    # Where the disk is full PyTorch's own writer ends the process, so it writes into memory.
+    # PyTorch's own writer ends the process if the disk is full, so the program is written into memory first.
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={EXTRA_FILE: description})
     output.write_bytes(content.getbuffer())
@@ -233,7 +234,7 @@ def _program(
 def _package(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
-    # Other exports need not wait for the import of the compiler.
+    # The import of the compiler is here, since other exports do not need it.
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))

@@ -15,7 +15,7 @@ from relvit.app.data import ImageData
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.answering import Answering
 
-# Images on which an int8 file is compared with its model, evenly spaced in val.
+# An int8 file is compared with its model on this number of images, evenly spaced in val.
 COMPARED = 2000
 
 
@@ -27,8 +27,8 @@ def quantise(
     Weights have a scale per output channel. Without calibration images the quantisation is dynamic: activations are
     quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With calibration
     images it is static: the largest number in a layer's input over all these images fixes the scale, and the zero point
-    is 0, as TensorRT requires, which has no operators for dynamic quantisation. Convolution, classifier, norms, softmax
-    and products of activations stay as they are.
+    is 0, as TensorRT requires. (TensorRT has no operators for dynamic quantisation.) Convolution, classifier, norms,
+    softmax and products of activations stay as they are.
 
     Args:
         source: the file to read.
@@ -39,12 +39,12 @@ def quantise(
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
     model = onnx.load(source)
-    # The exporter wrote these shapes before it transposed weights, so that onnx finds them wrong.
+    # The exporter recorded these shapes before it transposed weights, so onnx would report the shapes as wrong.
     del model.graph.value_info[:]
     # Scales per channel need two dimensions, and position tables, which are multiplied in batches, have more.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
-    # onnxruntime would recommend a preparation that symbolic shapes do not need.
+    # Silence onnxruntime's advice to preprocess the model, which a model with symbolic shapes does not need.
     logging.disable(logging.WARNING)
     try:
         # Weights get 7 of the 8 bits: processors without instructions for int8 add two products in 16 bits, which
@@ -56,7 +56,7 @@ def quantise(
         else:
             feeds = ({"images": images.numpy()} for images in calibration)
             reader = SimpleNamespace(get_next=lambda: next(feeds, None))
-            # Results of a layer are sums in 32 bits, which nothing rounds.
+            # The outputs of a layer are sums in 32 bits, which must not be rounded.
             extra = {"ActivationSymmetric": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]}
             quantize_static(model, target, reader, op_types_to_quantize=["MatMul"], extra_options=extra, **options)
     finally:
@@ -70,7 +70,8 @@ class Comparison(NamedTuple):
         images: number of images.
         model: accuracy of the model; of a multi-label model mean average precision.
         file: the same metric for the file.
-        same: proportion of images to which both give the same class; of multi-label ones all the same classes.
+        same: proportion of images with the same class from model and file; of multi-label images, with all the same
+            classes.
     """
 
     images: int

@@ -42,10 +42,10 @@ def publish_model(
 ) -> str:
     """Write `model.safetensors`, `config.json` and the model card `README.md`, of which timm makes the same model.
 
-    The weights are those that evaluation uses: the averaged ones where the training kept an average. The temperature of
-    a calibrated checkpoint and the thresholds of a multi-label one are not part of them: they are in the card and in
-    `config.json`. The files are loaded by `timm.create_model` and compared with the checkpoint, bit by bit, before they
-    go anywhere.
+    The weights are the ones that evaluation uses: averaged ones if the training kept an average. The temperature of
+    a calibrated checkpoint and the thresholds of a multi-label one are not in the weights but in the card and in
+    `config.json`. Before the files are published, `timm.create_model` loads them, and the model is compared with the
+    checkpoint, bit by bit.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run the card has the metrics of the
@@ -123,8 +123,8 @@ def save_model(
 ) -> None:
     """Save a model of `timm.create_model` as `model.safetensors` and `config.json`, for timm and `transformers`.
 
-    `publish_model` does it with a checkpoint of `relvit fit`; this function is for a model that was trained otherwise,
-    such as one with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
+    `publish_model` publishes a checkpoint of `relvit fit`; this function saves a model that was trained otherwise, such
+    as a model with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
     outputs are compared bit by bit.
 
     Args:
@@ -146,13 +146,13 @@ def save_model(
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: {"version": __version__} if about is None else about,
     }
-    # safetensors refuses other memory formats.
+    # safetensors takes contiguous tensors only.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
     with atomic_folder(folder) as part:
         try:
             save_for_hf(model, part, model_config=config, safe_serialization=True)
             _without_num_classes(part / "config.json")
-            # safetensors lets the owner alone read the weights.
+            # safetensors writes files that only the owner can read.
             shutil.copymode(part / "config.json", part / "model.safetensors")
             again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
         # timm and the models raise errors of almost any type.
@@ -168,8 +168,8 @@ def save_model(
 def _without_num_classes(path: Path) -> None:
     """Remove the number of classes from the arguments of the model in `config.json`, where it stands a second time.
 
-    timm writes and reads both. The timm wrapper of `transformers` gives timm the number itself, beside these arguments,
-    and fails where they have it, too.
+    timm writes and reads the number in both places. The timm wrapper of `transformers` passes the number to timm beside
+    these arguments, and fails if the arguments contain the number, too.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["model_args"].pop("num_classes", None)

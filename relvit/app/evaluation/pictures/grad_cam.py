@@ -13,8 +13,8 @@ from relvit.utils.messages import MissingPackageError
 def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:
     """Compute Grad-CAM of one image at the input of a block's attention.
 
-    Channels of the patches there are weighted by the mean gradient of the class's logit, and summed; negative sums
-    become zero. The model is left as it was, gradients of its parameters included. Source: Selvaraju et al. 2017 (arXiv
+    The channels of this input are weighted by the mean gradient of the class's logit, and summed; negative sums become
+    zero. The model is left as it was, including its parameters' gradients. Source: Selvaraju et al. 2017 (arXiv
     1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
 
     Args:
@@ -28,7 +28,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
 
     Raises:
         MissingPackageError: without the package `grad-cam`.
-        NotApplicableError: blocks that do not run once each for the whole image, or patches without a gradient there.
+        NotApplicableError: a block runs several times or on parts of the image, or its patches get no gradient.
         ValueError: a model in training mode, a layer that the model does not have.
     """
     try:
@@ -53,7 +53,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     if label is None:
         with torch.no_grad():
             label = int(model(image[None]).argmax())
-    # The library clears the gradients of parameters and computes new ones, so none may need a gradient meanwhile.
+    # The library clears the parameters' gradients and computes new ones, so no parameter may require a gradient here.
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     cam = GradCAM(model, [norms[where]], reshape_transform)
     try:

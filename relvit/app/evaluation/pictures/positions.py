@@ -26,7 +26,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
 
     Args:
         model: a relvit model, or one that `relvit.retrofit` has changed.
-        img_size: of the images, (height, width) in pixels, over which tables that are computed reach.
+        img_size: (height, width) of the images in pixels, which determines the size of tables that are computed.
 
     Returns:
         Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows', 'k columns' of term
@@ -76,8 +76,8 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
     """Compute the position part of the logits by offset around a query, with the scale: what a head sees where.
 
     The term k has the mean query of all patches, or the query of one patch; the term q has the mean key of all patches.
-    Free channels depend on places: each offset has the mean of all pairs of patches, or for one patch its pairs, NaN
-    where there are none.
+    Free channels (`RelativeTerms.channels`) depend on places, not only on offsets: each offset shows the mean over all
+    pairs of patches with this offset, or over the pairs of the one patch, and NaN if there is no such pair.
 
     Args:
         model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
@@ -89,7 +89,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         middle. A block that runs several times has the kernel of its last time.
 
     Raises:
-        NotApplicableError: a model without relative positions, or one in windows or bands.
+        NotApplicableError: a model without relative positions, or with attention in windows or bands.
         ValueError: a model in training mode, a patch outside the grid.
     """
     if all(getattr(layer, "position", None) is None for layer in _mixers(model).values()):
@@ -104,7 +104,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
     heads, count, _ = query.shape[1:]
     index = None if patch is None else patch_index(patch, grid)
     query = query.mean(dim=2, keepdim=True) if index is None else query[:, :, index : index + 1]
-    # A query in the middle of this larger grid has each offset between two patches once.
+    # From the middle of this larger grid, each offset between two patches occurs once.
     around = Grid(2 * grid.height - 1, 2 * grid.width - 1)
     middle = torch.tensor([[grid.height - 1, grid.width - 1]], device=query.device)
     key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
@@ -117,7 +117,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
             part[:, :, grid.prefix :].to(query.dtype).expand(1, heads, count, -1) for part in terms.channels
         )
         products = (of_query @ of_key.mT)[0]
-        # A bias of prefix tokens is made of channels, too, and is zero between patches.
+        # The bias of prefix tokens also uses channels, but is zero between patches.
         if products.any():
             kernel = kernel + _by_offset(products, grid, index)
     if (trained := given.trained_keys) is not None:
@@ -147,7 +147,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
         model: see `effective_kernels`.
         image: see `effective_kernels`.
         patch: row and column of the query.
-        layer: which attention layer, from 0, or from -1 backwards.
+        layer: number of the attention layer, from 0, or from -1 backwards.
 
     Returns:
         The parts of the logits: 'content', and 'q', 'k', 'b' (as in `rel_terms`) and 'channels' if the layer has such
@@ -173,7 +173,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     if terms.channels is not None:
         of_query, of_key = terms.channels
         terms = terms._replace(channels=Channels(of_query[:, :, index : index + 1], of_key))
-    # Logits are linear in each term, so without content they are the part of the term.
+    # Logits are linear in each term, so with zero content the logits are the part of the one term that is given.
     zeros = (torch.zeros_like(query), torch.zeros_like(key), RelativeTerms(bucketing=terms.bucketing))
     for field in ("query", "key", "bias", "channels"):
         if (term := getattr(terms, field)) is not None:
@@ -190,12 +190,13 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
 
     Args:
         model: a model of `relvit_aft_*`.
-        img_size: of the images, (height, width) in pixels; AFT-conv has one window for all.
+        img_size: (height, width) of the images in pixels; AFT-conv has one window for all sizes.
         patch: row and column of a query, for AFT-full and AFT-local, whose biases are of pairs of places; None: at each
             offset the mean of all pairs of patches.
 
     Returns:
-        Layer -> (heads, rows, columns), both odd, float32 on the CPU; AFT-full and AFT-local have one for all heads.
+        Layer -> (heads, rows, columns), with odd rows and columns, float32 on the CPU; heads is 1 for AFT-full and
+        AFT-local.
 
     Raises:
         NotApplicableError: a model without such biases.

@@ -37,8 +37,8 @@ class Calibration(NamedTuple):
         accuracy: top-1 accuracy, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
         error: expected calibration error, see `relvit.app.evaluation.calibration_error`.
-        next_split: other images that the data have, by which `relvit test` can judge the temperature: those of test, or
-            of val; those of the fit where there are no others.
+        next_split: the split on which `relvit test` can judge the temperature: test, or else val; the split of the fit
+            if the data have no other split.
     """
 
     temperature: float
@@ -55,7 +55,7 @@ class ChosenThresholds(NamedTuple):
     Attributes:
         thresholds: threshold of the best F1 of each class, see `relvit.app.training.multi_label_metrics`.
         images: number of images.
-        f1: mean F1 with the earlier thresholds, and with these.
+        f1: mean F1 with the earlier thresholds, and with the new ones.
         next_split: as in `Calibration`.
     """
 
@@ -69,7 +69,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Find the temperature by which to divide logits for the lowest mean negative log-likelihood, in float64.
 
     "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9; L-BFGS on the
-    logarithm of the temperature. In its inverse the likelihood is concave, so there is one optimum or none.
+    logarithm of the temperature. The likelihood is concave in the inverse temperature, so there is one optimum or none.
 
     Args:
         logits: (N, classes).
@@ -77,8 +77,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     Raises:
         ValueError: logits that are not finite, or no optimum: every image is classified right, so that the likelihood
-            grows for ever as the temperature falls; or logits no better than chance, where it grows for ever as the
-            temperature rises.
+            grows for ever as the temperature falls; or the logits are no better than chance, so that the likelihood
+            grows for ever as the temperature rises.
     """
     logits = logits.detach().double()
     if not logits.isfinite().all():
@@ -88,7 +88,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use others")
     if of_label.mean() <= logits.mean():
         raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
-    # Logits of unit size let the search start near its end, whatever their scale.
+    # With logits scaled to unit size, the search always starts near the optimum.
     scale = logits.std()
     logits = logits / scale
     exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)
@@ -123,18 +123,19 @@ def calibrate(
     For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
 
     `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by the temperature. A
-    training that goes on, or starts, from the checkpoint leaves the temperature out, since it belongs to these weights.
+    training that resumes or starts from the checkpoint ignores the temperature, since it fits only these weights.
 
     Args:
-        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that it has already does not count.
+        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that the checkpoint has already is
+            ignored.
         output: the file to write, which ends in .ckpt and does not exist yet.
         split: images that the model was not trained on; 'train' is for comparison.
-        root: the data's folder, where it is no longer what the checkpoint remembers.
+        root: the data's folder, if it is no longer the folder that the checkpoint records.
         batch_size: images per batch; None: as in training.
         device: where the model runs.
-        progress: wraps the batches, whose number is its second argument, such as in a progress bar.
-        data: the name of the data module whose images are used, such as my_module.Mine, where it is not one of relvit
-            or not that of the training; None: that of the training, which has to be imported.
+        progress: a function of the batches and their number, which yields the batches, such as a progress bar.
+        data: the name of the data module whose images are used, such as my_module.Mine; needed if it is not part of
+            relvit or not the training's. None: the data module of the training, which has to be imported already.
         data_args: arguments of the data module that replace those of the training, such as a password.
 
     Raises:

@@ -30,7 +30,7 @@ from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
-# The votes of neighbours have the temperature of DINO.
+# The votes of neighbours are weighted with DINO's temperature.
 TEMPERATURE = 0.07
 
 
@@ -48,21 +48,21 @@ def probe_models(
 ) -> list[dict[str, Any]]:
     """Evaluate the features of models by classifiers that learn from a share of the labels of train.
 
-    Features are the pooled ones before the classifier, as `relvit embed` writes them, of images without augmentation at
-    the model's own size and normalisation. See `knn_right` and `linear_right`.
+    Features are pooled and taken before the classifier, as `relvit embed` writes them, from images without augmentation
+    at the model's own size and normalisation. See `knn_right` and `linear_right`.
 
     Args:
         models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
-        data: the images; None: those of the first model, which then is a checkpoint.
+        data: the images; None: the images of the first model's training, if that model is a checkpoint.
         split: the images to classify.
         shares: shares of the labels of train. Each class keeps its proportion and at least one image; a
             larger share holds the smaller ones.
         k: number of neighbours.
         seed: chooses the images of a share, and random weights.
         pretrained: whether a model given by name has its pretrained weights; else they are random, as a baseline.
-        batch_size: images per batch; None: that of the data.
+        batch_size: images per batch; None: the batch size of the data.
         device: where the models run.
-        progress: wraps the batches, with their number and what they are.
+        progress: a function of the batches, their number and a description, which yields the batches.
 
     Returns:
         Per model and share 'model', 'features' (their length), 'share', 'labels' (of train), 'images' (of the split),
@@ -94,7 +94,7 @@ def probe_models(
         net.to(device)
         train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
         dataset = train.dataset("train")
-        # Datasets of a user may know their labels only item by item.
+        # A user's dataset may give its labels only together with each item.
         known = hasattr(dataset, "targets")
         targets = np.asarray(dataset.targets if known else [dataset[index][1] for index in range(len(dataset))])
         indices = choose_labels(targets, max(shares), seed)
@@ -144,7 +144,7 @@ def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tru
     Returns:
         (M,) booleans, whether each query is classified right.
     """
-    # Other commands need not wait for the import of scikit-learn.
+    # The import of scikit-learn takes a while, so other commands do without it.
     from sklearn.neighbors import KNeighborsClassifier
 
     # The distance is 1 - s, so that all weights are exp(s / 0.07) times the same factor.
@@ -165,7 +165,7 @@ def linear_right(
     Args:
         features: (N, D), with labels (N,).
         queries: (M, D), with their classes, truth (M,).
-        seed: chooses the fifth.
+        seed: chooses the fifth of the labels that is put aside.
 
     Returns:
         (M,) booleans, whether each query is classified right, and C.

@@ -72,7 +72,7 @@ class Corruptions(NamedTuple):
         for name, found in [*self.accuracy.items(), ("mean", self._mean(severities))]:
             values = (f"{found[severity]:.4f}" if severity in found else "" for severity in severities)
             rows.append([name, *values, f"{np.mean(list(found.values())):.4f}"])
-        # The mean of all cells would weigh each corruption by the number of its severities.
+        # A mean of all cells would weigh each corruption by the number of its severities, so this is a mean of means.
         rows[-1][-1] = f"{1 - self.results['test/mean_corruption_error']:.4f}"
         return ["corruption", *map(str, severities), "mean"], rows
 
@@ -97,7 +97,7 @@ def evaluate_corruptions(right: np.ndarray, conditions: Sequence[tuple[str, int]
         accuracy[name][severity] = float(np.mean(outcomes[name, severity]))
     errors = {name: 1 - float(np.mean(list(found.values()))) for name, found in accuracy.items()}
     results = {"test/mean_corruption_error": float(np.mean(list(errors.values())))}
-    # The folder of a corruption may be in one of its kind, as in noise/gaussian_noise.
+    # The folder of a corruption may be inside a folder of its kind, as in noise/gaussian_noise.
     known = {Path(name).name: errors[name] for name, found in accuracy.items() if tuple(found) == SEVERITIES}
     if classes == 1000 and known.keys() >= ALEXNET.keys():
         results["test/mce"] = float(np.mean([known[name] / error for name, error in ALEXNET.items()]))

@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 class Patience(EarlyStopping):
     """Stop a training after this number of validations in a row without a better value of `monitor`.
 
-    A resumed training has the patience that it is given; Lightning's own callback has the checkpoint's patience.
+    A resumed training uses the patience given now; Lightning's own callback would restore the checkpoint's patience.
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        # An epoch that a number of steps cuts short has no validation, so the end of an epoch is no time to check.
+        # Check after validations only: an epoch that a limit of steps cuts short ends without a validation.
         super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

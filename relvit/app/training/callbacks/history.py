@@ -60,7 +60,7 @@ class History(Callback):
             log = self.folder / "tensorboard"
             if log.exists():
                 shutil.rmtree(log)
-            # The import takes a while, which commands without this log need not wait for.
+            # The import takes a while, so only a training with a TensorBoard log imports the package.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log)
@@ -75,7 +75,7 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Processes wait for each other in `compute`, so each of them calls it.
+        # `compute` waits for all processes, so every process calls it.
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
         self._add(trainer, row | self.telemetry.measured(trainer))

@@ -159,7 +159,7 @@ def progress_callbacks(config: dict[str, Any], history: History | None, quiet: b
         config["enable_progress_bar"] = False
         config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
         return []
-    # A bar in a file is a heap of control characters, so only an option switches it on there.
+    # In a file, a bar would be a long series of control characters, so only an option switches the bar on there.
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
     if config["enable_progress_bar"] is None:

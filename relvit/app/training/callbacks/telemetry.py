@@ -37,7 +37,7 @@ class Telemetry(Checkpoint):
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
-            # The unit is a byte on macOS and a kilobyte on Linux.
+            # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "system/images_per_second": self._images * trainer.world_size / total,
@@ -46,7 +46,7 @@ class Telemetry(Checkpoint):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning does not start an epoch again in which a training is resumed.
+        # Lightning does not call `on_train_epoch_start` for an epoch that was interrupted and is resumed.
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

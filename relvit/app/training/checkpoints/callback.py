@@ -41,8 +41,8 @@ class RunCheckpoints(Checkpoint):
     """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
     `epoch.ckpt` is the checkpoint of the last complete epoch. It is a hard link to `last.ckpt` until the next
-    `last.ckpt` is written within an epoch. From `epoch.ckpt` a training can continue on other devices; within an epoch
-    it cannot.
+    `last.ckpt` is written within an epoch. A training can continue on other devices from `epoch.ckpt`, but not from a
+    checkpoint within an epoch.
 
     Where scores are equal, which is frequent with few images, the lower `val/loss` is better. `last.ckpt` is also
     written every `every_n_steps`, when an exception ends the run, and when SIGTERM or SIGUSR1 stops the run: at the
@@ -153,17 +153,17 @@ class RunCheckpoints(Checkpoint):
             ignore_stop_signals()
             return
         self._restore_handlers()
-        # The test after a training has loaded the weights of the best checkpoint into the model.
+        # Save in a training only: the test after it has loaded the weights of the best checkpoint into the model.
         if trainer.state.fn != "fit":
             return
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # Saving waits for all processes, and the others may not have failed.
+        # Saving waits for all processes, but other processes may not have failed and would not save.
         if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)
             except OSError as error:
-                # The first error is more important than this one, which follows from it.
+                # This error follows from the first one, which is more important and is raised.
                 rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -194,8 +194,8 @@ class Checkpoint:
 
         Args:
             data_type: The data module of the images. None keeps the checkpoint's own.
-            changes: These replace arguments of the checkpoint's data module. Arguments that the new data module does
-                not have are left out.
+            changes: Arguments that replace arguments of the checkpoint's data module. Arguments that the new data
+                module does not have are left out.
         """
         path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
         if data_type is not None and data_type is not self.data_type:

@@ -16,7 +16,7 @@ from relvit.app.training.checkpoints.upgrades import FORMAT
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
 
-# These attributes of a data module say of which classes its images are and how they are transformed.
+# These attributes of a data module describe the classes of its images and the images' transforms.
 IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", "native", "max_tokens", "patch_size")
 
 
@@ -57,8 +57,8 @@ def images_of_module(data: ImageData) -> dict[str, Any]:
 def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
     """Return the classes and the transforms of images whose loaders are not relvit's, as far as they are known.
 
-    Lightning's data module may have attributes of these names. The transforms of loaders are not known: timm's
-    description of the model is taken instead, and 'assumed' lists what was taken from it.
+    A LightningDataModule may have attributes of these names. The transforms of plain loaders are not known: the values
+    come from timm's description of the model instead, and 'assumed' lists these values.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

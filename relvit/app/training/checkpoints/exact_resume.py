@@ -55,7 +55,7 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # The point of the checkpoint, until the resumed training starts.
+        # The point in the checkpoint; None once the resumed training has started.
         self._resumed: ResumePoint | None = None
 
     def note_validation(self, trainer: Trainer) -> None:
@@ -74,7 +74,7 @@ class Progress:
 
     def load(self, checkpoint: dict[str, Any]) -> bool:
         """Set the counters of a checkpoint by the point that it holds; return whether it holds one."""
-        # Checkpoints of other writers than `relvit fit` hold none.
+        # Checkpoints that `relvit fit` did not write hold no point.
         if checkpoint.get(POINT_KEY) is None:
             return False
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
@@ -86,9 +86,9 @@ class Progress:
     def check_layout(self, trainer: Trainer) -> None:
         """Refuse to resume with other optimiser steps than before.
 
-        Within an epoch the layout has to stay. At the end of an epoch batch size, accumulation and devices may change.
-        The number of images in an optimiser step may not, since the learning rate depends on it, and neither may the
-        number of steps in an epoch, since the schedule depends on it.
+        Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
+        and devices may change, but neither the number of images in an optimiser step, since the learning rate depends
+        on it, nor the number of steps in an epoch, since the schedule depends on it.
         """
         point = self._resumed
         if point is None:
@@ -128,7 +128,7 @@ class Progress:
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
         if validation_due(trainer):
-            # After this validation the loop counts the step before it a second time.
+            # After this validation, the loop would count the step before the validation a second time.
             state = loop.on_save_checkpoint()
             loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
 
@@ -173,7 +173,7 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     validation = loop["epoch_loop.val_loop.batch_progress"]
     for counter in (validation["total"], validation["current"]):
         _complete(counter, 0)
-    # Where a validation is due, Lightning starts with it if the last one seems to have stopped at its first batch.
+    # If a validation is due, Lightning begins with it when the last one seems to have stopped at its first batch.
     validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
     validation["is_last_batch"] = False
     loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]

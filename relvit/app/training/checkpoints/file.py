@@ -42,11 +42,11 @@ AVERAGE_KEY = "ema_state_dict"
 TIMM_KEY = "state_dict_ema"
 # The number of characters that no name of a class exceeds, as each row of a table repeats the names.
 LONGEST_NAME = 10_000
-# A user may give the folder of a run in the place of this checkpoint in it.
+# If a user names the folder of a run, this checkpoint in the folder is meant.
 BEST = Path("checkpoints") / "best.ckpt"
 # The checkpoint of the last complete epoch is beside last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
-# How timm names repositories of the hub and folders, and the kinds of files that hold weights.
+# timm's prefixes for repositories of the hub and for folders, and the suffixes of files that hold weights.
 HUB, FOLDER = "hf-hub:", "local-dir:"
 FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 
@@ -99,7 +99,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises almost any type for broken files, such as TypeError, IndexError or AttributeError.
     except Exception as error:
-        # A damaged file may make PyTorch seek an impossible position. Other errors of the system are not the file's.
+        # A damaged file may make PyTorch seek an impossible position (EINVAL); other system errors have other causes.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(
@@ -126,7 +126,7 @@ def check_is_file(path: Path) -> None:
     """Refuse a pipe, a socket or a device, which may have no end; whatever is missing or a folder passes.
 
     Raises:
-        ValueError: The path is one of these.
+        ValueError: The path is a pipe, a socket or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} cannot be read: it is no file but a pipe, a socket or a device")
@@ -193,7 +193,7 @@ def _named(value: Any) -> bool:
 
 
 def _are_arguments(value: Any) -> bool:
-    # The parser of the command line would take a dot in a name for a level, and fails at names without letters.
+    # The command line's parser would read a dot in a name as a nested option, and fails at names without letters.
     return _named(value) and all(name.isidentifier() for name in value)
 
 
@@ -232,7 +232,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
-        # A user's own callback may write to a remote address.
+        # The path may be a remote address if a user's own callback saves the checkpoint.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)

@@ -31,11 +31,11 @@ def set_normalisation(
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
             used[name] = tuple(value)
-        # A training that goes on has mean and std from its checkpoint, so nothing is missing.
+        # A resumed training has mean and std from its checkpoint, so nothing is missing.
         if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
             reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
-    # A user's data module may have made its own transforms, so it is called only where something changes.
+    # A user's data module may have made its own transforms, so `normalise_by` is called only if a value changes.
     if used != {name: getattr(data, name) for name in used}:
         data.normalise_by(**used)
     for name in used:

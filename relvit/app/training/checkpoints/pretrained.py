@@ -39,7 +39,7 @@ TOLERANCE = 0.05
 class Pretrained:
     """The weights from which a training or a teacher starts; a file is fetched and read once, when it is first needed.
 
-    Only tensors and plain values are read from files, never code. All methods raise these errors.
+    Only tensors and plain values are read from files, never code. All methods raise the errors listed below.
 
     Args:
         name: One of
@@ -186,7 +186,7 @@ class Pretrained:
         """Build the model of a name or folder by timm, which fetches the weights and converts them for each model.
 
         Args:
-            pretrained: Whether the model gets these weights; else they are random.
+            pretrained: Whether the model gets the pretrained weights; otherwise its weights are random.
             arguments: Other arguments of `timm.create_model`, which override the arguments in a folder.
         """
         name = self._timm_name

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of numbers that every operation of PyTorch knows, unlike those of 8 bits and less and quantised ones.
+# Every operation of PyTorch supports these dtypes, unlike quantised dtypes and floats of 8 bits or less.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# A file stores shared weights once, and these may have several names; more than this is not a model.
+# A file stores shared weights once under several names, but a tensor of a model never has more names than this.
 MOST_NAMES, SMALL = 16, 2**24
 
 
@@ -26,7 +26,7 @@ def check_tensors(content: Any, path: str) -> None:
         path: the file, for the message.
 
     Raises:
-        ValueError: such a tensor; the message names it.
+        ValueError: a tensor is refused; the message names the tensor.
     """
     stored: dict[int, int] = {}
     largest, name, described = 0, "", 0
@@ -57,14 +57,14 @@ def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
     """Refuse weights that are infinite or not a number, or would be in single precision.
 
     Raises:
-        ValueError: There is such a tensor; the message names the first one.
+        ValueError: A weight is not finite; the message names the first tensor with such a weight.
     """
     most = torch.finfo(torch.float32).max
     for name, tensor in weights.items():
         numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         if not numbers.is_floating_point() or not numbers.numel():
             continue
-        # The extremes of numbers of which one is NaN are NaN, and no comparison with NaN holds.
+        # If any number is NaN, the extremes are NaN, and every comparison with NaN is false.
         if not all(abs(extreme.item()) <= most for extreme in numbers.aminmax()):
             raise ValueError(
                 f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"

@@ -9,9 +9,9 @@ from relvit.version import __version__
 
 # The key of the description of model and data in a checkpoint, see `description.py`.
 KEY = "relvit"
-# The format that this version writes; it grows where `read_checkpoint` could not read a checkpoint of before.
+# The format that this version writes. It grows when `read_checkpoint` becomes unable to read earlier checkpoints.
 FORMAT = 1
-# For each earlier format a function that changes the content of a checkpoint, in place, to the next format.
+# For each earlier format: a function that changes the content of a checkpoint, in place, to the next format.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 
@@ -19,7 +19,7 @@ def upgrade(content: dict[str, Any], path: str) -> None:
     """Bring the content of a checkpoint to the format of this version, in place.
 
     Args:
-        content: The content of the file, of which nothing but the description is known to be there.
+        content: The content of the file, in which only the description is known to exist.
         path: The file, for messages.
 
     Raises:

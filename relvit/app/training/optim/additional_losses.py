@@ -23,7 +23,7 @@ def check_losses(
         models: The models that return a loss, by the name of the loss.
 
     Raises:
-        ValueError: There is such an option.
+        ValueError: An option is given for a loss that the network does not return.
     """
     for name in models.keys() - set(training_losses(net)):
         for option in loss_options(name):

@@ -25,7 +25,7 @@ class Backbone:
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
         """Freeze or unfreeze; frozen parts are in evaluation mode, without dropout, drop path and running statistics.
 
-        `without_gradients` saves the time for gradients. DDP waits for gradients, so give False there, and call
+        `without_gradients` saves the time for gradients. With DDP, which waits for gradients, give False and call
         `drop_gradients` before each optimiser step.
         """
         if frozen == self.frozen:

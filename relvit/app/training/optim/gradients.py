@@ -19,7 +19,7 @@ class NonFiniteLossError(RuntimeError):
 class FiniteCheck:
     """Check the losses since the last optimiser step, and the gradients; all devices come to the same decision.
 
-    Where one is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do not change.
+    If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights stay.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
@@ -45,7 +45,8 @@ class FiniteCheck:
         )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # The scaler of float16 finds its scale by infinite gradients, and skips those steps itself.
+        # The gradient scaler of float16 finds its scale by infinite gradients, and itself skips steps with such
+        # gradients.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:

@@ -29,9 +29,9 @@ class FindLearningRate(LearningRateFinder):
     there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` and
     `position_lr_scale` are.
 
-    Lightning's own callback changes only the optimiser's rate, which the schedule overwrites at its next step. The
-    callback looks for the steepest fall per rate instead of per order of magnitude, in losses that are hardly smoothed
-    where rates are small, so with few images it finds noise.
+    Lightning's own callback changes only the optimiser's rate, which the schedule overwrites at its next step.
+    Lightning's callback looks for the steepest fall per rate instead of per order of magnitude, in losses that are
+    hardly smoothed where rates are small, so with few images it finds noise.
 
     Attributes:
         rates: The learning rate of each batch of the test.
@@ -58,7 +58,7 @@ class FindLearningRate(LearningRateFinder):
             pl_module.range_test = None
             lightning_lr_finder.tqdm = tqdm
             trainer.fit_loop.max_epochs = epochs
-        # Every process saw other losses.
+        # Every process has seen different losses, so all processes take the rate of the main process.
         found = trainer.strategy.broadcast(steepest_fall(self.rates, self.losses))
         pl_module.train_metrics.reset()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr

@@ -139,8 +139,8 @@ def batch_size_of(trainer: Trainer) -> int:
 def update_rates(scheduler: LambdaLR) -> None:
     """Set the optimiser's learning rates by the scheduler's step.
 
-    A checkpoint holds the rates of the schedule at its time, which is another schedule if the training has become
-    longer.
+    A checkpoint holds the rates of the schedule with which it was written. If the training has become longer, the
+    schedule and its rates are different now.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True

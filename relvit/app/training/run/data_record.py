@@ -98,7 +98,7 @@ class DataRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write `images.csv.gz`."""
-        # Only when the training starts has every strategy loaded the checkpoint, whose images may be refused.
+        # Some strategies load the checkpoint only when the training starts, and until then its images may be refused.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

@@ -51,8 +51,8 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
 def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
     """Describe how the images of each split, with digests `now`, differ from those of a checkpoint, `before`.
 
-    The description is empty if all are the same. Without the manifest of the checkpoint's run at `path` it names no
-    image.
+    The description is empty if all are the same. Without the manifest of the checkpoint's run at `path`, the
+    description names no image.
     """
     texts = []
     for split in now:

@@ -49,7 +49,7 @@ class SrunTasks(SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        # Slurm sets the variable only where the job asks for it, and Lightning always wants it.
+        # Lightning always needs this variable, but Slurm sets it only if the job asks for it.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
         super().__init__(auto_requeue=False)
 
@@ -111,7 +111,7 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # In any process of a Slurm job, Lightning would wait for the tasks of the job.
+    # Without LightningEnvironment, Lightning would wait for all tasks of the job in any process of a Slurm job.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 
@@ -204,7 +204,7 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
     """Explain an error of a broken connection by the end of the other process; return other errors unchanged.
 
     A process that has failed has printed its reason, so the present process ends with the same exit status and prints
-    no more. `hint` says how to go on where a signal has ended the other process.
+    no more. `hint` says how to resume if a signal has ended the other process.
     """
     if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
         return error
@@ -225,7 +225,7 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
 def leave_processes() -> None:
     """Leave the group of processes at the end of a run; Lightning does so with NCCL alone.
 
-    A C++ thread that is still running when the interpreter ends aborts it: "terminate called without an active
+    A C++ thread that is still running when the interpreter ends aborts the process: "terminate called without an active
     exception".
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-# A run that fails before it has written one of these is removed.
+# If a run fails before it has written one of these files or folders, its folder is removed.
 ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 

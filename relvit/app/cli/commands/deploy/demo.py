@@ -42,7 +42,7 @@ def demo(
         max_pixels: The number of pixels that no uploaded image may exceed.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
-        # Gradio reads the variables when it is imported.
+        # Gradio reads these environment variables when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
         try:
             from relvit.app.evaluation.deploy.demo import Viewer, build_app
@@ -60,11 +60,11 @@ def demo(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
-        # The files are removed, too, when another process ends this one.
+        # SIGTERM then raises KeyboardInterrupt as Ctrl-C does, so the temporary folder is removed in both cases.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         import uvicorn
 
-        # Otherwise uvicorn complains of pages that are open when it ends.
+        # At another log level, uvicorn would complain of pages that are still open when the server ends.
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
