@@ -1,6 +1,6 @@
 """Rooms of one paper each beyond Shaw's own: a folder with operation, reference, layer and models; it can be deleted.
 
-The import of a room registers its positions, depths and models under their names.
+Importing one of these folders registers the folder's positions, depths and models under their names.
 """
 
 from relvit.families import aft, reformer, reversible, transformer_xl, universal

@@ -19,8 +19,8 @@ from relvit.ops.inputs import AttentionInputs, Projected, checked, separate
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column are a key
-# term that the position has multiplied with the queries itself.
+# A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column count as a
+# key term: the position has already multiplied the queries.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
@@ -31,7 +31,7 @@ def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid
 
 
 def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    # Looking a module up as an attribute takes PyTorch as long as a view of a tensor.
+    # In PyTorch looking up a module as an attribute takes as long as making a view of a tensor.
     position = layer._modules.get("position")
     if position is None:
         # Some retrofitted layers compute the attribute `position` from their own tables.
@@ -64,7 +64,7 @@ def attend_with(
             one tensor, see `Projected`.
             float32 queries and keys, which norms return under autocast, are rotated in float32, as in timm.
         grid: grid of the queries.
-        key_grid: grid of the keys; None: that of the queries.
+        key_grid: grid of the keys; None: the grid of the queries.
         rotate: maps queries or keys and their grid to rotated ones; None: there is no rotation.
         attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
@@ -124,7 +124,8 @@ class GridAttention(Mixer):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    # These annotations have no values: PyTorch would find a value before the module of the same name.
+    # These annotations have no default values, because PyTorch would find a class attribute before the module of the
+    # same name.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str
@@ -159,7 +160,7 @@ class GridAttention(Mixer):
             projected = query[:, :, -x.shape[1] :], key, value
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
-    # PyTorch looks an attribute up that is a module as slowly as it computes a view, `_modules` are a dictionary.
+    # Read submodules from the dictionary `_modules`: looking up a module as an attribute takes as long as a view.
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
         batch, tokens, _ = x.shape
@@ -215,7 +216,7 @@ class GridAttention(Mixer):
         weight = self.proj.weight
         like = {"device": weight.device, "dtype": weight.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Of the tokens, positions read only the width here.
+        # Positions only read the width of these tokens, whose numbers are uninitialised.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         return AttentionInputs(vectors, vectors, vectors, terms, grid)
 
@@ -275,15 +276,15 @@ class RelativeAttention(GridAttention, Attention):
     ) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim).
 
-        The way to the arithmetic: `position.terms` makes the terms; in `ops/attention.py` `attend_projected` computes
-        the usual case by `backends/lean.py`, and `attend` all other cases, such as large grids on a CPU by
+        Where the computation happens: `position.terms` makes the terms; in `ops/attention.py` `attend_projected`
+        computes the usual case by `backends/lean.py`, and `attend` all other cases, such as large grids on a CPU by
         `backends/tiled.py`.
 
         Args:
             x: the tokens.
             grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`.
-            memory: (B, M, dim), further tokens to attend to, in front of those of `x`; not in windows.
+            memory: (B, M, dim), further tokens to attend to, before the tokens of `x`; not together with windows.
             key_grid: places of the tokens in `memory` and `x`; None: `grid`.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

@@ -13,7 +13,7 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# A thread keeps its record here, by each layer's `attn_drop`, and not in a module, because threads share modules.
+# Each thread has its own record, by each layer's `attn_drop`; threads would share a record in the modules.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 

@@ -79,7 +79,7 @@ class MixerBlock(GridBlock):
         num_heads: number of heads.
         mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
             dtype=)`; the mixer's `forward` has the arguments of `RelativeAttention.forward`.
-        attn_layer: accepted for timm's constructor; `mixer` takes its place.
+        attn_layer: accepted because timm's constructor passes this argument, but not used: `mixer` replaces it.
         **kwargs: see `timm.models.vision_transformer.Block`; the mixer gets the arguments of projections.
 
     Raises:
@@ -118,7 +118,7 @@ class RelativeBlock(MixerBlock):
         dim: width of the tokens.
         num_heads: number of attention heads.
         position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
-        rope: makes the block's own `RotaryEmbedding2d`, called likewise; None: none.
+        rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments; None: no rotary embedding.
         prefix_bias: whether there is a `PrefixBias`.
         mixer: see `MixerBlock`; attention with an attribute `position`, and the arguments of `timm.layers.Attention`.
         qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; for the mixer, too.

@@ -33,8 +33,8 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
 def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> Tensor:
     """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` tokens of all samples at a time.
 
-    Training keeps `x` alone: backward recomputes one chunk after the other, with the same random numbers. Source:
-    Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
+    Training keeps only `x`: backward recomputes one chunk after the other, with the same random numbers. Source: Kitaev
+    et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
 
     Args:
         norm, mlp: modules that work on each token alone, see `check_chunk`.
@@ -49,7 +49,7 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return mlp(norm(tokens))
 
     if is_exporting() or isinstance(x, torch.fx.Proxy):
-        # A graph must serve any number of tokens.
+        # A compiled or exported graph must work for any number of tokens.
         return compute(x)
     chunk = compute
     if torch.is_grad_enabled():

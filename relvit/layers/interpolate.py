@@ -6,7 +6,7 @@ from torch import Tensor
 from relvit.ops.tracing import larger, without_autocast
 
 
-# Symbolic tracing (torch.fx) keeps a call as one node where the function is called as an attribute of this module.
+# Symbolic tracing (torch.fx) keeps a call as one node if the function is called as an attribute of this module.
 @torch.fx.wrap
 def resample_embedding(
     embedding: Tensor,
@@ -18,8 +18,8 @@ def resample_embedding(
 ) -> Tensor:
     """Interpolate an embedding per patch, bicubic with antialiasing, as timm's `resample_abs_pos_embed`.
 
-    The backward of PyTorch's bicubic interpolation cannot be compiled for sizes that vary (PyTorch 2.15). Two products
-    with weights (new, old) can.
+    The backward of PyTorch's bicubic interpolation cannot be compiled for sizes that vary (PyTorch 2.15). Two matrix
+    products with weights (new, old), as here, can be compiled.
 
     Examples:
         >>> resample_embedding(torch.randn(1, 1 + 14 * 14, 192), (14, 14), (20, 30), prefix=1).shape
@@ -73,7 +73,8 @@ def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype:
     """
     # No negative number is divided, since some runtimes of exported programs round quotients towards zero.
     before = (new + old) // 2 - old
-    # These odd numbers are twice the distance of a point's middle from the first edge, which mirrors negative ones.
+    # These odd numbers are twice the distance of a point's middle from the first edge; that edge mirrors negative
+    # distances.
     place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

@@ -44,7 +44,7 @@ class Leaf(nn.Module):
 class Mixer(FillConstants, Leaf):
     """Base of mixers: modules whose `forward(x, grid, attn_mask, is_causal)` maps (B, N, dim) tokens to the same shape.
 
-    A mixer of your own needs no base.
+    Your own mixer need not be a subclass of `Mixer`.
 
     Examples:
         >>> class RowMean(Mixer):  # every token becomes the mean of its row
@@ -55,8 +55,8 @@ class Mixer(FillConstants, Leaf):
         torch.Size([2, 24, 192])
 
     Attributes:
-        lacks: what a model with this mixer cannot do, by the names that `relvit.models.lack` lists, and why: the rest
-            of a sentence that begins with the mixer.
+        lacks: abilities that a model with this mixer lacks, by the names in `relvit.models.lack`, each with the reason:
+            the rest of a sentence whose subject is the mixer.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {"memory": "takes no memory", "weights": "shows no weights"}

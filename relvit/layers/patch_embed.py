@@ -25,7 +25,7 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
     Attributes:
         cropped_size: one size that is allowed although it is no multiple of the patch: the convolution leaves out the
-            rest at the lower and the right edge.
+            remaining pixels at the lower and the right edge.
 
     Raises:
         TypeError, ValueError: in `forward`, an input that is no batch of images, see `check_images`, or sides that are
@@ -55,8 +55,9 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 class GridPatchEmbed(AnySizePatchEmbed):
     """`AnySizePatchEmbed` for blocks that take rows and columns.
 
-    A compiled model accepts any sides and leaves out the rest at the edges, as timm's `PatchEmbed` does: if a graph
-    knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any size.
+    A compiled model accepts any sides and leaves out the remaining pixels at the edges, as timm's `PatchEmbed` does: if
+    a graph knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any
+    size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class PatchSizes(Leaf):
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
 
-    An ONNX graph holds no checks, and its convolution would silently leave out the rest at the edges.
+    An ONNX graph holds no checks, and its convolution would silently leave out the remaining pixels at the edges.
 
     Examples:
         >>> whole_patches(torch.randn(2, 3, 64, 96), (16, 16)).shape

@@ -11,7 +11,7 @@ class PrefixBias(KeepConstants):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 
     Source: the last three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254),
-    there for the class token alone.
+    which has them for the class token only.
 
     Examples:
         >>> attention = RelativeAttention(192, num_heads=3)

@@ -153,8 +153,9 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
 def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     """Compute attention rollout, (B, N, N): the share of each input token (columns) in each output token (rows).
 
-    It is the product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention weights and
-    I the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3, eq. 1.
+    The rollout is the product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention
+    weights and I the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3,
+    eq. 1.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -216,7 +217,7 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
         recorded[attention] = keep(given[0])
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
-    # timm's layers only pass weights to `attn_drop` if they are not fused; relvit's do so if `attn_drop` has hooks.
+    # timm only passes weights to `attn_drop` without fused attention; relvit passes weights if `attn_drop` has hooks.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

@@ -24,7 +24,7 @@ from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import check_choice
 
-# The `combine` of `AxialPositionEmbedding`.
+# Values of `pos_embed` with the argument `combine` of `AxialPositionEmbedding` that each value selects.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
@@ -212,7 +212,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         TypeError: an `mlp_chunk` that is no integer.
     """
 
-    # A user of this class cannot choose these arguments, for the reason beside.
+    # Arguments that a user of this class cannot choose, with the reason.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(

@@ -22,8 +22,8 @@ from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
 from relvit.utils.model_names import model_hint
 
-# These arguments of timm's builders choose the weights that are loaded. No description of a model may hold them: the
-# description may come from a user, a checkpoint, a published folder or the hub.
+# These arguments of timm's builders choose the weights that are loaded. A model's description may hold none of these
+# arguments, because it may come from a user, a checkpoint, a published folder or the hub.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}
@@ -119,13 +119,13 @@ def described_model(
     Args:
         architecture: the name in the description.
         arguments: the arguments in the description.
-        source: what holds the description, for messages.
+        source: where the description comes from, for messages.
 
     Returns:
         `name`, `model_kwargs` and `retrofit` of `build_model`.
 
     Raises:
-        ValueError: an unknown model or none, or an argument that chooses which weights are loaded.
+        ValueError: an unknown or missing model name, or an argument that chooses which weights are loaded.
     """
     check_description(architecture, arguments, source)
     kwargs = {key: value for key, value in arguments.items() if key not in DATA_ARGUMENTS}
@@ -143,7 +143,7 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
     Args:
         name: name of the model.
         arguments: arguments of the model; for `retrofitted` they hold the name of another model.
-        source: what holds the arguments, for the message.
+        source: where the arguments come from, for the message.
 
     Raises:
         ValueError: an unknown model, or an argument of timm's builder.
@@ -183,7 +183,8 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
     if build is None:
         return
     model = None
-    # The fork keeps the caller's random numbers. Operations without a meta kernel raise the suppressed errors.
+    # `fork_rng` keeps the state of the caller's random numbers. Operations without a meta kernel raise the suppressed
+    # errors.
     with (
         torch.random.fork_rng(devices=[]),
         contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError, AttributeError, LookupError),

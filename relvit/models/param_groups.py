@@ -20,8 +20,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Make the parameter groups of an optimiser as timm does, with another learning rate for relative positions.
 
-    Tables that `relvit.retrofit` has added start at zero, beside weights that are trained already: in a short
-    fine-tuning they learn too slowly at the learning rate of these weights. Each group holds its `lr`, which the
+    Tables that `relvit.retrofit` has added start at zero, while all other weights are trained already: in a short
+    fine-tuning the tables learn too slowly at the other weights' learning rate. Each group holds its `lr`, which the
     schedulers of PyTorch and of timm scale, and no `lr_scale`, which only timm's schedulers would read.
 
     Examples:

@@ -50,7 +50,7 @@ class RelVisionTransformer(GridVisionTransformer):
             default of the position, 0.1 for tables.
         pos_embed: additional absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
-            per row plus one per column); see `AxialPositionEmbedding`. Only with 'learn' do prefix tokens have one.
+            per row plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix tokens.
         class_token: prepend a class token, which has no position.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
@@ -150,8 +150,8 @@ PATCH4_32 = {"patch_size": 4, "img_size": 32}
 TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
 # Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
 REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
-# The study of accuracy in docs/study found this the best: tables that reach an eighth to a quarter of the grid, here
-# 14 x 14 patches, beside a learned absolute embedding.
+# In docs/study the most accurate models have tables that reach an eighth to a quarter of the grid, here of 14 x 14
+# patches, and a learned absolute embedding.
 LEARN: dict[str, Any] = {"max_distance": 2, "pos_embed": "learn"}
 
 # Arguments of `RelVisionTransformer` by the model's name; patches have 16 px unless they are given.
@@ -177,7 +177,8 @@ default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, completed by those of the model of this name.
 
-    The clip distance of a name belongs to its position: another position has a default of its own, or clips no offset.
+    A call with another position ignores the named model's clip distance: that position has its own default or no
+    clipping.
     """
     if "position" in given and given["position"] != own.get("position", "tables"):
         own = {name: value for name, value in own.items() if name != "max_distance"}

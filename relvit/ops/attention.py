@@ -35,7 +35,7 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# The attention weights of up to this many tokens take no more memory than their vectors.
+# Up to this many tokens, the attention weights take no more memory than the tokens' vectors.
 SMALL_WINDOW = 64
 # Beyond this many tokens the attention weights that training keeps take too much of a GPU's memory.
 LARGEST_MASK = 1024
@@ -88,8 +88,8 @@ def relative_attention(
         terms: tables, free channels, logits; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and also the key tokens unless `key_grid` is given.
         key_grid: where the key tokens are (cross-attention, memory). Only this grid's `valid` is read.
-        position_query: the vectors that are multiplied by a^K, shaped as `query`: queries before rotary embedding, or
-            Transformer-XL's q + v beside q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
+        position_query: the vectors that are multiplied by a^K, shaped as `query`: queries before rotary embedding, or q
+            + v for Transformer-XL's `query` q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
         position_key: the vectors that are multiplied by a^Q, shaped as `key`. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which needs no N x N.
@@ -99,16 +99,15 @@ def relative_attention(
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
         backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
-            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'lean' (the
-            same in the fewest operations, for one raster without padding, tables per axis, and neither mask nor
-            dropout, without second derivatives and graphs), 'tiled' (one
-            tile of queries after the other, recomputed in backward: it keeps nothing of N x N either, but has no second
-            derivatives and cannot be part of compiled or exported graphs), 'gathered' (tiles in which every pair looks
-            up its table entries: slower, but it takes all joint tables, while 'fused' and 'tiled' only take a joint
-            bias between rasters, and has second derivatives and all transforms of `torch.func`), 'triton' (GPU kernels
-            that augment nothing, for keys on a raster and terms in tables, without query term, mask and dropout, see
-            `relvit.ops.backends.triton`), 'reference' (the paper's own n products, O(N^2 head_dim) memory) or 'auto'
-            (see `choose`).
+            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'lean' (as
+            'fused', in the fewest operations, for one raster without padding, tables per axis, and neither mask nor
+            dropout, without second derivatives and graphs), 'tiled' (one tile of queries after the other, recomputed in
+            backward: it keeps nothing of N x N either, but has no second derivatives and cannot be part of compiled or
+            exported graphs), 'gathered' (tiles in which every pair looks up its table entries: slower, but it takes all
+            joint tables, while 'fused' and 'tiled' only take a joint bias between rasters, and has second derivatives
+            and all transforms of `torch.func`), 'triton' (GPU kernels that augment nothing, for keys on a raster and
+            terms in tables, without query term, mask and dropout, see `relvit.ops.backends.triton`), 'reference' (the
+            paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
@@ -117,7 +116,7 @@ def relative_attention(
     Raises:
         ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
             expected.
-        TypeError: arguments that are not of the kind asked for, such as integer contents or masks.
+        TypeError: arguments of the wrong type, such as integer contents or masks.
     """
     options = (attn_mask, is_causal, dropout_p, scale, position_query, position_key, trained_keys)
     return attend(AttentionInputs(query, key, value, terms, grid, key_grid, *options), backend)
@@ -154,15 +153,16 @@ def attend_projected(
         prefix_bias: (3, heads), see `relvit.layers.PrefixBias`.
 
     Returns:
-        (B, N, heads head_dim); None where `attend` has to compute this: what there is are 'lean' for one tensor with
-        tables per axis, and for a joint bias on small grids the mask of stock attention.
+        (B, N, heads head_dim); None where `attend` has to compute the attention. This function uses 'lean' for one
+        tensor with tables per axis, and stock attention with a mask for a joint bias on small grids.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
     (query, *of_tables, bucketing, channels, query_bias, logits), (*_, coords, valid) = terms, grid
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # Each question to PyTorch takes as long as a view. Joining refuses tables on other devices, and converts dtypes.
+    # Reading an attribute takes as long as a view. Only the tables' shapes are read: joining checks devices, casts
+    # dtypes.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape
@@ -194,7 +194,7 @@ def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _D
         return _Decision(backend, None)
     decision, filled = _decision(inputs, backend), completed(inputs)
     if filled.scale != inputs.scale or any(one is not other for one, other in zip(filled.terms, terms, strict=True)):
-        # `completed` has changed the queries or the tables, which the layer's do not show.
+        # `completed` has changed the queries or the tables, so a plan for the layer's own tensors would be wrong.
         return decision._replace(plan=None)
     if joint and decision.backend == "fused":
         return decision._replace(plan=pair_bias.plan_of(filled))
@@ -208,7 +208,8 @@ class _Decision(NamedTuple):
     plan: lean.Plan | pair_bias.PairPlan | None
 
 
-# Decisions by all that they depend on, so that a layer's inputs are checked once for each size.
+# Cached decisions: the key holds everything that a decision depends on, so that a layer's inputs are checked once per
+# size.
 _DECISIONS: dict[Any, _Decision] = {}
 _MOST_DECISIONS = 64
 
@@ -218,7 +219,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     if not is_eager():
         return _decide(checked(inputs), backend)
     try:
-        # Defaults that depend on which tensors are the same: position queries may be the queries.
+        # Backends depend on whether the position queries are the same tensor as the queries, so the key has this, too.
         key = (backend, inputs.position_query is inputs.query, signature(inputs), _switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
@@ -338,8 +339,8 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         if triton.refusal(inputs, device) is None:
             return Choice("triton", "stock GPU kernels end at width 256, these augment nothing", "O(N)")
         return Choice("tiled", "fused GPU kernels end at width 256", little)
-    # Up to this width the kernels of relvit take longer, forward and step, on small and large grids
-    # (docs/benchmarks/h200.md), and keep less.
+    # Up to this width relvit's Triton kernels are slower than stock attention, in forward and in a training step, on
+    # small and large grids (docs/benchmarks/h200.md), but keep less memory.
     narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
     reason = "one stock attention over augmented q, k and v"
     if usual:

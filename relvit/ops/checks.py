@@ -47,7 +47,7 @@ def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[
 
     Raises:
         TypeError: `given`, which messages call `name`, holds anything but integers.
-        ValueError: not one or two integers, or one below `least`, which None is not.
+        ValueError: not one or two integers, or an integer below `least` (None: there is no limit).
     """
     pair = tuple(given) if isinstance(given, Sequence) else (given, given)
     if len(pair) != 2:

@@ -15,8 +15,8 @@ from relvit.ops.tracing import knows_values, may_remember
 class Grid(NamedTuple):
     """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
 
-    A model builds it once, where the image becomes patches, and hands it from block to block. A plain tuple of integers
-    and optional tensors passes through tracing, checkpointing, compilation and export. `make_grid` checks its
+    A model builds the grid once, where the image becomes patches, and passes it from block to block. A plain tuple of
+    integers and optional tensors passes through tracing, checkpointing, compilation and export. `make_grid` checks its
     arguments; building a `Grid` directly checks nothing.
 
     Examples:
@@ -139,7 +139,7 @@ def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     if grid.coords is not None:
         y, x = batched_coords(grid, device).split(1, dim=-1)
         return y, x
-    # Not stacked, as `patch_coords`, so that a compiler can compute them where they are read.
+    # Rows and columns stay apart, unlike in `patch_coords`, so that a compiler can compute both where they are read.
     y = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     x = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return y.reshape(1, -1, 1), x.reshape(1, -1, 1)

@@ -59,7 +59,7 @@ def check_numbers(device: str, number: int, what: str, hint: str = "smaller batc
 
     Args:
         device: the kind of device.
-        number: of the numbers of the largest tensor, at the most.
+        number: an upper bound for the numbers of the largest tensor.
         what: names the operation and its sizes in the message.
         hint: what to use instead.
 

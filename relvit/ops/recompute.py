@@ -1,7 +1,7 @@
 """Less memory in training: recompute in backward instead of keeping tensors; refuse tensors modified in place.
 
 `recomputed` computes a function once more, forward included (PyTorch's checkpoint, plus the check). `recompute_saved`
-recomputes only what another operation reads: `fused` could not use the former without running its attention twice.
+recomputes only what another operation reads: `fused` cannot use `recomputed`, which would run the attention twice.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def recompute_saved(
 ) -> Iterator[None]:
     """Context in which operations save how to compute `tensors` for backward instead of the tensors themselves.
 
-    Autograd's saved-tensor hooks exchange them, so gradients of any order, and every kernel, stay what they are. In
-    graphs and inside `torch.func`, which forbid such hooks, the context does nothing.
+    Autograd's saved-tensor hooks replace these tensors, so gradients of any order work, and every kernel stays the
+    same. In graphs and inside `torch.func`, which forbid such hooks, the context does nothing.
 
     Args:
         tensors: the operands of operations in the context.
         function: computes all of `tensors` from `inputs`.
-        inputs: tensors that exist anyway; None is handed on.
+        inputs: tensors that exist anyway; None is passed to `function`.
 
     Raises:
         RuntimeError: in backward, if one of `inputs`, or another saved tensor, was modified in place.

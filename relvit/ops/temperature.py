@@ -13,9 +13,9 @@ from relvit.ops.inputs import AttentionInputs, with_axis_factor
 def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     """Multiply all logits, the bias included, by log(n) / log(trained_keys), with n the number of keys of a sample.
 
-    Prefix tokens count as keys, padding does not; what a mask or causality hides counts. Numbers in `attn_mask` are
-    added afterwards, as they are. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to
-    the trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
+    Prefix tokens, and keys that a mask or causality hides, count as keys; padding does not. Numbers in `attn_mask` are
+    added afterwards, unscaled. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to the
+    trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
 
     Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys, bias tables and axis logits,
     each in its own dtype; where n is `trained_keys` their numbers stay the same.

@@ -78,7 +78,8 @@ class AxisLogits(NamedTuple):
         torch.Size([2, 12, 6, 6])
 
     Attributes:
-        rows: (B, heads, Nq, H) for the H rows of the key grid; also for prefix queries, zeros without a position.
+        rows: (B, heads, Nq, H) for the H rows of the key grid; also for prefix queries, whose logits are zero if they
+            have no position.
         cols: (B, heads, Nq, W), likewise for its columns.
     """
 

@@ -29,8 +29,8 @@ def is_fusing() -> bool:
 
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
-    # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into it, while
-    # `torch.export` compares them.
+    # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into
+    # `sym_max`, while `torch.export` compares the sizes.
     if torch.jit.is_tracing():
         # A traced size may be a tensor or, like constants, an integer.
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
@@ -40,16 +40,18 @@ def larger(one: int, other: int) -> int:
 def is_functorch() -> bool:
     """Return True inside a transform of `torch.func` (vmap, jvp, grad ...) or a level of `torch.autograd.forward_ad`.
 
-    There tensors have no memory of their own, and every operation needs a rule for each transform, which saved-tensor
-    hooks and hand-written backwards do not have.
+    Inside such a transform or level, tensors have no memory of their own, and every operation needs a rule for each
+    transform, which saved-tensor hooks and hand-written backwards do not have.
     """
-    # PyTorch 2.11's compiler reads this function as a constant, and no other that tells whether a transform is active.
+    # Of the functions that tell whether a transform is active, PyTorch 2.11's compiler reads only this one as a
+    # constant.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_eager() -> bool:
     """Return True outside of graphs and `torch.func`: only there an operation may bring a backward of its own."""
-    # Layers ask in each call, so the functions above are not called one by one.
+    # Layers call this function in every forward, so the conditions are written out, which saves calls of the functions
+    # above.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)

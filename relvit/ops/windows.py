@@ -27,9 +27,9 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
     """Cut tokens on a grid into windows, each a sequence of its own.
 
     Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; the patches before the first
-    of these windows have windows of their own, which extend beyond the border. Attention in them equals Swin's with the
-    cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): there the mask separates the parts that
-    the roll brings together in one window, here these parts are in different windows.
+    of these windows have windows of their own, which extend beyond the border. Attention in these windows equals Swin's
+    with the cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): in Swin the mask separates the
+    parts that the roll brings together in one window, here these parts are in different windows.
 
     Examples:
         >>> tokens, grid = torch.randn(2, 5 * 7, 8), make_grid(5, 7)

@@ -39,7 +39,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     ]
     typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
-    # A name that goes on where the typed one ends is nearer than one with another ending, or with another letter.
+    # A name that begins with the typed name is a better guess than a name with another ending or another letter.
     continued = [each for each in long if spelt[each].startswith(typed)]
     if near and (not continued or min(near)[0] == 0):
         return allowed[min(near)[2]]
@@ -50,7 +50,7 @@ def _is_misspelt(typed: str, other: str) -> bool:
     one, two = ([word.casefold() for word in re.split(r"[\s_-]+", name)] for name in (typed, other))
     if len(one) == len(two):
         return all(a == b or _edits(a, b) <= _most_edits(a, b) for a, b in zip(one, two, strict=True))
-    # A short word that is added, as in `freeze_bn`, makes the name of something else.
+    # A name with an added short word, as in `freeze_bn`, means something else.
     added = {*one} <= {*two} or {*two} <= {*one}
     joined = "".join(one), "".join(two)
     return not added and _edits(*joined) <= min(1, _most_edits(*joined))
@@ -61,7 +61,7 @@ def _most_edits(typed: str, other: str) -> int:
     # In a number, such as the day in the name of a run's folder, one digit may be wrong.
     if typed.isdigit() and other.isdigit():
         return 1
-    # Of three letters, such as 'eta' and 'ema', a wrong one makes another word.
+    # In a word of three letters, one wrong letter makes another word, such as 'ema' for 'eta'.
     if len(typed) < 4:
         return int(len(typed) == 3 and {*typed} <= {*other})
     same = typed[:1] == other[:1]
@@ -75,7 +75,7 @@ def _letters(name: str) -> str:
 def _is_longer(short: str, long: str) -> bool:
     """Return whether one name begins with a good part of the other, or ends with most of it.
 
-    Two names that both go on after a common beginning, such as `cutmix_prob` and `cutmix_minmax`, are two things.
+    Two names that only begin alike, such as `cutmix_prob` and `cutmix_minmax`, mean different things.
     """
     begins = long.startswith(short) and len(short) >= max(5, 0.4 * len(long))
     return begins or (long.endswith(short) and len(short) >= max(5, 0.6 * len(long)))
@@ -118,12 +118,13 @@ def printable(name: str) -> str:
 
 
 # Characters that a terminal obeys instead of showing them: C0 and C1 control characters (ESC begins commands), line
-# separators, and marks by which Unicode reverses the direction of text. Surrogates stand for bytes that are not UTF-8.
+# separators, and marks by which Unicode reverses the direction of text. Surrogates represent bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-# An address, with what may be secret in it: user and password, and a query or fragment (signatures, tokens). A password
-# should be percent-encoded, and many are not: it may hold '/', '?' or spaces. What follows a colon may also be a port.
+# An address and its possible secrets: user and password, and a query or fragment (signatures, tokens). Passwords should
+# be percent-encoded, but often are not, so a password may hold '/', '?' or spaces. The text after a colon may also be a
+# port.
 _PLAIN_USER = r"[^\s/?#'\"]*@"
 _ODD_PASSWORD = r"[^\s/?#'\"@:]*:(?!\d{1,5}(?:[/?#\s,;)\]]|$))(?:(?!://)[^'\"\n])*?@"
 _ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?([^\s?#'\"]*)([?#][^\s'\"]*)?")

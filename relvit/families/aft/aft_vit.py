@@ -40,17 +40,19 @@ MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 class AFTVisionTransformer(GridVisionTransformer):
     """timm's `VisionTransformer` with attention-free mixers (Zhai et al. 2021, arXiv 2105.14103) for attention.
 
-    Images of any size whose sides are multiples of the patch work in `forward`: 'conv' knows offsets alone, the
-    others interpolate what they have learned for `img_size`. As in the paper, 'conv' has neither class token nor
-    absolute embedding and pools by average; the others have both and read the class token, by default.
+    Images of any size whose sides are multiples of the patch work in `forward`: 'conv' depends on offsets only; the
+    other mixers interpolate the biases and embeddings learned for `img_size`. By default, as in the paper, a model with
+    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have both
+    and classify the class token.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: heads of 'conv', each with a window and keys of its own; the other mixers of the paper have one.
-        kernel_size: of 'conv', see `AFTConv2d`.
-        window: of 'local', see `AFTLocal`.
-        bias_dim: of 'full' and 'local', see `AFTFull`.
-        pos_embed, class_token: as in `RelVisionTransformer`; None: as in the paper.
+        num_heads: number of heads; each head of 'conv' has its own window and keys, the paper's other mixers have one
+            head.
+        kernel_size: size of the window of 'conv', see `AFTConv2d`.
+        window: window of 'local', see `AFTLocal`.
+        bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
+        pos_embed, class_token: as in `RelVisionTransformer`; None selects the paper's choice for the mixer.
         global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, else 'avg'.
         patch_drop_rate: as in `RelVisionTransformer`.
         backend: see `aft_full` and `aft_conv`.
@@ -58,9 +60,9 @@ class AFTVisionTransformer(GridVisionTransformer):
             without the arguments of attention in `fixed`; `reversible` and `mlp_chunk` as in `RelVisionTransformer`.
 
     Raises:
-        ValueError: an unknown name, an argument that is no choice here or not for this mixer, or in `forward` an image
-            whose sides are no multiples of the patch, or an `attn_mask`.
-        TypeError: an argument that there is not.
+        ValueError: an unknown name, an argument that this class or this mixer lacks, or in `forward` an image whose
+            sides are no multiples of the patch, or an `attn_mask`.
+        TypeError: an unknown argument.
     """
 
     fixed: ClassVar[dict[str, str]] = {
@@ -144,15 +146,16 @@ def checkpoint_filter_fn(
     Tensors outside of mixers are converted as by `relvit.models.checkpoint_filter_fn`, and tensors of mixers so:
 
     - the factors of a bias on another grid are interpolated (an approximation);
-    - from attention the projections of values and outputs are taken over, as the paper does where it fine-tunes a
-      pretrained DeiT (section 4.3); projections to queries and keys, and what is attention-free alone, stay as they are
-      in the model. 'simple' has no tensor that distinguishes its own checkpoints from checkpoints of attention, so it
-      loads all tensors.
+    - from a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
+      pretrained DeiT (section 4.3); projections to queries and keys, and tensors that only attention-free mixers have,
+      keep the model's values. 'simple' has no tensor that distinguishes its own checkpoints from checkpoints of
+      attention, so it loads all tensors.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
-        log: warn of what is left out.
-        in_part: names of tensors of which only a part comes from the checkpoint are put here, and which part that is.
+        log: whether to warn of tensors that are left out.
+        in_part: a mapping that this function fills: names of tensors that the checkpoint fills only in part, and the
+            part.
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.
     """
@@ -199,8 +202,8 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
     return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
 
 
-# The models by name, with the arguments of `AFTVisionTransformer` that make them; patches of 16 px unless given. Those
-# with millions of parameters are in the paper's table 4; `conv_tiny` and `conv_small` are the best of them.
+# Arguments of `AFTVisionTransformer` by the model's name; patches have 16 px unless they are given. The paper's table 4
+# has the models with a number of parameters (M: millions); `conv_tiny` and `conv_small` are the table's best models.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
     "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M

@@ -16,8 +16,8 @@ from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
 # Below this weight the difference loses too many digits to cancellation. From this weight on, the error of an average
-# is at most 2 exp(5) = 300 times the rounding error, and only where a key of this weight outweighs all other keys
-# together by as much.
+# is at most 2 exp(5) = 300 times the rounding error; the error only gets so large if a key of this weight outweighs all
+# other keys together by the same factor.
 LEAST_DIFFERENCE = -5.0
 
 
@@ -25,18 +25,18 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
     """Sum over all tokens j with weights exp(w_ij), in a window, and 1 outside of it.
 
     Args:
-        parts: what is summed, (B, N, channels), as `exponentials` returns them.
+        parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
         weight: w by offset, (heads, r, c), odd sizes.
-        top: (heads, 1, 1), no less than any w that occurs, the 0 outside of the window included.
+        top: (heads, 1, 1), an upper bound of all w, including the 0 outside of the window.
         width: head_dim.
         grid: layout of the tokens.
         backend: 'difference' or 'convolution'.
 
     Returns:
-        (B, N, channels), up to a factor for each token.
+        (B, N, channels), up to a factor for each token, which cancels in the average.
     """
     height, columns, coords = grid.height, grid.width, grid.coords
-    # Where nothing is outside the window, its largest weight may be below 0, and exp(-top) would overflow.
+    # If the window covers all patches, `top` may be far below 0, and exp(-top) would overflow.
     window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     window, outside = (per_channel(part.to(parts.dtype), parts.shape[2], width) for part in (window, outside))
     outside = outside.flatten()
@@ -95,7 +95,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
 class _Depthwise(torch.autograd.Function):
     """Convolution whose kernel's gradient is a convolution as well, of the images with the gradients of the outputs.
 
-    PyTorch's own gradient of large depthwise kernels takes many times as long on processors.
+    PyTorch's own gradient of large depthwise kernels takes many times as long on CPUs.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Depthwise(torch.autograd.Function):
             return None, of_x
         rows, cols = (size // 2 for size in kernel.shape[1:])
         of_kernel = torch.zeros_like(kernel)
-        # One sample at a time stays in the caches; with channels first this convolution is faster.
+        # A single sample fits into the CPU's caches, and this convolution is faster with channels first.
         for image, of_output in zip(x, grad, strict=True):
             image = F.pad(image.permute(2, 0, 1).contiguous(), (cols, cols, rows, rows))
             of_output = of_output.permute(2, 0, 1)[:, None].contiguous()

@@ -30,7 +30,7 @@ from relvit.utils.constants import KeepConstants
 class AFTSimple(Mixer, KeepConstants):
     """AFT-simple (Zhai et al. 2021, arXiv 2105.14103, section 3.2), the base of the other mixers; see `aft_simple`.
 
-    It can replace attention: `forward` has the arguments of `RelativeAttention`'s.
+    An AFT mixer can replace attention: its `forward` takes the arguments of `RelativeAttention.forward`.
 
     Examples:
         >>> AFTSimple(192, num_heads=3)(torch.randn(2, 24, 192), make_grid(4, 6)).shape
@@ -38,10 +38,10 @@ class AFTSimple(Mixer, KeepConstants):
 
     Args:
         dim: width of the tokens.
-        num_heads: number of heads; without a bias per head they change nothing.
+        num_heads: number of heads, which change nothing in a mixer without a bias per head.
         qkv_bias: biases of the projections to query, key and value; the paper has them.
         proj_bias: bias of the output's projection.
-        proj_drop: dropout after it.
+        proj_drop: dropout after the output's projection.
         backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
 
     Raises:
@@ -49,7 +49,7 @@ class AFTSimple(Mixer, KeepConstants):
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
-    # None gives the keys of a head as many channels as its values.
+    # With None, the keys of a head have as many channels as the head's values.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
 
@@ -107,7 +107,7 @@ class AFTFull(AFTSimple):
         dim: width of the tokens.
         num_heads: number of heads, which share the bias; the paper has one.
         grid_size: rows and columns of the grid that the factors are learned on, one number for both or a pair. On other
-            grids they are interpolated, as absolute embeddings are.
+            grids the factors are interpolated, as absolute embeddings are.
         prefix: number of tokens before the patches, which have factors of their own.
         bias_dim: d', width of the factors; 128 in the paper on ImageNet.
         **kwargs: see `AFTSimple`.
@@ -205,8 +205,8 @@ class AFTConv2d(AFTSimple):
     """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
     The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
-    start: it starts as AFT-simple. Keys are one number per head. Any grid is served; on one row it is the paper's form
-    for sequences.
+    start, so that the mixer starts as AFT-simple. Keys are one number per head. The mixer takes any grid; a grid of one
+    row gives the paper's form for sequences.
 
     Examples:
         >>> AFTConv2d(192, num_heads=12, kernel_size=(5, 7))(torch.randn(2, 24, 192), make_grid(4, 6)).shape

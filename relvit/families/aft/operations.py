@@ -50,13 +50,13 @@ def aft_full(
         value: (B, heads, N, head_dim), same dtype.
         bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, queries
             first, prefix tokens before the raster. Tokens with coordinates look up the entries of their places.
-        grid: layout of the tokens; padding (`valid`) adds nothing, whatever it holds.
-        is_causal: leave out keys that come later in the sequence than the query; by pairs.
-        backend: 'products' (exp(w) times exp(k) v and exp(k), one product with a matrix each; where one query's biases
-            are more than 70 apart, those further below the largest count as 70 below it), 'pairs' (a softmax for each
-            query and channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision
-            and O(N^2 dim) memory), or 'auto': products where they are exact, which on the CPU is looked up and
-            elsewhere, and in graphs, taken for granted.
+        grid: layout of the tokens; padding (False in `valid`) adds nothing, whatever numbers the padding holds.
+        is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
+        backend: 'products' (exp(w) times exp(k) v and exp(w) times exp(k), as matrix products; a bias that is more than
+            70 below the query's largest bias counts as 70 below the largest), 'pairs' (a softmax for each query and
+            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2
+            dim) memory), or 'auto': 'products' if the biases are at most 70 apart, else 'pairs'. Only on the CPU the
+            biases are read to decide; elsewhere, and in graphs, 'auto' assumes that 'products' is exact.
 
     Returns:
         (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, but for products in
@@ -64,7 +64,7 @@ def aft_full(
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
-        TypeError: arguments that are not of the kind asked for.
+        TypeError: arguments of the wrong type.
     """
     check_backend(backend, FULL_BACKENDS)
     _check_contents(query, key, value, grid, backend)
@@ -113,7 +113,8 @@ def aft_local(
 
     Args:
         window: the bias is kept where rows and columns are both less than this apart: one number or (rows, columns).
-            Prefix tokens, which have no place, are near to all, but for a window of 0: that leaves `aft_simple`.
+            Prefix tokens have no place and count as near to all tokens, but a window of 0 removes all biases, as in
+            `aft_simple`.
 
     Returns, raises: as `aft_full`.
     """
@@ -150,7 +151,8 @@ def aft_simple(
         torch.Size([2, 4, 24, 16])
 
     Args:
-        is_causal: leave out keys that come later in the sequence than the query: an average of its own for each.
+        is_causal: leave out keys that come later in the sequence than the query, so that each query has its own
+            average.
         backend: 'auto' or 'reference'.
 
     Returns, raises: as `aft_full`.
@@ -178,7 +180,7 @@ def aft_conv(
 ) -> Tensor:
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
-    Every token sees all others, and has a bias for those near it. Source: Zhai et al. 2021 (arXiv
+    Every token attends to all tokens, with a bias for tokens inside the window. Source: Zhai et al. 2021 (arXiv
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's
     channels share their key. Arguments that are not listed here are those of `aft_full`.
 
@@ -193,9 +195,10 @@ def aft_conv(
             columns right of the query; r and c are odd. To, from and between prefix tokens w is 0.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
-            (the same in double precision and O(N^2 dim) memory), or 'auto': the first of 'difference', 'convolution'
-            and 'pairs' that is exact, which is looked up on the CPU; elsewhere, and in graphs, 'convolution'. Both
-            convolutions count weights more than 70 below the largest, or below the 0 outside, as 70 below it.
+            (the same in double precision and O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
+            'convolution' and 'pairs' that is exact for the given weights; elsewhere, and in graphs, 'convolution'. For
+            'difference' and 'convolution' a weight more than 70 below the largest weight (or below the 0 outside)
+            counts as 70 below the largest.
 
     Returns, raises: as `aft_full`.
     """
@@ -211,7 +214,8 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
-        # The window ends at the farthest patch of the grid; where it covers all patches, it alone bounds the sums.
+        # Cut the window at the farthest patch of the grid. If the window covers all patches, the weight 0 outside of
+        # the window never occurs.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
@@ -256,7 +260,8 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backe
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     if is_eager():
-        # Exponentials and their products with values are summed at all places of the grid, whatever tokens there are.
+        # Exponentials, and exponentials times values, are summed at all places of the grid, even at places without a
+        # token.
         summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
         pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
         check_numbers(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")

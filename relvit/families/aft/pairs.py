@@ -30,9 +30,9 @@ def average_of_pairs(
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        bias: tensor in which `bias_of` looks up w, the only one with a gradient that it reads.
-        bias_of: function of `bias`, a first and a last number that returns w of the queries between these, (1 or B,
-            1 or heads, queries, N).
+        bias: tensor in which `bias_of` looks up w; `bias_of` may read no other tensor that needs a gradient.
+        bias_of: function of `bias` and of the first and last number of some queries that returns w of these queries, (1
+            or B, 1 or heads, queries, N).
         valid: (1 or B, N), False where a token does not count.
         is_causal: leave out keys that come later than the query.
 

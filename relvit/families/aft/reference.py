@@ -1,8 +1,8 @@
 """Slow, readable reference of attention-free transformers: one softmax per query and channel, in double precision.
 
 Zhai et al. 2021 (arXiv 2105.14103), eq. 2: Y_i = sigmoid(Q_i) * sum_j exp(K_j + w_ij) V_j / sum_j exp(K_j + w_ij), all
-products by element. The sum over j is that of a softmax over K_j + w_ij, which is how it is computed here: logits for
-every pair of tokens and every channel, O(N^2 dim) memory.
+products by element. The quotient is an average of V_j with the weights of a softmax over K_j + w_ij. This reference
+computes that softmax: logits for every pair of tokens and every channel, in O(N^2 dim) memory.
 """
 
 from __future__ import annotations

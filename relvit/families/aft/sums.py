@@ -12,8 +12,9 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# Biases further apart than this are cut off. The largest exp(key - m) of a channel is 1, and single precision loses
-# values below exp(-87): even where the former has a weight of exp(-70) and the latter of 1, rounding loses more.
+# Biases further apart than this are cut off. The largest exp(key - m) of a channel is 1, and float32 loses values below
+# exp(-87): even if the largest value has the weight exp(-70) and a lost value the weight 1, the lost value is smaller
+# than a rounding error.
 SPREAD = 70.0
 # These devices multiply matrices much faster in half precision.
 HALF_PRODUCTS = {"cuda"}
@@ -30,10 +31,11 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        valid: (1 or B, N), False where a token does not count; whatever it holds, it adds zero.
+        valid: (1 or B, N), False for tokens that do not count: they add zero, whatever numbers they hold.
 
     Returns:
-        (B, N, heads head_dim + heads c), in float32 at least, but for bfloat16 on GPUs, which has the range of float32.
+        (B, N, heads head_dim + heads c), in float32 at least; on GPUs bfloat16 stays bfloat16, which has the range of
+        float32.
     """
     dtype, precision = value.dtype, torch.promote_types(key.dtype, torch.float32)
     key, value = (part.to(precision).transpose(1, 2) for part in (key, value))
@@ -93,7 +95,7 @@ def products(weights: Tensor, parts: Tensor, width: int) -> Tensor:
     """Compute sum_j weights_ij parts_j.
 
     Args:
-        weights: (1 or heads, N, N), for all heads or for each.
+        weights: (1 or heads, N, N), shared by all heads or one matrix per head.
         parts: (B, N, channels), as `exponentials` returns them.
         width: head_dim.
     """
@@ -111,7 +113,7 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
     Args:
         query: (B, heads, N, head_dim).
         sums: (B, N or 1, heads head_dim + heads c).
-        valid: None says that no denominator is zero; otherwise averages are zero where it is.
+        valid: None if no denominator can be zero; otherwise an average with a zero denominator is zero.
 
     Returns:
         (B, heads, N, head_dim), dtype of the query.
@@ -156,8 +158,8 @@ class _GatedAverage(torch.autograd.Function):
 def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     """Compute sum over j <= i of softmax_j(key_j) value_j for each channel and each i, in log2 N steps over all tokens.
 
-    After each step a token knows the sums over twice as many predecessors, relative to the largest key among them:
-    nothing overflows, and only numbers smaller than the rounding error are lost.
+    Each step doubles the number of predecessors in a token's sums, which are relative to the largest of the summed
+    keys: nothing overflows, and only numbers smaller than the rounding error are lost.
 
     Args: see `exponentials`.
 

@@ -15,7 +15,7 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# These hold 32,768 tokens at 32 in each bucket; with more tokens, buckets get larger.
+# With 32 tokens per bucket, 1024 buckets hold 32,768 tokens; for more tokens, buckets get larger.
 MOST_BUCKETS = 1024
 
 
@@ -32,10 +32,10 @@ def check_position(position: nn.Module) -> None:
 class LSHAttention(Mixer, KeepConstants):
     """Reformer's LSH attention: tokens attend to those whose hash falls into the same bucket, not to all.
 
-    A drop-in for `RelativeAttention`, but that queries and keys are the same vectors, at unit length where they are
-    keys. In training every call draws new random rotations, from PyTorch's generator; in evaluation they are always the
-    same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2; see
-    `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
+    This module replaces `RelativeAttention`, but each token has one vector for query and key; keys are normalised to
+    unit length. In training every call draws new random rotations from PyTorch's generator; in evaluation the rotations
+    are always the same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2;
+    see `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
 
     Examples:
         >>> LSHAttention(64, num_heads=4, bucket_size=16)(torch.randn(2, 400, 64), make_grid(20, 20)).shape
@@ -46,8 +46,8 @@ class LSHAttention(Mixer, KeepConstants):
         num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
-        bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens attend to each other as one bucket,
-            exactly. Chunks have twice this size.
+        bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens form one bucket, so their attention
+            is exact. Chunks have twice this size.
         rounds: how often tokens are hashed; more rounds find more pairs and take proportionally longer.
 
     Raises:
@@ -110,7 +110,8 @@ class LSHAttention(Mixer, KeepConstants):
         if not self.rotations.is_meta:
             rounds, head_dim, pairs = self.rotations.shape
             generator = torch.Generator().manual_seed(0)
-            # Rounds are drawn one after the other, so that fewer rounds are the first of more.
+            # Draw one round after the other, so that a smaller number of rounds gives the first rounds of a larger
+            # number.
             drawn = [lsh_rotations(1, head_dim, 2 * pairs, generator, "cpu") for _ in range(rounds)]
             self.rotations.copy_(torch.cat(drawn))
 
@@ -126,7 +127,7 @@ class LSHAttention(Mixer, KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        # The number of buckets follows the tokens.
+        # The number of buckets grows with the number of tokens.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
         rotations = self.rotations[:, :, :pairs]
         if self.training:

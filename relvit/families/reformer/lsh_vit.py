@@ -21,8 +21,8 @@ class LSHVisionTransformer(RelVisionTransformer):
     Reformer (arXiv 2001.04451); see `LSHAttention`.
 
     Args:
-        rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or one of your own that returns a
-            bias alone.
+        rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or your own position if it returns
+            only a bias.
         bucket_size, rounds: see `LSHAttention`.
         **kwargs: see `RelVisionTransformer`, but for the arguments in `fixed`.
 

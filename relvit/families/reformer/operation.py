@@ -15,7 +15,7 @@ from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_eager
 
-# The logit of a token with itself, so low that a token attends to itself only where there is nothing else.
+# The logit of a token with itself, so low that a token attends to itself only if it can attend to no other token.
 SELF_LOGIT = -1e5
 
 
@@ -39,10 +39,10 @@ def lsh_attention(
 
         out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
 
-    and j = i counts only where P_i holds no other token. A pair that meets in several rounds counts once. Where one
-    bucket or all rounds together hold all tokens in reach, this is full attention. Source: Kitaev et al. 2020, Reformer
-    (arXiv 2001.04451), section 2 and appendix A; a key has unit length and the logits no further divisor, as in the
-    authors' code.
+    and j = i counts only where P_i holds no other token. A pair that meets in several rounds counts once. If one
+    bucket, or all rounds together, cover all tokens, the result equals full attention. Source: Kitaev et al. 2020,
+    Reformer (arXiv 2001.04451), section 2 and appendix A; a key has unit length and the logits no further divisor, as
+    in the authors' code.
 
     Examples:
         >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each
@@ -116,7 +116,7 @@ def _attend(
     # Padding to whole chunks is a last bucket, to which no token attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
-    # Numbers that differ make tokens of one bucket keep their order under every version of sorting.
+    # Distinct sort keys keep the order of tokens within a bucket under every sorting algorithm.
     order = (hashes * (tokens + extra) + torch.arange(tokens + extra, device=hashes.device)).argsort(dim=-1)
     place = order.argsort(dim=-1)
     chunks = (tokens + extra) // size
@@ -143,7 +143,7 @@ def _attend(
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):
-        # The windows of all rounds show whether tokens also meet in this one.
+        # For the pairs of tokens in the windows of all rounds, find out whether the tokens also meet in round `each`.
         code = codes[:, :, each, None].expand(order.shape).gather(3, order)
         mine, theirs = windows(code)
         meet = (mine[..., None] - theirs[..., None, :]) >> 1 == 0
@@ -161,7 +161,7 @@ def _attend(
     logits = logits.masked_fill(index == other, SELF_LOGIT).masked_fill(~allowed, -torch.inf)
 
     total = logits.logsumexp(dim=-1, keepdim=True)
-    # Padding attends to nothing, and its total is -inf.
+    # Padding attends to nothing, so its log-sum-exp `total` is -inf.
     weights = (logits - total.masked_fill(total.isneginf(), 0.0)).exp()
     out = F.dropout(weights, dropout_p).to(value.dtype) @ of_tokens(value)[1]
     out, total = out.flatten(3, 4), total.flatten(3, 4)
@@ -183,7 +183,8 @@ def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_si
     """Raise where a tensor has more numbers than the device's kernels can count."""
     batch, heads, tokens, head_dim = query_key.shape
     buckets, size = _division(tokens, rotations, chunk_size)
-    # Each token of a chunk has two chunks of keys, and two coordinates of each key, or the vectors of two chunks.
+    # The largest tensor has, for each token, two coordinates of each key in two chunks, or vectors of two chunks, or a
+    # rotated number for each bucket.
     per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
     number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
     check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")

@@ -1,8 +1,8 @@
 """Reversible blocks: backward recomputes each block from its outputs, with the same random state, in constant memory.
 
-Two streams y1 = x1 + F(x2), y2 = x2 + G(y1), with F the mixer's branch of a block and G that of the MLP, have the
-inverse x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps the streams behind the last block alone; on the way back every
-branch is computed once more, with its gradients.
+Two streams y1 = x1 + F(x2), y2 = x2 + G(y1), with F the mixer's branch of a block and G the MLP's branch, have the
+inverse x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps only the streams after the last block; backward computes every
+branch once more, with the branch's gradients.
 
 Sources: Gomez et al. 2017 (arXiv 1707.04585), section 3; Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3;
 Mangalam et al. 2022, Reversible Vision Transformers (arXiv 2302.04869), section 3.
@@ -35,8 +35,8 @@ def reversible_blocks(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run tokens through reversible blocks: both streams start as the tokens, and the output is their mean.
 
-    Streams are in float32 at least, also in models of half precision: backward meets the rounding errors of each block
-    again.
+    Streams are in float32 at least, also in models of half precision: backward inverts block after block, and the
+    rounding errors of the inverses add up.
 
     Examples:
         >>> blocks = [RelativeBlock(96, num_heads=3, position=RelativePosition2d) for _ in range(2)]
@@ -45,27 +45,28 @@ def reversible_blocks(
         (torch.Size([2, 24, 96]), [])
 
     Args:
-        blocks: `relvit.layers.GridBlock`s; their `forward` is called with `branch='mixer'` and `branch='mlp'`. It may
-            use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks' parameters, the tokens
-            and the mask.
+        blocks: `relvit.layers.GridBlock`s; their `forward` is called with `branch='mixer'` and `branch='mlp'`.
+            `forward` may use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks'
+            parameters, the tokens and the mask.
         x: (B, N, dim) tokens of `grid`.
         grid: where tokens are.
         attn_mask, is_causal: arguments of the blocks.
-        taken: numbers of blocks behind which the mean is wanted as well; training keeps streams there too.
+        taken: numbers of blocks after which the mean is also returned; training also keeps the streams after these
+            blocks.
 
     Returns:
-        The output (B, N, dim), and the mean behind each of the blocks `taken`, in the order of blocks; under autocast
-        in float32 at least, else in the dtype of `x`.
+        The output (B, N, dim), and the mean after each of the blocks `taken`, in the order of blocks; under autocast in
+        float32 at least, else in the dtype of `x`.
 
     Raises:
-        RuntimeError: in backward, for second derivatives, or where parameters are not those of forward any more.
+        RuntimeError: in backward, for second derivatives, or if a block has other parameters than in forward.
     """
     inner = None
     wide = x
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        # Without gradients nothing is kept anyway, and transforms of torch.func have rules for plain operations alone.
+        # Without gradients PyTorch keeps no tensors anyway, and transforms of torch.func support plain operations only.
         run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
@@ -85,9 +86,9 @@ class Chain:
 
     Attributes:
         grid, attn_mask, is_causal: arguments of all blocks.
-        dtype: dtype of the branches' inputs; None: that of the streams.
+        dtype: dtype of the branches' inputs; None: the dtype of the streams.
         autocast: function that makes a context with the autocast state of forward.
-        streams: in backward, the recomputed outputs of the block that comes next.
+        streams: in backward, the recomputed outputs of the block whose backward runs next.
     """
 
     grid: Grid
@@ -115,7 +116,7 @@ def _run_recomputed(blocks: Sequence[nn.Module], chain: Chain, first: Tensor, se
     chain.autocast = _autocast_of(first.device.type)
     for number, block in enumerate(blocks):
         step = Step(block, chain, last=number == len(blocks) - 1)
-        # Parameters are arguments, so that they get gradients even where the tokens want none.
+        # Parameters are arguments, so that they get gradients even if the tokens need none.
         first, second = ReversibleBlock.apply(step, first, second, chain.attn_mask, *step.parameters)
     return first, second
 
@@ -129,7 +130,7 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
-        # The cache would hand weights that forward has cast, which have no gradients, to backward.
+        # Autocast's cache would give backward the weights that forward has cast, which have no gradients.
         cache_enabled=False,
     )
 
@@ -144,7 +145,7 @@ class Step:
         self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
         self.versions: Versions = Versions(read)
-        # Each branch that has used random numbers has the states here that the generators had before it.
+        # For each branch that used random numbers: the states of the generators before the branch ran.
         self.random: dict[str, list[Tensor]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:

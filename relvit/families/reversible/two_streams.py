@@ -39,9 +39,9 @@ class ReversibleDepth(Depth):
 
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Compile each block, since recomputation is in no graph of the whole model."""
-        # Blocks share their code, but each has graphs of its own: of two branches, with and without gradients, at
-        # several sizes. Beyond its limits PyTorch would stop compiling, perhaps between forward and recomputation,
-        # which then would not draw the same random numbers.
+        # All blocks share one function, for which each block compiles its own graphs: two branches, with and without
+        # gradients, at several sizes. At the recompile limit PyTorch would stop compiling, perhaps between forward and
+        # recomputation, and the recomputation would draw other random numbers.
         config, most = torch._dynamo.config, 64 * len(model.blocks)
         config.recompile_limit = max(config.recompile_limit, most)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)

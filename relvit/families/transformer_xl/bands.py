@@ -205,7 +205,7 @@ def forward_segment(
         memory_rows: The number of rows of patches that are remembered, from the segments that were computed last,
             wherever they are in the image. None remembers all rows.
         start: Row and column of the segment's first patch, for offsets to earlier segments. None puts the segment below
-            the last one. Tiles have their own row and column; all frames have (0, 0).
+            the previous one. Tiles have their own row and column; all frames have (0, 0).
 
     Returns:
         Tokens (B, N, embed_dim) after the last norm, and the memory.

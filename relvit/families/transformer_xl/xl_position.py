@@ -22,7 +22,7 @@ class TransformerXLPosition2d(Position):
     never clipped, in both directions. Where i or j is a prefix token, the part of W_R is zero.
 
     The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias, so
-    that queries to which u has been added meet W_R as q + v.
+    that the products with W_R are those of q + v although u has been added to the queries.
 
     Examples:
         >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
@@ -32,8 +32,8 @@ class TransformerXLPosition2d(Position):
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5.
         num_heads: number of heads.
-        max_distance: offsets beyond so many patches count as this one (`clamp_len` of the authors' code), one number
-            for both axes or (rows, columns); None: no offset is clipped.
+        max_distance: offsets beyond this number of patches are clipped to it (`clamp_len` of the authors' code), one
+            number for both axes or (rows, columns); None: no offset is clipped.
         init_std: see `Position`.
 
     Attributes:
@@ -79,7 +79,7 @@ class TransformerXLPosition2d(Position):
         """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
         dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.row_weight)
         rows, cols = self._table(self.row_weight, dy), self._table(self.col_weight, dx)
-        # A matrix product would be in half precision under autocast.
+        # Multiply by element, because autocast would compute a matrix product in half precision.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
         return RelativeTerms(key=AxisTables(rows, cols), bias=bias, query_bias=self.content_bias)

@@ -40,10 +40,10 @@ class AdaptiveHalting(KeepConstants, Leaf):
     """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
 
     At step n a patch halts with the probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in
-    the code of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819, appendix C). It computes N steps: the
-    first at which h_1 + ... + h_N >= 1 - epsilon, or the last one there is. The weights of its states are h_1, ...,
-    h_(N-1) and the remainder R = 1 - h_1 - ... - h_(N-1) (equations 5 to 7), which add up to 1, and its ponder cost is
-    N + R (equation 11), whose gradient is that of R alone.
+    the code of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819, appendix C). The patch computes N
+    steps: N is the first step at which h_1 + ... + h_N >= 1 - epsilon, or the model's last step. The weights of the
+    patch's states are h_1, ..., h_(N-1) and the remainder R = 1 - h_1 - ... - h_(N-1) (equations 5 to 7), which add up
+    to 1, and the patch's ponder cost is N + R (equation 11), in which only R has a gradient.
 
     Examples:
         >>> model = timm.create_model("relvit_universal_tiny", img_size=64, halting="act").eval()
@@ -55,9 +55,9 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
     Args:
         dim: width of the tokens.
-        epsilon: see above.
-        bias_init: initial b; w starts at zero. -3 is a probability of 0.05: with 0 or 1 most patches halt at once and
-            are never trained to do otherwise.
+        epsilon: a patch halts when its halting probabilities add up to 1 - epsilon.
+        bias_init: initial b; w starts at zero. -3 is a probability of 0.05: with 0 or 1 most patches would halt at once
+            and never learn to compute more steps.
 
     Raises:
         ValueError: an `epsilon` outside of 0 ... 1.

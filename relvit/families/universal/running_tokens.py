@@ -18,7 +18,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
     """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them.
 
-    Without gradients x itself is changed: copies of all tokens at every step would cost what halting saves.
+    Without gradients x itself is changed: copying all tokens at every step would cost as much time as halting saves.
     """
     flat, given = x.flatten(0, 1), (0, _flat(x, index), tokens.flatten(0, 1))
     if torch.is_grad_enabled():
@@ -45,11 +45,11 @@ def run_gathered(
     """Apply a block to the chosen ones of K tokens, with keys and values of the whole sequence of N tokens.
 
     Args:
-        block: its attention has neither masks nor windows.
+        block: a block whose attention has neither masks nor windows.
         inputs: (B, K, dim), all tokens whose keys and values have changed since the last call.
-        index: (B, K), their indices in the sequence.
-        chosen: (B, M), which of these K; None: all.
-        memory: keys and values of the last call, (B, N, heads, head_dim) each; None: these are all N tokens.
+        index: (B, K), the indices of these K tokens in the sequence.
+        chosen: (B, M), the numbers of the chosen tokens among the K; None: all.
+        memory: keys and values of the last call, (B, N, heads, head_dim) each; None: `inputs` holds all N tokens.
         query_grid: where the chosen tokens are.
         key_grid: where the N tokens are.
 

@@ -17,7 +17,7 @@ from relvit.utils.constants import KeepConstants
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width), an even number.
 
-    The dtype is that of `gain`, the precision at least float32.
+    The result has the dtype of `gain`; the computation is in float32 at least.
     """
     half, wide = width // 2, torch.promote_types(gain.dtype, torch.float32)
     steps = torch.arange(half, dtype=wide, device=position.device)
@@ -30,8 +30,8 @@ class PositionStepSignals(KeepConstants, Leaf):
 
     Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
     has a sinusoid of the position plus one of the step. In 2D the first half of the channels has the row's sinusoids,
-    the second half the column's, since the sum of both could not distinguish rows from columns. Every grid and every
-    number of steps is served. Prefix tokens have no position, and the signal of the step alone.
+    the second half the column's, since the sum of both could not distinguish rows from columns. The signals exist for
+    every grid and every number of steps. Prefix tokens have no position and get only the signal of the step.
 
     In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
     scales both signals.

@@ -103,7 +103,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
     Args:
         depth: The number of steps, or with halting the highest number of steps; `set_steps` changes it.
         halting: '' (all steps) or 'act'.
-        halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`; None: the defaults there.
+        halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`; None: the defaults of
+            `AdaptiveHalting`.
         drop_path_rate: The drop path rate of the block at every step.
         **kwargs: See `RelVisionTransformer`.
 
@@ -173,7 +174,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         """Whether `step_maps` counts steps."""
         return self.halting is not None
 
-    # Every model with additional losses has a method of this name, which a training calls.
+    # The training loop calls a method of this name on every model that has additional losses.
     set_training_losses = set_ponder_training
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -250,8 +251,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
     def _halt_gathered(self, x: Tensor, grid: Grid) -> tuple[Tensor, HaltingState]:
         """Compute as `_halt_masked`, without most tokens that have halted; their keys and values stay.
 
-        The image with the most running tokens sets the length of the batch. In other images tokens that have halted
-        fill the rest.
+        The image with the most running tokens sets the length of the batch. Images with fewer running tokens are filled
+        up with halted tokens.
         """
         prefix, run = grid.prefix, run_gathered
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -282,7 +283,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             if chosen is not None:
                 position = position.expand(batch, -1, -1)
                 x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
-            # If all tokens run, none has a state to keep, and a pass over the tokens is saved.
+            # If all tokens run, no token keeps its state, so skip a pass over the tokens.
             ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
@@ -297,7 +298,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         attn = self.blocks[0].attn
         if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # Gathered tokens call parts of the block one by one, which would not call the hooks of these modules.
+        # With gathered tokens the parts of the block are called one by one, which would skip the hooks on these
+        # modules.
         modules = (self.blocks[0], attn, attn.attn_drop)
         return attn.window is None and not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 

@@ -125,8 +125,8 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     Returns:
         (*index.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
     """
-    # One expression without a condition on sizes serves slices and stretches, so one graph serves all sizes. Positions
-    # are integers, in units of 1 / step, which makes slices exact.
+    # One expression without a condition on sizes computes slices and stretches, so that one graph works for all sizes.
+    # Positions are integers, in units of 1 / step, which makes slices exact.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length

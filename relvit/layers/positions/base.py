@@ -18,9 +18,9 @@ from relvit.utils.constants import KeepConstants
 class Position(KeepConstants):
     """Base of relative position modules, which compute `RelativeTerms` from the grid of the tokens.
 
-    A position implements `forward(grid)`, or `terms` where it depends on the tokens. Every block makes a position of
-    its own, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments. A
-    module without this base only needs `forward(grid)`.
+    A position implements `forward(grid)`, or `terms` if the position depends on the tokens. Every block makes its own
+    position, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments.
+    A module without this base only needs `forward(grid)`.
 
     Examples:
         >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches
@@ -109,7 +109,7 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
     """Return whether a position stretches its tables for a grid; at the trained size the tables stay the same.
 
     Args:
-        grid: of the tokens.
+        grid: the grid of the tokens.
         trained_grid: see `Position`.
 
     Raises:
@@ -122,7 +122,7 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
             "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
             "use reach 'trained' or 'logn'"
         )
-    # A graph must serve all sizes.
+    # A compiled or exported graph must work for all sizes.
     return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
@@ -132,10 +132,10 @@ def axis_offsets(
     """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), from 1 - H and 1 - W on.
 
     Args:
-        grid: of the tokens.
+        grid: the grid of the tokens.
         trained_grid: see `Position`.
         max_distance: distances, for rows and columns, at which the stretched offsets are clipped; None: no clipping.
-        like: a tensor on the device of the result, which is float64 for a float64 tensor and otherwise float32.
+        like: a tensor on the device of the result; the result is float64 if `like` is, otherwise float32.
 
     Raises:
         ValueError: see `is_stretched`.
@@ -155,15 +155,15 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
     """Interpolate a table so that its row for the offset d equals the trained table at d * trained / size.
 
     Let f(d) be the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance
-    k on. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). A table of
-    'piecewise' is first expanded to one row for each offset up to 4k, where its last row begins, so the new table is
-    always one for 'clip'.
+    k on. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). A
+    'piecewise' table is first expanded to one row for each offset up to 4k, where the table's last row begins, so the
+    new table always has the bucketing 'clip'.
 
     Args:
         table: 2k + 1 rows along `axis`.
         axis: counted from the end, -1 or less.
         size: size of the grid along that axis, in patches; may be a symbolic integer.
-        trained: the same in training.
+        trained: size of the grid along that axis in training.
         bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
 
     Returns:

@@ -39,7 +39,7 @@ def position_factory(
     taken: dict[str, Any] = {}
     for name, given in tables.items():
         if name in INIT_STD and isinstance(position, str) and accepts(position, "init_std"):
-            # None leaves the position its own default.
+            # With None the position keeps its own default.
             taken |= {} if given is None else {"init_std": given}
         elif position == "tables":
             taken[name] = given
@@ -98,7 +98,7 @@ def check_position(position: object, head_dim: int, num_heads: int) -> None:
             "a position must be a module from Grid to RelativeTerms, such as RelativePosition2d(head_dim, num_heads), "
             f"got {kind}"
         )
-    # Terms that depend on tokens cannot be computed here, without any.
+    # Terms that depend on tokens cannot be computed here, because there are no tokens.
     if needs_tokens(position):
         return
     try:

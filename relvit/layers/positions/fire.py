@@ -14,8 +14,9 @@ class FirePosition2d(Position):
         u(d, size) = sign(d) psi(|d|) / psi(max(|L|, size - 1)),   psi(x) = log(|c x| + 1)
 
     with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. Beyond the size L the quotient
-    u has the same range at all sizes, so large images interpolate. The divisor is the paper's for the last token of a
-    sequence, at position size - 1; here all tokens share it, and the sign distinguishes keys before and after a query.
+    u has the same range at all sizes, so large images interpolate. In the paper each token has its own divisor; here
+    all tokens share the divisor of a sequence's last token, at position size - 1, and the sign distinguishes keys
+    before and after a query.
 
     Examples:
         >>> position = FirePosition2d(head_dim=64, num_heads=12)

@@ -31,13 +31,13 @@ class LookHerePosition2d(Position):
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
     edges, so every token sees itself. The slope m is the product of a slope of the head and one of the layer, which
     falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight are
-    directed and four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. The first heads that see each direction
-    have the slope 1/2, and the second ones have 1/4: of eight directed heads, the last four have 1/4 with views of 180
-    and 90 degrees, which have four directions, and none has 1/4 with 45 degrees, where every head has a direction of
-    its own. That is how the authors' code (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes slopes
-    for the layouts 'halves-none', 'corners-none' and 'eighths1-eighths2-none'. Of any other number n of heads,
-    4 (n // 6) are directed, at least four, and the rest see everything; their slopes continue in the same way. The
-    paper has no layout for four heads: here all four are directed.
+    directed and four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. A directed head has the slope 1/2, or 1/4
+    if an earlier head sees the same direction: views of 180 and 90 degrees have four directions, so the last four of
+    eight directed heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
+    (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
+    'corners-none' and 'eighths1-eighths2-none'. Of any other number n of heads, 4 (n // 6) are directed, at least four,
+    and the rest see everything; their slopes continue in the same way. The paper has no layout for four heads: here all
+    four are directed.
 
     Examples:
         >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))

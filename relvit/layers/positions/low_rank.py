@@ -21,7 +21,7 @@ class LowRankPosition2d(Position):
 
     A grid with no more rows (or columns) than the factors uses the first rows, so a bias by offset stays the same. For
     a larger grid the factors are interpolated linearly, each axis on its own, which stretches the bias over the image.
-    The paper has one size.
+    The paper's factors are for one image size.
 
     Examples:
         >>> position, grid = LowRankPosition2d(head_dim=64, num_heads=3, rank=4, grid_size=14), make_grid(4, 6)
@@ -33,7 +33,7 @@ class LowRankPosition2d(Position):
         num_heads: number of heads.
         rank: r.
         grid_size: rows and columns of the factors, one number for both or (rows, columns).
-        init_std: see `Position`; for the query's factors alone, the key's have a deviation of 1.
+        init_std: see `Position`; only for the query's factors, since the key's factors have a standard deviation of 1.
 
     Raises:
         ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that
@@ -65,7 +65,7 @@ class LowRankPosition2d(Position):
     def init_weights(self) -> None:
         """Initialise the factors."""
         super().init_weights()
-        # With zeros on both sides, neither side would ever learn.
+        # If both factors were zero, neither would ever get a gradient.
         nn.init.trunc_normal_(self.key)
 
     def no_weight_decay(self) -> set[str]:
@@ -110,7 +110,7 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
 
     Args:
         bias: (heads, Nq, Nk), any floating dtype; computed in float64.
-        rank: r, or all min(Nq, Nk) where that is less.
+        rank: r; at most min(Nq, Nk) factors are returned.
 
     Returns:
         `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), dtype of the bias, singular values shared evenly, for

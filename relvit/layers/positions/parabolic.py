@@ -18,8 +18,8 @@ class ParabolicPosition2d(Position):
     and b_i = W_b x_i of the tokens x that enter the attention layer. The sum over m is a quadratic form in p_i - p_j:
     an inner product of 6 channels at any image size, for a key at row v and column u 1, v^2, vu, u^2, v, u (the
     authors' ten channels hold the products of a symmetric matrix and the constant twice). Coordinates count from the
-    middle of the grid, which changes rounding alone. Prefix tokens have no parabola; the authors put the class token at
-    (0, 0) and patches from (1, 1) on.
+    middle of the grid, which only changes rounding errors. Prefix tokens have no parabola; the authors put the class
+    token at (0, 0) and patches from (1, 1) on.
 
     Examples:
         >>> position, grid = ParabolicPosition2d(head_dim=64, num_heads=3), make_grid(4, 6)
@@ -30,8 +30,9 @@ class ParabolicPosition2d(Position):
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
         num_heads: number of heads.
-        parabolas: M, by default the authors' number.
-        init_std: see `Position`; for the directions, by default that of the authors' uniform distribution.
+        parabolas: M, the number of parabolas per head; the default is the authors'.
+        init_std: see `Position`; only for the directions. The default is the standard deviation of the authors' uniform
+            distribution.
 
     Attributes:
         directions: (num_heads, M, 2), w, for rows and columns.
@@ -91,7 +92,8 @@ def parabolas(
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
     a = F.softplus(a)
-    # Autocast would compute matrix products in half precision, but not sums; each result is (B, heads, N).
+    # Sum products by element, because autocast would compute matrix products in half precision; each result is (B,
+    # heads, N).
     down, across = directions.to(dtype).unbind(-1)
     yy = (a * (down * down)).sum(-1).transpose(1, 2)
     yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)

@@ -33,10 +33,10 @@ class RotaryEmbedding2d(KeepConstants):
 
     - 'axial': the first half of the channels turns with y, the other with x, at frequencies temperature^(-4 t / d), for
       t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
-    - 'mixed': f and g are learned for each head, and start at these frequencies in a random direction: timm's
+    - 'mixed': f and g are learned for each head, and start at the frequencies of 'axial' in a random direction: timm's
       `RotaryEmbeddingMixed`.
 
-    Angles count patches, at every image size.
+    Rows and columns are counted in patches, at every image size.
 
     Examples:
         >>> rope, grid = RotaryEmbedding2d(head_dim=64, num_heads=12, kind="mixed"), make_grid(4, 6, prefix=1)
@@ -110,7 +110,8 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Autocast would round a matrix product.
+        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply by element, because autocast would round a
+        # matrix product.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
@@ -130,7 +131,7 @@ class AnySizeRope:
         """Return sines and cosines (rows * columns, 2 head_dim) of a shape (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, dtype)
-        # A graph must serve other sizes than the stored one.
+        # A traced or exported graph must also work for other sizes than the stored one.
         traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, dtype)

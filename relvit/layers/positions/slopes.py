@@ -79,8 +79,9 @@ class SlopePosition2d(Position):
 def alibi_slopes(num_heads: int) -> list[float]:
     """Compute ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
 
-    For n heads, n a power of two, they are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. For other n, as in the
-    authors' code, they are the slopes of the next lower power of two, then every other slope of twice that power.
+    For n heads, n a power of two, the slopes are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. For other n, as
+    in the authors' code, the slopes of the next lower power of two come first, then every other slope of twice that
+    power.
     """
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * head / lower) for head in range(1, lower + 1)]

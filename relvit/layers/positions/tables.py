@@ -99,8 +99,8 @@ class RelativePosition2d(Position):
         """Return the terms, the same for every grid of the trained size."""
         tables, kind, given, trained = [], LAYOUTS[self.layout], self._parameters, self.trained_grid
         for names in self._names.values():
-            # PyTorch finds a parameter as an attribute as slowly as it computes a view, but parametrizations are only
-            # found as attributes.
+            # Read parameters from `_parameters`: looking up an attribute takes PyTorch as long as a view. Parametrized
+            # tables are not in that dictionary, so look them up as attributes.
             found = [given[name] if name in given else getattr(self, name) for name in names]
             tables.append(kind(*found) if found else None)
         if trained is None or not is_stretched(grid, trained):
@@ -111,7 +111,7 @@ class RelativePosition2d(Position):
     def _stretched(
         self, term: str, tables: AxisTables | JointTable, grid: Grid, trained: tuple[int, int]
     ) -> AxisTables | JointTable:
-        # Offsets are on the last axis of a bias, and before the width of vectors.
+        # The axis of the offsets is the last axis of a bias table, and the last but one of a table of vectors.
         axis = -1 if term == "bias" else -2
         down, across = ((size, before, self.bucketing) for size, before in zip(grid[:2], trained, strict=True))
         if isinstance(tables, JointTable):
@@ -153,9 +153,9 @@ class SamTables(LayerTables):
     Source: decomposed relative positions of MViTv2 (Li et al. 2022, arXiv 2112.01526, section 4.1, eq. 3 and 4).
 
     Args:
-        layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold vectors by offset, query minus
-            key, which meet unscaled queries. Tables without a row for each offset in `table_grid`, the rows and columns
-            of the image or window in training, are interpolated to that number, as SAM does.
+        layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold a vector per offset, query minus
+            key, by which SAM multiplies unscaled queries. Tables without a row for each offset in `table_grid`, the
+            rows and columns of the image or window in training, are interpolated to that number, as SAM does.
     """
 
     def parameters(self) -> Iterator[Tensor]:
@@ -169,7 +169,7 @@ class SamTables(LayerTables):
         for axis, table in enumerate(self.parameters()):
             if len(table) != (wanted := 2 * self.layer.table_grid[axis] - 1):
                 table = F.interpolate(table.T[None], size=wanted, mode="linear")[0].T
-            # The scale is on the products of queries and tables as well.
+            # Divide by the scale, because `relative_attention` multiplies the products of queries and tables by it.
             table = table.flip(0) / self.layer.scale
             tables.append(table if trained is None else stretch(table, -2, grid[axis], trained[axis], "clip"))
         return RelativeTerms(key=AxisTables(*tables))

@@ -39,14 +39,14 @@ def retrofit(
     """Give a Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
-    keys stay) and computes `relvit.ops.relative_attention`. Tables meet queries and keys after their norms and before
-    their rotation, if there is any. The model then takes images of every size whose sides are multiples of the patch:
-    absolute embeddings are interpolated as in timm, rotary ones computed for the size. Features, checkpointing, layer
-    decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
+    keys stay) and computes `relvit.ops.relative_attention`. Tables are multiplied by queries and keys after the norms
+    and before the rotation of queries and keys, if there is any. The model then takes images of every size whose sides
+    are multiples of the patch: absolute embeddings are interpolated as in timm, rotary ones computed for the size.
+    Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
 
-    Models that bring relative positions of their own keep them, in relvit's modules: outputs stay the same at the size
-    that they were trained for, and at other sizes offsets beyond a table use its edge. Of the arguments, `abs_pos` and
-    `backend` are for these models, too. `relvit.restore` undoes the retrofit of these models.
+    Models that already have relative positions keep their tables, which relvit's modules then use: outputs stay the
+    same at the training size, and at other sizes offsets beyond a table use the table's outermost entry. The arguments
+    `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these models.
 
     Examples:
         >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
@@ -63,7 +63,7 @@ def retrofit(
             `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer`, `SwinTransformerV2` or
             `MultiScaleVit`. Of other libraries SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of
             `transformers` and `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of
-            `transformers`. It is changed.
+            `transformers`. The model is changed in place.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
         init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
         position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
@@ -114,7 +114,7 @@ def retrofit(
 
     before = snapshot(model)
 
-    # From here on nothing can fail.
+    # All checks have passed: nothing fails from here on, so an error never leaves the model half changed.
     for path, modules in layers.items():
         attn = model.get_submodule(path)
         attn.__class__ = becomes.attention_classes[type(attn)]
@@ -158,7 +158,7 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
     if hasattr(model, "_model_args"):
         cfg = model.pretrained_cfg
         model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": chosen}
-        # timm has the description under both names.
+        # timm reads the description from either attribute.
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}
 
 
@@ -185,7 +185,7 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif inner is not None:
         wrapper, part = (type(model.get_submodule(name)) for name in (inner.rpartition(".")[0], inner))
         why = f"it wraps {inner}, {an(part.__name__)}: retrofit that one "
-        # timm's wrappers are made for the classes of the parts that they find.
+        # timm's wrappers choose their code by the class of the wrapped model, so retrofit has to come before wrapping.
         why += "before it is wrapped" if _library(wrapper) == "timm" else f"in it, {part_of(inner)}"
     elif done is not None:
         why = f"{done} in it has been retrofitted already"

@@ -110,7 +110,7 @@ class BiasPositions(OwnPositions):
                 if not attn:
                     return super().original_tables({key: shape})
                 if layer not in layers:
-                    # The block has been pruned since.
+                    # The block was pruned after the retrofit.
                     continue
             names = convert(leaf, shape, layers[layer])
             if not taken.isdisjoint((layer, name) for name in names):
@@ -130,7 +130,7 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
         window = [max(size, 2) for size in scaled_by]
         position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
         if source is not attn:
-            # timm's network has dropout of its hidden layer in training.
+            # In training timm's network applies dropout to its hidden layer.
             position.mlp.drop1.p = source.mlp.drop1.p
         return {"position": position}
     rows, columns = source.window_size

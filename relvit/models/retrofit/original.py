@@ -62,7 +62,7 @@ def restore(model: nn.Module) -> nn.Module:
 
     This undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library again. Where
     nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes compute the
-    same with them at the size of the training. Hooks, the training mode and all other modules stay.
+    same outputs from the trained tables at the training size. Hooks, the training mode and all other modules stay.
 
     Examples:
         >>> beit = timm.create_model("beit_base_patch16_224", img_size=64, depth=1)
@@ -72,15 +72,15 @@ def restore(model: nn.Module) -> nn.Module:
         'timm'
 
     Args:
-        model: a retrofitted model that keeps its own relative positions; of a whole SAM its encoder.
+        model: a retrofitted model that keeps its own relative positions; for a whole SAM, pass its image encoder.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError: the model has not been retrofitted; its tables have no place in the original, since
-            `relvit.retrofit` has added them or the sum of a block's own and a shared table; or its absolute embedding
-            was dropped. The model is not changed then.
+        ValueError: the model has not been retrofitted; the original has no place for its tables, since
+            `relvit.retrofit` has created the tables, or has summed a block's own and a shared table; or its absolute
+            embedding was dropped. The model is not changed then.
     """
     if not isinstance(model, Retrofitted):
         inner = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
@@ -93,7 +93,7 @@ def restore(model: nn.Module) -> nn.Module:
     record = vars(model)[RECORD]
     tables = model.original_tables(dict(_gone(record)))
 
-    # From here on nothing can fail.
+    # All checks have passed: nothing fails from here on, so an error never leaves the model half changed.
     for module in model.modules():
         if module is model or isinstance(module, GridAttention):
             for name in LATER:
@@ -103,7 +103,7 @@ def restore(model: nn.Module) -> nn.Module:
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            # The part has been pruned since.
+            # This module was pruned after the retrofit.
             continue
         module.__class__ = then.kind
         _put_back(vars(module), then.attributes)
@@ -115,7 +115,7 @@ def restore(model: nn.Module) -> nn.Module:
         renewed += [module] if then.members["_buffers"] else []
     delattr(model, RECORD)
     for module in renewed:
-        # timm computes all buffers that a state dict leaves out in this method.
+        # In this method timm computes the buffers that a state dict leaves out.
         if hasattr(module, "init_non_persistent_buffers"):
             module.init_non_persistent_buffers()
     return model

@@ -45,8 +45,8 @@ REFUSED = {
     "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
 }
-# Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml asks for these.
-# A family of models may need a newer version than its library.
+# Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml requires these
+# versions. A family of models may need a newer version than its library.
 VERSIONS = {
     "transformers": ">=5.4,<6",
     "transformers.models.beit": ">=5.10,<6",
@@ -68,7 +68,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     try:
         installed = version(library)
     except PackageNotFoundError:
-        # A copy of the library that was not installed has no version.
+        # A library that is imported from a plain folder, without being installed, has no version.
         installed = None
     family = model_class.__module__.rpartition(".")[0]
     allowed = VERSIONS.get(family, VERSIONS.get(library, ""))

@@ -41,8 +41,8 @@ def retrofitted(
         model: any name that `timm.create_model` knows.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
         features_only: return a model of feature maps (B, channels, rows, columns), timm's `FeatureGetterNet`.
-        out_indices: numbers of the blocks or stages, or how many at the end; None: all stages of Swin, the last three
-            blocks of other models.
+        out_indices: numbers of the blocks or stages, or how many of the last ones; None: all stages of Swin, the last
+            three blocks of other models.
         kwargs: arguments of `model`.
 
     Raises:

@@ -17,7 +17,7 @@ from relvit.utils.messages import an, listing
 Classes = tuple[type[nn.Module], ...]
 # The key is the class of a part of the original model, the value is the class that the part becomes.
 Exchange = Mapping[type[nn.Module], type[nn.Module]]
-# For each attention by name the module 'position', and 'prefix_bias' where the class token has a bias.
+# New modules by the name of the attention: 'position', and 'prefix_bias' if the class token has a bias.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
@@ -26,11 +26,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     """Mixin before the class of a model, whose attention it hands the grid.
 
     Attributes:
-        block_classes: blocks that hand an argument on to their attention untouched.
+        block_classes: blocks that pass an argument to their attention unchanged.
         container: name of the modules that hold the blocks.
         in_block: path of the attention within a block.
         attention_classes: attention of the original model -> the class that it becomes.
-        patch_embed_classes: patch embeddings that return their patches as a grid, or can be made to.
+        patch_embed_classes: patch embeddings that return, or can be set to return, their patches as a grid.
         absolute: names of the parameters that are absolute embeddings.
         own_positions: whether the original model has relative positions, which are kept.
         replaced: attributes of the original attention that its position module replaces.
@@ -66,7 +66,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
-        # With dynamic sizes timm itself has made sure that patches come as a grid.
+        # With `dynamic_img_size`, timm has already set the patch embedding to return a grid.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
             check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 
@@ -85,7 +85,8 @@ class OwnPositions(Retrofitted):
     """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
 
     Attributes:
-        built_with: what gives a model of this class its positions, for the error of a model that has none.
+        built_with: the option that gives a model of this class its positions, for the error about a model without
+            positions.
     """
 
     own_positions: ClassVar[bool] = True

@@ -18,8 +18,8 @@ from relvit.ops import Grid
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
 
-    timm's blocks hand these arguments on untouched, so the grid reaches every attention without a block class of
-    relvit's.
+    timm's blocks pass these arguments on unchanged, so the grid reaches every attention although relvit replaces no
+    block.
     """
 
     grid: Grid
@@ -88,7 +88,8 @@ class TimmRelativePlain(TimmRelativeAttention, Attention):
 
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens by one projection with one bias."""
-        # Looking the biases of other models up would take as long as an operation.
+        # The method of the base class looks up the separate biases of other models, which would take as long as an
+        # operation.
         return GridAttention.project(self, x)
 
 

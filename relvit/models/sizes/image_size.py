@@ -37,7 +37,7 @@ def check_image_size(
         _check_whole_patches(net, img_size)
         return
     if isinstance(error, ValueError | MemoryError):
-        # relvit's models give the advice themselves.
+        # The error messages of relvit's models already say what to do.
         raise error
     cfg = getattr(net, "pretrained_cfg", None) or {}
     architecture = cfg.get("architecture")
@@ -59,7 +59,7 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
     """Refuse a size of which a patch embedding of timm would leave out the pixels beyond the last whole patch."""
     embed = getattr(net, "patch_embed", None)
     conv = getattr(embed, "proj", None)
-    # Overlapping patches have padding, and a convolutional network before the patches has other sizes.
+    # Overlapping patches have padding, and a convolutional network before the patches changes the size of the image.
     if not isinstance(conv, nn.Conv2d) or conv.kernel_size != conv.stride or any(conv.padding):
         return
     if getattr(embed, "dynamic_img_pad", False) or conv.kernel_size != patch_size_of(net):
@@ -75,7 +75,7 @@ def at_image_size(
 ) -> nn.Module:
     """Return the model itself if it takes images of this size, otherwise a copy changed by timm's `set_input_size`.
 
-    That method interpolates position embeddings and tables, as timm's evaluation does for another `img_size`. For
+    `set_input_size` interpolates position embeddings and tables, as timm's evaluation does for another `img_size`. For
     arguments and errors see `check_image_size`.
 
     Examples:

@@ -128,7 +128,7 @@ def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> 
     try:
         run_once(net, batch)
     except ValueError:
-        # relvit's models give the reason themselves.
+        # The error messages of relvit's models already give the reason.
         raise
     except Exception as error:
         raise ValueError(

@@ -38,7 +38,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` continues images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
-    At the trained size all of them compute the same. Rotary embeddings keep their own rules for other sizes, and so do
+    At the trained size all choices compute the same. Rotary embeddings keep their own rules for other sizes, and so do
     absolute embeddings except with 'mirror'. Names in the state dict stay the same; gradients, graphs and exports work.
     Your own position can be stretched if it declares `stretchable = True`, and its `forward` follows the attribute
     `trained_grid`, None or (rows, columns).
@@ -61,7 +61,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         ValueError: an unknown `reach`, or one that the model cannot have; the model is not changed.
     """
     check_choice("reach", reach, get_args(Reach))
-    # Blocks that cut windows of one size in all images have no reach.
+    # Blocks that cut windows of one size in all images have no offsets beyond those of training, so no reach applies.
     layers = [part for part in model.modules() if isinstance(part, GridAttention) and part.block_window is None]
     trained_grid = trained_keys = window = segmenter = mirrored_grid = None
     if reach != "trained":

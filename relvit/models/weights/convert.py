@@ -39,8 +39,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     - relative tables that the checkpoint lacks are zero; tables of another clip distance repeat the outermost row
       (exact), or are cut (exact within the new distance); shared tables are repeated for every head, and rows and
       columns added up for joint tables of the model (both exact);
-    - an absolute embedding is resampled to the model's grid (an approximation at another size); a model without one
-      leaves it out (an approximation; the part of prefix tokens is added to the tokens);
+    - an absolute embedding is resampled to the model's grid (an approximation at another size); a model without
+      absolute embedding leaves it out (an approximation; the part of prefix tokens is added to the tokens);
     - tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`;
     - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`, and zero if the checkpoint has none;
     - a model without a class token leaves it out (an approximation); a distillation token and its head are left out;
@@ -268,14 +268,14 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
 
     Args:
         state: the state dict, in the model's names.
-        model: with position modules.
+        model: a model with position modules.
         own: the model's state dict.
 
     Raises:
         ValueError: as `checkpoint_filter_fn`, about tables.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
-    # Blocks may share a position, which has a name in each of them.
+    # Blocks may share a position module, which then has a name in each block.
     for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue
@@ -286,7 +286,8 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif not held:
-            # Positions of another kind keep their own values, since no neutral ones are known.
+            # Positions of another kind keep the model's own values, since no values are known that leave the outputs
+            # unchanged.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 
 

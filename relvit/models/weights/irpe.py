@@ -21,8 +21,8 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
 
     The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores an addend
     that all keys of a query share, so r is subtracted from the table, and added to the layer's own bias of queries
-    (query term) or values (value term), with the same outputs. A key term would change by scale * r . a^K_ij, which is
-    subtracted as a bias of each pair.
+    (query term) or values (value term), with the same outputs. With a key term, adding r to the queries also adds scale
+    * r . a^K_ij to the logits; a bias of each pair subtracts that number.
 
     Args:
         state: the state dict; without iRPE's tables it stays the same.
@@ -65,7 +65,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # The authors' offsets are query minus key, but key minus query in the table that keys meet.
+        # The authors' offsets are query minus key, except in the table that is multiplied by keys: key minus query.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

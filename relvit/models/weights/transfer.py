@@ -18,7 +18,8 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing, without_secrets
 
-# No other kind of model can use tensors of these patterns, for the reason beside; rooms add patterns.
+# Name patterns of tensors that no other kind of model can use, with the reason; packages in `relvit.families` add
+# patterns.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."

@@ -2,7 +2,7 @@
 
 q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
 joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The
-same index adds up the attention per row and column by entry, which then meets the value tables.
+same index sums the attention per row and column by table entry; these sums are multiplied by the value tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relvit.ops.tracing import knows_values, without_autocast
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
 
-# Clip distances of a pair of tables, rows and columns.
+# Clip distances of a pair of tables: of the row table, then of the column table.
 Distances = tuple[int, int]
 
 
@@ -81,11 +81,11 @@ def table_index(
     """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
     Returns the clip distances of the part of the tables that some pair of tokens can use, or of a whole table with at
-    most `spare` more rows, and the index (1 or B, 1, N,
-    H + W) int64 of entries of `join_tables`; 0, the zero row, for prefix tokens.
+    most `spare` more rows; and the index (1 or B, 1, N, H + W) int64 of entries of `join_tables`, which is 0, the zero
+    row, for prefix tokens.
     """
     reach = distances
-    # A graph for all sizes must not depend on whether a table reaches further than one of them.
+    # A graph for all sizes must not depend on whether a table reaches further than the grid.
     if grid.coords is None and bucketing == "clip" and knows_values():
         # The largest offset that some pair can have.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
@@ -102,7 +102,7 @@ def table_index(
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
     """Join a zero row, both tables' rows in reach, and zero rows up to a multiple of 8: ([heads,] entries, dim)."""
-    # A whole table is taken as it is: the backward of a part would copy it.
+    # A whole table is not sliced, because the backward of a slice would copy the table.
     middles = [
         table if near == distance else table.narrow(-2, distance - near, 2 * near + 1)
         for table, distance, near in zip(tables, clip_distances(tables), reach, strict=True)
@@ -180,7 +180,7 @@ def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
 def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """Compute query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
 
-    One product with all table rows, then a choice, is faster than a product per row of the grid: the tables are short.
+    One product with all table rows, then a lookup, is faster than a product per row of the grid: the tables are short.
     """
     per_entry = _entry_logits(query, table)
     return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
@@ -266,14 +266,16 @@ class Entries(NamedTuple):
     """The entries of a term's joined tables, zero vectors last, and those of each token by row and by column.
 
     Attributes:
-        firsts: of both tables the first row that is used.
+        firsts: the first row that is used, of the row table and of the column table.
         sizes: the numbers of used rows of both tables, and of zeros behind them.
-        zeros: behind the tables, one or more up to a multiple of 8 entries, by head for tables by head.
+        zeros: zero vectors after the tables, at least one, up to a multiple of 8 entries; per head if the tables are.
         index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; zeros for prefix tokens.
-        sums: zeros, (B, N, heads, entries), in which numbers are added up; both are views of less memory.
-        table: the term's entries among those of all joined tables, ([heads,] entries, head_dim).
-        factor: the same for each head, transposed, (heads, head_dim, entries).
-        by_token: products with the factor, (heads, B N, entries), as (B, N, heads, entries). A bias has none of these.
+        sums: zeros, (B, N, heads, entries), to which numbers are added; `index` and `sums` are expanded views of less
+            memory.
+        table: view of the term's entries in the joined tables of all terms, ([heads,] entries, head_dim).
+        factor: view of the same entries, transposed, for each head: (heads, head_dim, entries).
+        by_token: view of products with `factor`, (heads, B N, entries), as (B, N, heads, entries). The three views are
+            None for a bias.
     """
 
     firsts: tuple[int, int]

@@ -1,8 +1,9 @@
 """Python threads that compute the tiles of whole heads, for the backend `tiled` on large grids of the CPU.
 
-OpenMP's threads share each operation of a tile, and wait for each other after each. Here as many Python threads run
-each operation on one OpenMP thread, and wait once; operations release Python's lock. Each thread adds up a head in the
-order of a single thread, so numbers depend neither on the number of threads nor on which one is first.
+OpenMP's threads share each operation of a tile, and wait for each other after every operation. Here the same number of
+Python threads run operations on one OpenMP thread each, and wait once, at the end; operations release the GIL. Each
+thread adds up a head in the order of a single thread, so numbers depend neither on the number of threads nor on which
+one is first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from relvit.ops.backends.tile import Tile
 from relvit.ops.tracing import is_watched
 
-# Heads take threads from this number of queries times keys on (64 x 32 patches): below, Python's lock costs more.
+# From this number of queries times keys on (64 x 32 patches), each thread computes whole heads; with fewer, waiting for
+# the GIL costs more than the threads save.
 LEAST_LOGITS = 1 << 22
 
 
@@ -56,7 +58,8 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
 
     def work(future: Future) -> None:
         try:
-            # Modes belong to a thread. Autocast is off in new threads, as it is around tiles.
+            # Each thread has its own inference and gradient modes. Autocast is off in new threads, as it is around
+            # tiles.
             with torch.inference_mode(inference), torch.no_grad():
                 future.set_result(compute(take_heads()))
         except BaseException as error:
@@ -83,17 +86,19 @@ def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]
     started = Barrier(threads + 1)
 
     def serve() -> None:
-        # The first call of `get_num_threads` copies the process's number, also over a number that the thread has set.
+        # A thread's first call of `get_num_threads` sets the process's number and would overwrite the thread's, so call
+        # it first.
         torch.get_num_threads()
         torch.set_num_threads(1)
         started.wait()
         while True:
             jobs.get()()
 
-    # Python does not wait for daemons when it ends.
+    # Python does not wait for daemon threads when the process ends.
     for number in range(threads):
         Thread(target=serve, name=f"relvit-heads-{number}", daemon=True).start()
     started.wait()
-    # Each of these threads has also set the number with which later threads of the process start.
+    # Calling `set_num_threads(1)` in these threads also changed the number for later threads of the process: set it
+    # back.
     torch.set_num_threads(threads)
     return jobs

@@ -2,8 +2,8 @@
 
 With rows and columns apart, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append
 those H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented
-vectors is content plus relative logit. A bias goes into the same channels, divided by the scale. The query term is the
-same with the roles exchanged. Row and column logits that are given are appended as they are. Append the indicators to
+vectors is content plus relative logit. A bias goes into the same channels, divided by the scale. For the query term,
+queries and keys exchange roles. Row and column logits that are given are appended as they are. Append the indicators to
 the value: the extra output channels are the attention's row and column marginals, and these times the value tables are
 the value-side term. Nothing of N x N is formed here; `scaled_dot_product_attention` computes the rest and its gradients
 in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but recomputed.
@@ -56,7 +56,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     return _attend(inputs)
 
 
-# PyTorch logs this message wherever a compiled checkpoint chooses what to keep, which is what `_keep_attention` does.
+# PyTorch logs this message for every compiled checkpoint with a `context_fn`, such as the one with `_keep_attention`.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 )
@@ -83,9 +83,9 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             (mask, attending), valid = _mask_padding(mask, valid), None
     key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
-    # Further columns of the grid, without tokens, fill the width up to the multiple. Zeros, which may be none, would be
-    # a case of their own; a number of columns is not, so that one graph serves all sizes.
-    # ExecuTorch computes remainders of negative numbers as C does, so no number here is negative.
+    # Extra columns of the grid, without tokens, fill the width up to the multiple. Padding with zeros would need a
+    # separate case for no padding; extra columns need none, so that one graph works for all sizes. ExecuTorch computes
+    # remainders of negative numbers as C does, so no number here is negative.
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
@@ -114,13 +114,13 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         table, index = joined_with_index(terms.value, terms.bucketing, grid, key_axes, value)
         result = _split_output(out, value.shape[-1], table, index)
     else:
-        # Sliced with tokens before heads, so that the attention gets its gradient in the layout of its result, as from
-        # `_split_output`: PyTorch keeps cuDNN's backward by the shapes and strides of q, k and v alone, and would read
-        # the gradient of a later call of the same shapes in the layout of the first.
+        # Slice with tokens before heads, so that the gradient has the layout of the attention's output, as after
+        # `_split_output`: PyTorch caches cuDNN's backward by the shapes and strides of q, k and v only, and would
+        # misread a later gradient of another layout.
         result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
-    # Under autocast stock attention lowers single precision.
+    # Under autocast stock attention returns float32 inputs' results in half precision.
     result = result.to(query.dtype)
-    # Queries without any key have attended to padding: they get zeros, forward and backward.
+    # Queries without any key have attended to padding: such queries get zeros, forward and backward.
     return result if attending is None else torch.where(attending, result, 0.0)
 
 
@@ -150,10 +150,10 @@ def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) ->
     rows, cols = axis_indices(axes, device)
     y, x = rows_and_columns(grid, device)
     if grid.coords is not None:
-        # Tokens beyond the outermost row or column count as in it.
+        # Tokens beyond the outermost row or column count as tokens of the outermost one.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
-    # `one_hot` would break export with symbolic sizes.
+    # `F.one_hot` would break export with symbolic sizes.
     hot = padded_cat([equal.to(dtype) for equal in (y == rows, x == cols)], -1)
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 
@@ -173,8 +173,8 @@ def _augment(
 ) -> list[Tensor]:
     """Append logits and indicators to queries, keys and values: (B, heads, N, width) each.
 
-    With `valid`, (1 or B, Nk), one more channel has a product of 0 for real keys and for padding a logit that softmax
-    turns into zero.
+    With `valid`, (1 or B, Nk), one more channel adds 0 to the logits of real keys, and to the logits of padding a
+    number so low that softmax gives zero.
     """
     if valid is not None:
         key, value = without_padding(key, valid), without_padding(value, valid)
@@ -186,7 +186,8 @@ def _augment(
         queries.append(query_hot)
         keys.append(key_logits)
     if valid is not None:
-        # The product, -1e30, is far below all logits and finite; half precision, multiplied in single, reaches -3.6e9.
+        # The product of both numbers, -1e30, is finite and far below all logits; float16 numbers, multiplied in
+        # float32, give -3.6e9.
         size = 6e4 if query.dtype == torch.float16 else 1e15
         queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
@@ -230,8 +231,8 @@ def _any_so_far(valid: Tensor, queries: int) -> Tensor:
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Hide padding in a mask; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
-    A user's mask may hold numbers as low as the one by which a channel hides padding, so here padding gets -inf.
-    Queries that may attend to nothing attend to everything, because some kernels would divide zero by zero.
+    A user's mask may hold numbers as low as the logit by which a channel hides padding, so padding gets -inf in the
+    mask. Queries that may attend to nothing attend to everything, because some kernels would divide zero by zero.
     """
     mask, valid = mask[(None,) * (4 - mask.dim())], valid[:, None, None, :]
     if mask.dtype == torch.bool:

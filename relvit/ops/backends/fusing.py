@@ -1,9 +1,9 @@
 """Concatenation, and lookup by index with its gradient, in the forms that Inductor fuses with what reads the result.
 
-Inductor computes each part of a `cat` in a loop of its own on the CPU, and `scatter_add` in two: one for the zeros, one
-for the sums. In compiled graphs a sum of padded parts and a sum over comparisons take their places, so that an index or
-an indicator is computed where it is read, and never stored. Elsewhere, in exported graphs as well, these functions call
-the operations that they are named after.
+On the CPU Inductor computes each part of a `cat` in its own loop, and `scatter_add` in two loops: one for the zeros,
+one for the sums. In compiled graphs a sum of padded parts replaces `cat` and a sum over comparisons replaces
+`scatter_add`, so that an index or an indicator is computed where it is read, and never stored. Elsewhere, in exported
+graphs as well, these functions call the operations that they are named after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
     """Concatenate tensors of equal dtype along a negative `dim`, with zeros before and after."""
     if is_fusing():
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            # PyTorch's compiler takes no tensor twice, such as one table for rows and columns, but views of it.
+            # PyTorch's compiler refuses one tensor as two arguments, such as one table for rows and columns, but
+            # accepts two views of it.
             return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
     joined = torch.cat(tuple(parts), dim=dim)
@@ -36,7 +37,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors (B, heads, N, width) as they are, in a compiled graph as views of one, which one kernel computes.
 
-    Only N may differ; then they stay apart.
+    Only N may differ; tensors of different N stay separate.
     """
     tokens = parts[0].shape[2]
     if not is_fusing() or not all(statically_known_true(part.shape[2] == tokens) for part in parts):
@@ -90,7 +91,8 @@ def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     batch, heads, tokens, width = parts[0].shape
     joined = _sum_of_padded(-2, 0, 0, [part.transpose(1, 2) for part in parts]).contiguous()
-    # Inductor computes slices in a kernel each, but computes the whole tensor once where `as_strided` reads it.
+    # Inductor would compute each slice in its own kernel, but computes the whole tensor once if `as_strided` reads the
+    # tensor.
     row = len(parts) * heads * width
     size, stride = (batch, heads, tokens, width), (tokens * row, width, row, 1)
     return tuple(joined.as_strided(size, stride, number * heads * width) for number in range(len(parts)))
@@ -103,7 +105,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
-        # Autograd would pad and add up the gradients of slices.
+        # Without this class autograd would pad and add up the gradients of slices.
         return grads
 
 
@@ -115,7 +117,7 @@ class _PaddedCat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradient of `pad` would be a copy, these are views.
+        # The gradient of `pad` would be a copy; these slices are views.
         start, grads = ctx.before, []
         for size in ctx.sizes:
             grads.append(grad.narrow(ctx.dim, start, size))

@@ -4,8 +4,8 @@ On the CPU a joint bias between rasters takes `tiled` instead, see `pair_bias`.
 
 Joint tables do not split into rows and columns; and only plain operations, as here, can be transformed by `torch.func`
 and have derivatives of any order. As in `fused`, one product with all table rows gives each query's logit for each
-offset; a pair of tokens then picks its own. Each tile forms its logits against all keys, and backward recomputes them:
-N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
+offset; a pair of tokens then looks up the logit of its offset. Each tile forms its logits against all keys, and
+backward recomputes them: N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
 """
 
 from __future__ import annotations

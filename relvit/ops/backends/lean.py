@@ -1,10 +1,11 @@
 """Relative attention in as few operations as there are, for small grids and GPUs: one autograd function, by hand.
 
 On small grids launching operations takes longer than their arithmetic. The augmented vectors are those of `fused`,
-whose docstring derives them; here the usual case alone, a raster that attends to itself with tables per axis, takes one
-`cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values, stock attention, one
-`scatter_add_` and one product. The backward is the same in reverse: it makes the augmented vectors again and calls the
-backward of stock attention's own kernel. A `Plan` holds all that depends on shapes only, and is computed once.
+whose docstring derives them; this backend computes only the usual case, a raster that attends to itself with tables per
+axis, by one `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values, stock
+attention, one `scatter_add_` and one product. The backward is the same in reverse: it makes the augmented vectors again
+and calls the backward of stock attention's own kernel. A `Plan` holds all that depends on shapes only, and is computed
+once.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
 DEVICES = ("cpu", "cuda")
-# Taking a part of a table costs more than multiplying this number of rows that no pair of tokens can use.
+# Slicing a table costs more than multiplying up to this number of rows that no pair of tokens can use.
 SPARE_ROWS = 32
-# On the CPU other backends take less time for more pairs of tokens than this, in all heads and samples.
+# On the CPU other backends are faster if there are more pairs of tokens than this, counted over all heads and samples.
 MOST_PAIRS = 2**17
-# Copying this number of logits and indicators twice takes as long as the few more calls without which it takes place.
+# From this number of logits and indicators on, copying them twice takes longer than the few extra calls that avoid it.
 MOST_COPIED = 2**23
 
 
@@ -52,9 +53,9 @@ class Plan(NamedTuple):
     """What follows from the shapes, the dtypes and the device of one attention.
 
     Attributes:
-        shape: of queries, (B, N, heads, head_dim).
+        shape: shape of the queries, (B, N, heads, head_dim).
         heads: number of heads.
-        width: of a head's vectors before they are augmented.
+        width: width of a head's vectors before they are augmented.
         added: number of rows and columns S, by which vectors are augmented.
         scale: factor on the logits.
         hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
@@ -62,11 +63,11 @@ class Plan(NamedTuple):
         apart: whether queries are augmented apart from keys and values, so that logits and indicators are copied once.
         no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
         key, value, bias: entries of the terms; None: there is no such term.
-        vectors: `key` and `value` without None, since their tables are joined.
+        vectors: those of `key` and `value` that are not None, whose tables are joined.
         operands: views, (B, heads, N, width) each, of a block of memory with one, two or three of a token's augmented
             vectors in each head.
         mixed, marginals: views of stock attention's output, (B N heads, head_dim) and (B, N, heads, S).
-        kernel: stock attention's.
+        kernel: the kernel of stock attention.
     """
 
     shape: tuple[int, int, int, int]
@@ -171,7 +172,8 @@ def plan_of(inputs: AttentionInputs) -> Plan:
         missing = 1 + (-1 - used) % axis_logits.WIDTH_MULTIPLE
         lead, dim = tables.rows.shape[:-2], tables.rows.shape[-1]
         zeros = tables.rows.new_zeros(*lead, missing, dim)
-        # The zero vector of this index comes first, and here last, where the vectors that fill up are zero as well.
+        # `table_index` expects a zero vector before the tables; here all zero vectors come after the tables, so shift
+        # the index.
         index = (index[0, 0][:, None] - 1) % (used + missing)
         sums = query.new_zeros(1, dtype=single).expand(*by_token, used + missing)
         return Entries(firsts, (rows, cols, missing), zeros, index.expand(*by_token, -1), sums)
@@ -179,7 +181,7 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
     if device.type == "cpu":
-        # On the CPU, where grids are small, PyTorch joins blocks of memory in half of the time.
+        # On the CPU, where grids are small, `cat` of contiguous tensors takes half of the time.
         both_hot = both_hot.contiguous()
     apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
@@ -207,7 +209,7 @@ def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Ten
 
     Args:
         inputs: arguments of the usual case.
-        plan: of these arguments; None: it is worked out here.
+        plan: the plan for these arguments; None: this function makes it.
 
     Raises:
         ValueError: see `plan_of`.
@@ -225,10 +227,10 @@ def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -
         contents: queries, keys and values, (B, N, heads, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
         tables: the row table and the column table of each term: of the key term, the value term, then the bias.
-        plan: for these shapes.
+        plan: the plan for these shapes.
 
     Returns:
-        (B N heads, head_dim), which is no view, and nothing else holds its memory, so that it may be changed in place.
+        (B N heads, head_dim), a tensor that shares its memory with no other, so that callers may change it in place.
     """
     if torch.is_grad_enabled():
         return _Lean.apply(plan, len(contents), *contents, *tables)
@@ -251,7 +253,7 @@ class _Lean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
         # Backward may run inside of a user's autocast.
         inside = torch.is_autocast_enabled(grad.device.type)
@@ -269,7 +271,7 @@ def _forward(
     if trains:
         results = plan.kernel.forward(*operands, plan.scale)
     else:
-        # Without a backward nothing reads the logits again.
+        # Only backward reads the logits again, so free their memory.
         logits = None
         results = (F.scaled_dot_product_attention(*operands, scale=plan.scale),)
     del operands
@@ -335,7 +337,7 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
     if (entries := plan.key) is not None:
-        # Head by head, the queries of a packed projection need no copy.
+        # A product per head needs no copy of the queries, which are a part of a packed projection.
         queries, table = by_head(content, heads), joined.as_strided(*entries.factor)
         by_entry = torch.bmm(queries, table) if bias is None else torch.baddbmm(bias, queries, table)
         return by_entry.as_strided(*entries.by_token).gather(-1, entries.index)
@@ -348,7 +350,7 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
 def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool) -> Sequence[Tensor]:
     """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each.
 
-    Queries `apart` are a block of memory, which backward multiplies once more.
+    With `apart`, queries get a block of memory of their own, so that backward can multiply them as one matrix.
     """
     (alone,), (first, second), triple = plan.operands
     if len(contents) == 3:

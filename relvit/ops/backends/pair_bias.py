@@ -1,12 +1,12 @@
 """Add a scalar bias per pair of offsets (BEiT's, Swin's): on small grids in the mask, in tiles of logits by slices.
 
-On a small grid all pairs of tokens look their entry up by one remembered index, and stock attention takes the result as
-its mask, as in the source models: few operations, whose launches would take longer than their arithmetic.
+On a small grid launching operations takes longer than their arithmetic, so there are few of them, as in the source
+models: one cached index looks up the entries of all pairs of tokens, and stock attention takes the result as its mask.
 
 On other rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the keys
 of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j] =
 table[dy, x_j - x], which is Toeplitz in x and x_j and takes 2 / H of the N x N numbers. Vertical offsets then need no
-copy: the bias of the query is a contiguous piece of slice[x], that of H rows, which begins where y says. So no pair
+copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row depends on y. So no pair
 looks up an entry, and all samples of a batch share the slices.
 """
 
@@ -28,7 +28,7 @@ from relvit.ops.terms import JointTable
 def offset_table(inputs: AttentionInputs) -> Tensor | None:
     """Return the bias of all offsets that queries and keys have, (heads, H + H' - 1, W + W' - 1), key minus query.
 
-    It keeps the precision of the table, because backward sums the gradient over all tokens.
+    The result keeps the precision of the table, because backward sums the gradient over all tokens.
     """
     bias, bucketing = inputs.terms.bias, inputs.terms.bucketing
     if not isinstance(bias, JointTable):
@@ -101,7 +101,7 @@ def attend(
         contents: queries, keys and values, (B, heads, N, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
         table: the bias by offset, see `JointTable`.
-        plan: for these shapes.
+        plan: the plan for these shapes.
         prefix_bias: (3, heads), see `relvit.layers.PrefixBias`; None: pairs with prefix tokens have no bias.
         attn_mask: numbers that are added to the logits, broadcastable to (B, heads, N, N).
 
@@ -177,9 +177,9 @@ def rows_of(
 
     Args:
         pairs: (..., heads, T, Nk), a number for each query of the tile and each key.
-        slices: of the tile's heads.
+        slices: the slices of the tile's heads.
         queries: which of all queries are in the tile.
-        grid, key_grid: rasters of queries and keys; their prefix tokens have no part.
+        grid, key_grid: rasters of queries and keys; prefix tokens are left out.
     """
     at = max(queries.start, grid.prefix)
     while at < queries.stop:

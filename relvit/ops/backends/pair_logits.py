@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.backends.axis_logits import Axes
 from relvit.ops.grid import Grid, batched_coords
 
-# Rows shorter than this are added up faster by a product with ones.
+# Rows shorter than this are summed faster by a matrix product with ones.
 SHORT_ROW = 20
 
 

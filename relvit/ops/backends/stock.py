@@ -1,7 +1,7 @@
 """Stock fused attention and its backward as two calls, for autograd functions that compute their own gradients.
 
-`F.scaled_dot_product_attention` keeps its operands for backward. A function that can make them again calls the kernel
-that PyTorch would choose, keeps the results, and hands both to the kernel's backward.
+`F.scaled_dot_product_attention` keeps its operands for backward. A function that can compute its operands again calls
+the kernel that PyTorch would choose, keeps only the results, and passes operands and results to the kernel's backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
-# Calling PyTorch's own function takes less time than `_aten`, but turns results that are numbers into tensors.
-# Dropout and causality, which no caller uses.
+# Functions in `torch` are faster to call than those in `_aten`, but turn numbers among the results into tensors. `_OFF`
+# holds the arguments dropout_p and is_causal, which no caller uses.
 _OFF = (0.0, False)
 
 

@@ -40,7 +40,7 @@ class TileConfig(NamedTuple):
     scale: float
     # A tile has at most these numbers of samples, heads and queries, and backward has the same tiles on any thread.
     size: tuple[int, int, int]
-    # This number of threads takes whole heads, see `by_heads`; with 1 the calling thread takes all tiles.
+    # This number of threads computes whole heads, see `by_heads`; with 1 the calling thread computes all tiles.
     threads: int
 
 
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
     def contents(self, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor) -> list[Tensor]:
         """Return the tile's queries, keys and values, and further tensors (B, heads, Nq, dim).
 
-        Several samples are copied to one batch of heads, once instead of for each product.
+        Several samples are copied to one batch of heads here, so that the products need no copies.
         """
         parts = [self.of(query), self.all_tokens(key), self.all_tokens(value), *map(self.of, of_queries)]
         return [part.contiguous() for part in parts] if parts[0].shape[0] > 1 else parts

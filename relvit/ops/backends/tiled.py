@@ -4,11 +4,12 @@ Each tile forms its logits against all keys, and backward recomputes them: N x N
 row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
 over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
 which meet the value tables, are sums of the weights over columns and rows. So relative terms cost passes over a tile
-that fits the processor's cache, and no wider products, as in `fused`. GPUs take this backend where the augmented
-vectors of `fused` would be too wide.
+that fits into the CPU's cache, but no wider products as in `fused`. GPUs take this backend where the augmented vectors
+of `fused` would be too wide.
 
 Backward as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D, the sum of
-P dP over keys, equals the product of the result with its gradient; here too, where dP holds the value term's part.
+P dP over keys, equals the product of the result with its gradient; this also holds here, where dP includes the value
+term.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # The seed comes from the generator that users seed; the seeds of tiles follow from it, also in backward.
+            # The seed is drawn from PyTorch's generator, which users seed; tiles derive their seeds from this one, also
+            # in backward.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),
@@ -126,7 +128,7 @@ class Tiles(torch.autograd.Function):
                     _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
 
         run(compute, _tiles(query, config), config.threads)
-        # The products are added in place: fresh memory costs as much as a product.
+        # The products are added in place, because allocating memory costs as much as a product.
         if table is not None and table.dim() == 2:
             result.view(-1, result.shape[-1]).addmm_(on_entries.flatten(0, 2), table)
         elif table is not None:
@@ -137,7 +139,7 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
         # Backward may run inside of a user's autocast, and forward ran without.
         with without_autocast(grad.device):
@@ -159,7 +161,7 @@ def _backward(
             grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
         else:
             grad_table = torch.einsum("bnhe,bnhd->hed", on_entries, tokens)
-    # The scale goes into products: gradients of logits, the largest tensors, need no pass of their own for it.
+    # Matrix products apply the scale, so that gradients of logits, the largest tensors, need no extra pass for it.
     mean = (grad * result).sum(-1, keepdim=True) * scale
 
     grad_query, grad_key, grad_value = (new_tokens(tensor, tensor.shape[-1]) for tensor in contents)
@@ -197,13 +199,13 @@ def _backward(
             if grad_pair_bias is not None:
                 of_all = grad_logits[0]
                 if len(grad_logits) > 1:
-                    # The weights in this memory have been read.
+                    # The weights in this memory are no longer needed.
                     of_all = torch.sum(grad_logits, 0, out=workspace[: of_all.numel()].view(of_all.shape))
                 slices = part_of(grad_pair_bias, 0, tile.heads)
                 for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
                     total += part
 
-    # The gradient of a mask may be a sum over heads.
+    # The gradient of a mask may be a sum over heads, so a single thread computes all tiles.
     run(compute, _tiles(operands.query, config), 1 if wants_mask else config.threads)
     if grad_pair_bias is not None:
         grad_pair_bias = from_slices(grad_pair_bias, offsets) / scale
@@ -298,7 +300,7 @@ def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspa
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
     if config.valid is not None:
         bias = bias.masked_fill(~tile.of(config.valid[:, None, None]), -torch.inf)
-    # PyTorch's kernel needs equal widths.
+    # PyTorch's kernel needs queries and values of equal widths.
     width = value.shape[-1]
     if query.shape[-1] > width:
         value = F.pad(value, (0, query.shape[-1] - width))

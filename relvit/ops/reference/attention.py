@@ -1,8 +1,8 @@
 """Slow reference of relative attention, as Shaw et al. wrote it, with all N x N x head_dim position vectors.
 
-Same signatures as the public operations, no validation. The relative logits are the n matrix products of
-(batch * heads x head_dim) by (head_dim x n) of Shaw et al. 2018 (arXiv 1803.02155), section 3.3; the other terms of
-`RelativeTerms` are written the same way.
+The functions have the same signatures as the public operations, but validate nothing. As in Shaw et al. 2018 (arXiv
+1803.02155), section 3.3, the relative logits are n matrix products, each of (batch * heads x head_dim) by (head_dim x
+n); the other terms of `RelativeTerms` are written the same way.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class TransformersModel(OwnPositions):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # `capture_outputs` looks up here, by the name of the class, of which layers it returns hidden states.
+        # By the class's name, transformers' `capture_outputs` looks up here the layers whose outputs it returns.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
 
 

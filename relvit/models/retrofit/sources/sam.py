@@ -40,7 +40,7 @@ class SamAttention(GridAttention):
 class SamRowsAttention(SamAttention):
     """`SamAttention` of libraries that project (B, rows, columns, dim) tokens and have no norms of queries and keys.
 
-    Adapters that users put in the place of a projection, such as LoRA, look at this shape.
+    Adapters that replace a projection, such as LoRA, depend on this shape.
     """
 
     def attend_rows(self, x: Tensor, grid: Grid | None = None) -> Tensor:
@@ -66,7 +66,7 @@ class SamPatchEmbed(PatchSizes):
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
         convolution = getattr(self, self.convolution)
         check_images(x, convolution.in_channels)
-        # Where a graph knows that sides divide, Inductor cannot order the strides, see `GridPatchEmbed`.
+        # If a graph knew that the sides are multiples, Inductor could not order the strides, see `GridPatchEmbed`.
         if not is_compiling():
             check_divisible(x, self.patch_size, self.img_size, "as SAM does, pad the image below and to the right")
         return convolution(x).permute(0, 2, 3, 1)
@@ -75,9 +75,9 @@ class SamPatchEmbed(PatchSizes):
 class SamEncoder(OwnPositions):
     """Mixin before SAM's image encoder of a library that has no rule for images of another size.
 
-    SAM resizes the longer side of an image to that of its canvas, and fills the space below or to the right. So the
+    SAM resizes the longer side of an image to the side of its square canvas, and pads below or to the right. So the
     absolute embedding is resized to the canvas around the image (it stays where the longer side is as in training), and
-    cut to the image. Windows and offsets stay; offsets beyond a table use its edge.
+    cut to the image. Windows and offsets stay; offsets beyond a table use the table's outermost entry.
 
     Attributes:
         patch_embed_classes: class of the original patch embedding -> the class that it becomes.

@@ -58,8 +58,8 @@ def whole_steps(
 ) -> Tensor:
     """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    Steps and the row of the offset 0 belong to the size that the attention was built for; timm's
-    `cal_rel_pos_type` computes the same numbers there. At other sizes rows may be below 0, or beyond the table.
+    Steps and the row of the offset 0 are those of the size that the attention was built for; at that size timm's
+    `cal_rel_pos_type` computes the same rows. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
     here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
@@ -117,7 +117,7 @@ class PooledOffsets(LayerTables):
         if self.trained_grid is None:
             return None
         trained = self.layer.sizes(self.layer.tokens_of(self.trained_grid))[finer][axis]
-        # A graph must serve all sizes.
+        # A compiled or exported graph must work for all sizes.
         return trained / sizes[finer] if is_compiling() or trained != sizes[finer] else None
 
 
@@ -172,8 +172,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
         prefix, heads = int(self.has_cls_token), self.num_heads
         if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
-            # timm's convolution takes heads as samples, which copies the projection before and after. With the weights
-            # repeated for each head it takes the projection as it is in memory, channels last.
+            # timm's convolution takes heads as samples, which needs copies before and after the convolution. With
+            # weights repeated for each head, the convolution reads the projection without a copy, channels last.
             weight = pool.weight.repeat(heads, 1, 1, 1)
             image = x[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
             image = F.conv2d(image, weight, None, pool.stride, pool.padding, groups=len(weight))
@@ -258,7 +258,8 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         for axis, table in enumerate((first.rel_pos_h, first.rel_pos_w)):
             step = min(Pooling.of(pool).stride[axis] for pool in (first.pool_q, first.pool_k)) * embed.stride[axis]
             least = (len(table) + 1) // 2 * step
-            # Tokens at each side that gives tables of this length, unless an offset is beyond a table in timm.
+            # For each image side that gives tables of this length: the numbers of tokens, or None if an offset exceeds
+            # a table.
             found = {side: tokens_within_tables(attentions, embed, side, axis) for side in range(least, least + step)}
             different = {tokens: side for side, tokens in reversed(found.items()) if tokens}
             if len(different) > 1:
@@ -285,7 +286,7 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
 def tokens_within_tables(attentions: list[nn.Module], embed: Pooling, side: int, axis: int) -> tuple[Size, ...] | None:
     """Return how many rows, or columns, the queries and the keys of each attention have in an image of this side.
 
-    None: timm raises IndexError there, since the farthest offset has no row in the table of an attention.
+    Return None where timm raises IndexError, since the farthest offset has no row in the table of an attention.
     """
     tokens, sizes = embed.size((side, side)), []
     for attn in attentions:

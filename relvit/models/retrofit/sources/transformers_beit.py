@@ -1,8 +1,8 @@
 """BEiT and Data2Vec's vision model of Hugging Face `transformers` after `relvit.retrofit`.
 
 Tables stay where they are: names in the state dict, numbers and the optimiser's state stay the same. The modules that
-made a bias of N x N make the grid instead, and hand it on in its place; attention reads the tables themselves. At other
-sizes offsets beyond a table use its edge; transformers stretches tables.
+made a bias of N x N now make the grid and pass the grid on in place of the bias; attention reads the tables. At other
+sizes offsets beyond a table use the table's outermost entry; transformers stretches tables.
 """
 
 from __future__ import annotations

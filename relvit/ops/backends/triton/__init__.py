@@ -32,7 +32,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     reason = refusal(inputs)
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}")
-    # Triton is imported here, because users of other backends need not have it.
+    # Triton is imported here, because users of other backends need not install it.
     if isinstance(inputs.terms.bias, JointTable):
         from relvit.ops.backends.triton.joint.joint_launch import joint_attention
 
@@ -46,7 +46,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if valid is not None:
             valid = valid.to(torch.uint8).expand(query.shape[0], -1)
         if terms.key is None and terms.bias is None and terms.value is None:
-            # Nothing distinguishes rows, so the keys are one long column.
+            # Without terms nothing distinguishes rows, so the keys are one long column.
             prefix, height, width = 0, key.shape[2], 1
         # Without a key table no kernel reads the position queries or writes their gradient.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query

@@ -2,9 +2,10 @@
 
 As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and
 dS = P (dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient
-with the value and the value table's vectors of the key's row and column, which the first kernel looks up as it does the
-logits. Sums of dS along either axis of a tile are the gradients of row and column logits; by table entry they meet the
-key table, for the gradient of queries, and, in PyTorch, the queries, for that of the table.
+with the sum of the value and the value table's vectors for the key's row and column; the first kernel looks up the
+products with the table as it looks up the logits. Sums of dS along either axis of a tile are the gradients of row and
+column logits; summed by table entry, these gradients are multiplied by the key table for the gradient of queries, and,
+in PyTorch, by the queries for the gradient of the table.
 """
 
 import triton
@@ -39,7 +40,8 @@ def backward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    # In a tile of one row, what its row adds is a number per query.
+    # In a tile of one row, the row's logit is one number per query: subtract it from the base instead of adding it to
+    # each pair.
     if KEY_ENTRIES and ROWS == 1:
         base -= load_row(logits, queries, axes, inside, top) * scale
         pairs = cols
@@ -60,7 +62,8 @@ def backward_tile(
     else:
         if VALUE_ENTRIES:
             rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-            # D may be subtracted from either axis; the shorter one takes fewer instructions.
+            # D may be subtracted from the numbers per row or per column: most tiles have fewer rows, which saves
+            # instructions.
             grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
@@ -98,7 +101,7 @@ def backward_queries(
     """Compute the gradients of BLOCK_M queries of one head after the other, and of their products with the key table.
 
     Axes as in `forward`; grad and out as its result, grad_position as position, entries (B, Nq, heads, KEY_ENTRIES) the
-    gradients of products. For `backward_keys` it leaves D, means (B, heads, Nq), and what it has looked up for rows and
+    gradients of products. For `backward_keys` this kernel stores D, means (B, heads, Nq), and the numbers of rows and
     columns, logits and products, (B, heads, Nq, H + W) each. A program's workspace: sums (BLOCK_M, H + W) float32.
     """
     axes = height + width
@@ -160,7 +163,7 @@ def backward_queries(
                 place = left + tl.arange(0, COLS)
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 tl.store(pointers, grad_cols, mask=inside[:, None] & (place < width)[None, :])
-                # The next strip reads what other threads of this program have stored.
+                # The next strip reads sums that other threads of this program have stored, so wait for all threads.
                 tl.debug_barrier()
 
         total *= scale * LN_2
@@ -187,7 +190,7 @@ def backward_queries(
             store_tokens(at, queries, gp_token, inside, own, POSITION_DIM, BLOCK_POSITION)
         at = grad_query + batch * gq_batch + head * gq_head
         store_tokens(at, queries, gq_token, inside, total, DIM, BLOCK_DIM)
-        # The next item's sums are stored where other threads may still read this one's.
+        # The next item overwrites sums that other threads may still read, so wait for all threads.
         tl.debug_barrier()
 
 
@@ -207,7 +210,7 @@ def backward_keys(
     """Compute the gradients of a tile of ROWS by COLS keys of one head.
 
     Axes as in `backward_queries`; `first` is the token in the grid's corner. Keys are along the first axis of all
-    products, so that weights are an operand of the next product as they come.
+    products, so that the next product takes the weights without a transpose.
     """
     strips, axes = tl.cdiv(width, COLS), height + width
     tiles = tl.cdiv(height, ROWS) * strips

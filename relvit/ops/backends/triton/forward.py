@@ -123,7 +123,7 @@ def forward_tile(
             col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
         # The rest of the total comes from the column sums, once for each strip.
         total = total * decay
-        # Logarithms of sums stay true when the maximum grows. The strips to the left have already stored their sums.
+        # Logarithms of sums stay valid when the maximum grows. The strips to the left have already stored their sums.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
@@ -152,12 +152,12 @@ def forward(
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of one head after the other, and their log-sum-exp, both in base 2.
 
-    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position (what
-    meets the key table, if not the query), the last stride 1; valid (B, Nk) bytes; tables (heads, entries, DIM) and
-    bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or 1, Nq, entries + 1), `batched` where B;
-    lse (B, heads, Nq) float32 and, with SAVE, entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query
-    without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits and sums,
-    (BLOCK_M, H + W) float32 each, rows before columns.
+    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position
+    (multiplied by the key table in place of the query, if given), the last stride 1; valid (B, Nk) bytes; tables
+    (heads, entries, DIM) and bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or 1, Nq, entries
+    + 1), `batched` where B; lse (B, heads, Nq) float32 and, with SAVE, entries (B, Nq, heads, VALUE_ENTRIES), the
+    attention by entry. A query without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits and
+    sums, (BLOCK_M, H + W) float32 each, rows before columns.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
@@ -208,7 +208,7 @@ def forward(
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 stored = inside[:, None] & (place < width)[None, :]
                 tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
-                # The next strip reads what other threads of this program have stored.
+                # The next strip reads sums that other threads of this program have stored, so wait for all threads.
                 tl.debug_barrier()
 
         base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))
@@ -231,5 +231,5 @@ def forward(
                         entries, of_entries, batch, head, queries, place, heads, length, stored, VALUE_ENTRIES
                     )
         store_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, result, VALUE_DIM, BLOCK_VALUE)
-        # The next item's numbers are stored where other threads may still read this one's.
+        # The next item overwrites numbers that other threads may still read, so wait for all threads.
         tl.debug_barrier()

@@ -17,7 +17,8 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# A multiprocessor gets more programs than it runs at once, so that the others wait only briefly for the last one.
+# A multiprocessor gets more programs than it runs at once, so that at the end multiprocessors wait only briefly for the
+# last program.
 PROGRAMS = 4
 
 
@@ -35,9 +36,9 @@ class Blocks(NamedTuple):
     by_row: bool = False
 
 
-# By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix units read shared
-# memory and leave more registers. The largest tiles that `tools/gpu/kernels.py` compiles without spilled registers, and
-# tiles of few rows where it counts fewer instructions for them; `tools/gpu/tune.py` finds the fastest on a card.
+# Keys: the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix units read
+# shared memory and leave more registers. Values: the largest tiles that `tools/gpu/kernels.py` compiles without spilled
+# registers, of few rows where that takes fewer instructions; `tools/gpu/tune.py` finds the fastest on a card.
 BLOCKS = {
     ("forward", False, False): Blocks(128, 32, 8, 2, by_row=True),
     ("forward", True, False): Blocks(128, 16, 8, 2),
@@ -58,8 +59,8 @@ BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # The first of equal sizes wins: few columns, because they stay in registers, but as many as two threads of a matrix
-    # unit hold.
+    # Among sizes with equally many tiles, `min` takes the first: few columns, because the numbers of columns stay in
+    # registers, but no fewer than two threads of a matrix unit hold.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -116,11 +117,11 @@ def constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the constants of a kernel for a key grid's `size`, and the options of its compilation.
 
-    A launch asks several times: both are remembered, and are not to be changed.
+    A launch calls this function several times, so both results are cached, and callers must not change them.
     """
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
-    # The fewest keys that a matrix instruction takes are 16.
+    # A matrix instruction takes at least 16 keys.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
     rows, cols = row_shape(keys, *size) if blocks.by_row else tile_shape(keys, *size)
     named = {}
@@ -136,8 +137,8 @@ def constants(
 class Attention(torch.autograd.Function):
     """The kernels, forward and backward.
 
-    `apply(scale, (prefix, height, width), *operands)` returns the attention (B, heads, Nq, value_dim). Tables may be in
-    another precision than queries, keys and values, which their gradients get.
+    `apply(scale, (prefix, height, width), *operands)` returns the attention (B, heads, Nq, value_dim). Tables may have
+    another dtype than queries, keys and values; the gradient of a table has the table's dtype.
     """
 
     @staticmethod
@@ -163,7 +164,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
         *saved, out, lse, entries = ctx.saved_tensors
         operands = Operands(*saved)
@@ -181,7 +182,7 @@ class Attention(torch.autograd.Function):
         launch = launch._replace(kernel=backward_keys)
         launch.run((grad, grad_key, grad_value), (lse, means, logits, products))
         if prefix:
-            # Prefix keys are one column of a tile without terms.
+            # Prefix keys have no terms, so another launch treats the prefix keys as one column.
             alone = Operands(query, key, value, None, operands.valid)
             launch = launch._replace(operands=alone, grid=(0, prefix, 1), variant=variant(alone, True))
             launch.run((grad, grad_key, grad_value), (lse, means, None, None))

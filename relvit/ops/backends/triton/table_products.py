@@ -1,9 +1,9 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
-A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries meets all entries
-at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of the key grid.
-Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a range, and
-sums over it are differences of running sums: no atomics.
+A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
+all entries at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of
+the key grid. Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a
+range, and sums over it are differences of running sums: no atomics.
 """
 
 import triton
@@ -57,7 +57,7 @@ def store_products(
                 entry = tl.where(keep, entry, 0)
             found = tl.gather(products, entry, 1).to(pointer.dtype.element_ty)
             tl.store(pointer + slots[:, None] * axes + axis[None, :], found, mask=keep)
-    # Other threads of this program read these products.
+    # Other threads of this program read these products, so wait for all threads.
     tl.debug_barrier()
 
 
@@ -81,13 +81,14 @@ def run_up(
 ):
     """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums.
 
-    The numbers are rounded to `dtype`, their sums are not: differences are sums of the same numbers.
+    The numbers are rounded to `dtype` but their sums are not, so differences of running sums are sums of rounded
+    numbers.
     """
     before = tl.zeros((BLOCK_M, SPAN), tl.float32)
     number = tl.arange(0, SPAN)
     up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
     every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
-    # Other threads of this program have stored the numbers.
+    # Other threads of this program have stored the numbers, so wait for all threads.
     tl.debug_barrier()
     for start in range(0, axes, SPAN):
         place = start + number

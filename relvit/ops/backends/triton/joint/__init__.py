@@ -3,5 +3,5 @@
 Forward and backward look the bias of each pair of tokens up in the table, tile by tile: nothing of N x N is in memory.
 Besides inputs, result and log-sum-exp there is one float32 number per offset and head (with prefix tokens two and a
 half), and in backward about four. The operations are those of flash attention with a load for each pair, and two more
-products for each pair where the table wants its gradient.
+products for each pair if the table needs a gradient.
 """

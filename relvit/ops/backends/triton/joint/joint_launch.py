@@ -36,8 +36,8 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The largest tiles that
-# `tools/gpu/kernels.py` compiles without spilled registers, with Triton 3.6 as well.
+# Keys: the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). Values: the largest tiles
+# that `tools/gpu/kernels.py` compiles without spilled registers, also with Triton 3.6.
 BLOCKS = {
     ("joint_forward", False, False): Blocks(128, 32, 8, 2),
     ("joint_forward", True, False): Blocks(128, 32, 8, 2),
@@ -67,7 +67,7 @@ def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
         rows = patches // cols
         return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
 
-    # The first of equal sizes wins: the fewer rows, the fewer sums there are at the end.
+    # Among equally good sizes the first one wins, which has the fewest rows, so there are the fewest sums at the end.
     cols = min((patches >> power for power in range(patches.bit_length())), key=covered)
     return patches // cols, cols
 
@@ -85,7 +85,7 @@ def constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the constants of a kernel for widths of queries and values, and the options of its compilation.
 
-    A launch asks several times: both are remembered, and are not to be changed.
+    A launch calls this function several times, so both results are cached, and callers must not change them.
     """
     blocks = BLOCKS_OF_FLOAT32 if dtype == torch.float32 else BLOCKS[kernel.__name__, max(dims) > 64, hopper]
     precision = "ieee" if isinstance(kernel, triton.JITFunction) else "interpreted"
@@ -97,7 +97,7 @@ def constants(
         named["ROWS"], named["COLS"] = tile_shape(blocks.queries, grid[:2], key_grid[:2])
     else:
         lengths = [num_tokens(tokens) for tokens in (grid, key_grid)]
-        # The fewest tokens that a matrix instruction takes are 16.
+        # A matrix instruction takes at least 16 tokens.
         queries, keys = (
             min(block, max(16, triton.next_power_of_2(length)))
             for block, length in zip(blocks[:2], lengths, strict=True)
@@ -196,8 +196,8 @@ class Launch(NamedTuple):
 class JointAttention(torch.autograd.Function):
     """The kernels, forward and backward.
 
-    `apply(inputs, query, key, value, table)` returns the attention (B, heads, Nq, value_dim). The table may be in
-    another precision than queries, keys and values, which its gradient gets.
+    `apply(inputs, query, key, value, table)` returns the attention (B, heads, Nq, value_dim). The table may have
+    another dtype than queries, keys and values; the table's gradient has the table's dtype.
     """
 
     @staticmethod
@@ -223,7 +223,7 @@ class JointAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # Marked as differentiable once, this function would be left out of second derivatives without an error.
+            # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
         *operands, table, out, lse = ctx.saved_tensors
         launch = ctx.launch._replace(operands=Operands(*operands))
@@ -246,7 +246,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a joint bias between rasters; `inputs` are those that `triton.refusal` lets pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
-        # Loads of odd widths would be narrow; channels leave such widths, as in BEiT.
+        # Fill up widths that are no multiple of 8, which free channels leave, as in BEiT: such vectors would be loaded
+        # in small pieces.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, once_per_raster
 
-# Blocks of tokens are no larger than this, and places beyond the last token are read.
+# Kernels read the places of whole blocks, of at most this many tokens, even beyond the last token.
 LARGEST_BLOCK = 128
 
 
@@ -28,8 +28,9 @@ class Layout(NamedTuple):
 def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
     """Lay out a table with a row for each vertical offset, H + H' - 1, and a column for each horizontal, W + W' - 1.
 
-    Pairs with a prefix token read zeros: a prefix key those before the table, in which each query may move as far as
-    in the table, and a prefix query those behind. So the kernels have no case for prefix tokens.
+    Pairs with a prefix token read zeros, so that the kernels have no case for prefix tokens: pairs with a prefix key
+    read the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros behind
+    the table.
     """
     columns = grid.width + key_grid.width - 1
     offsets = (grid.height + key_grid.height - 1) * columns

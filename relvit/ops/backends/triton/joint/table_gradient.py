@@ -3,9 +3,9 @@
 A tile is a rectangle of queries and one of keys, ROWS by COLS patches each. Where both rectangles move by the same
 number of patches, each pair of places in the tile keeps its offset. So a program takes one distance between rectangles,
 and adds up the gradients of the logits over samples and rectangles in one tile of registers; only at the end it sums
-over the pairs of places that have the same offset. The order of all sums is fixed. Besides the products that backward
-computes anyway these are two more for each pair (queries with keys, gradients with values), instead of atomics or of
-sums within every tile; neighbouring distances share offsets, so memory is four float32 numbers for each entry.
+over the pairs of places that have the same offset. The order of all sums is fixed. For each pair the kernel computes
+two products that backward also computes (queries with keys, gradients with values), but needs neither atomics nor sums
+within every tile; neighbouring distances share offsets, so memory is four float32 numbers for each entry.
 """
 
 import triton
@@ -28,7 +28,7 @@ def joint_backward_table(
 
     Axes as in `joint_backward_queries`; the table's entries begin at the number `first`. sums (splits, heads, distances
     of rows, distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and the last column are zero. Prefix
-    tokens take no part.
+    tokens are left out.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)
@@ -47,7 +47,7 @@ def joint_backward_table(
     row = (y + below * ROWS)[None, :] - y[:, None] + height - 1
     col = (x + beside * COLS)[None, :] - x[:, None] + width - 1
     columns = width + key_width - 1
-    # Pairs beyond these offsets have a place outside of its grid.
+    # In pairs beyond these offsets, the query or the key is outside of its grid.
     exists = (row >= 0) & (row < height + key_height - 1) & (col >= 0) & (col < columns)
     bias = tl.load(table + head * entries + first + row * columns + col, mask=exists, other=0.0)
 

@@ -1,7 +1,7 @@
 """Parts that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
 
-A head of 80, or of 64 and some free channels, would take tiles of 128 numbers, because Triton's have a power of two.
-Two parts of 64 and 16 take a third less of all products.
+A head of width 80, or of 64 plus some free channels, would need tiles of width 128, because Triton's tiles have powers
+of two as sizes. Two parts of 64 and 16 make all products a third smaller.
 """
 
 import triton
