@@ -25,6 +25,8 @@ from relvit.models import model_arguments
 from relvit.utils.messages import cut, did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
+# `--root` alone means class folders, but not beside a configuration such as `reversible`, which stands behind a recipe.
+NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 
 
 class Given(NamedTuple):
@@ -66,7 +68,9 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     for option in given:
         if option.name.startswith("data.") and "data" in known and "data" not in names:
             instead = "--data ImageFolderData --data.root DIR in the place of --root"
-            return f"--{option.name} is for --data NAME: {instead}" if "root" in names else NO_DATA
+            if "root" in names:
+                return f"--{option.name} is for --data NAME: {instead}"
+            return NO_KIND if "data.root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
     # Only commands that run a Trainer have options of the trainer, and these commands need data.

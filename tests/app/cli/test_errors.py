@@ -125,6 +125,11 @@ def test_a_device_that_is_missing(fit, tmp_path, fails):
     assert list(tmp_path.glob("runs/*")) == []
 
 
+def test_a_folder_beside_a_configuration_without_data_needs_its_kind(fails):
+    message = fails(["fit", "--config=reversible", "--root=photos"])
+    assert "no kind of data is named: for class folders in --root add --data ImageFolderData" in message
+
+
 def test_no_data_and_no_checkpoint_and_no_such_command(fails):
     assert "no data given: give --root DIR" in fails(["fit"])
     assert "no data given" in fails(["fit", "--data.img_size=16"])
