@@ -31,7 +31,7 @@ BELOW = CORE | {
 }
 # The packages that the core imports: what `pip install relvit` brings.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}
-# One thing in several folders: operation, its reference and its layer; base of a folder.
+# One thing in several folders: an operation, its reference and its layer; the base classes of a folder.
 SHARED_NAMES = {"__init__", "attention", "reference", "base"}
 # Imported only where the user has them: for kernels on a GPU, and for models of these libraries.
 OPTIONAL = {"triton", "transformers", "segment_anything"}
@@ -165,6 +165,6 @@ def test_fast_backends_never_import_the_reference():
             assert not any("reference" in module for module in imported_modules(path)), path
 
 
-def test_files_of_the_core_have_names_of_their_own():
-    names = Counter(path.stem for room in CORE for path in (ROOT / room).rglob("*.py"))
-    assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
+def test_files_have_names_of_their_own():
+    names = Counter(path.stem for path in ROOT.rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} == SHARED_NAMES

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from relvit.app.evaluation.resolutions import evaluate_size
+from relvit.app.evaluation.evaluate_sizes import evaluate_size
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.layers import RelativeAttention
 from relvit.models import set_reach

@@ -33,7 +33,7 @@ from lightning.fabric import Fabric
 from study_lines import PROTOCOLS, read
 
 import relvit
-from relvit.app.evaluation.resolutions import evaluate_size
+from relvit.app.evaluation.evaluate_sizes import evaluate_size
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.models import set_reach
 

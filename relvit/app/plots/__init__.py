@@ -4,7 +4,7 @@ from relvit.app.plots.accuracy_by_size import plot_sizes
 from relvit.app.plots.confusion import plot_confusion
 from relvit.app.plots.curves import plot_curves, read_metrics
 from relvit.app.plots.heat_maps import MapRow, all_zero, plot_kernels, plot_maps, plot_overlay, plot_tables
-from relvit.app.plots.probe import plot_probes
+from relvit.app.plots.probe_curves import plot_probes
 from relvit.app.plots.sheet import picture_of, plot_sheet
 from relvit.app.plots.size_grid import plot_size_grid
 from relvit.app.plots.steps import plot_steps

@@ -5,9 +5,9 @@ from relvit.app.training.callbacks.history import History
 from relvit.app.training.callbacks.progress_bar import EpochLines, TrainingProgressBar
 from relvit.app.training.callbacks.telemetry import Telemetry
 from relvit.app.training.callbacks.training_images import TrainingImages
-from relvit.app.training.checkpoints.average import average_checkpoints
 from relvit.app.training.checkpoints.callback import RunCheckpoints, StoppedBySignalError, ignore_stop_signals
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
+from relvit.app.training.checkpoints.checkpoint_averaging import average_checkpoints
 from relvit.app.training.checkpoints.file import AtomicCheckpointIO, read_checkpoint, write_checkpoint
 from relvit.app.training.checkpoints.load import classifier_of, load_classifier
 from relvit.app.training.class_metrics import multi_label_metrics

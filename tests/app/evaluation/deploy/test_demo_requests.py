@@ -16,7 +16,7 @@ import safehttpx
 from gradio import processing_utils
 from starlette.testclient import TestClient
 
-from relvit.app.evaluation.deploy.demo import Viewer, build_app
+from relvit.app.evaluation.deploy.demo_page import Viewer, build_app
 
 NOT_OURS = "This request is not one of the page."
 

@@ -45,7 +45,7 @@ def demo(
         # Gradio reads these environment variables when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
         try:
-            from relvit.app.evaluation.deploy.demo import Viewer, build_app
+            from relvit.app.evaluation.deploy.demo_page import Viewer, build_app
         except ModuleNotFoundError as error:
             raise MissingPackageError("relvit demo", error.name) from error
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -10,7 +10,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation import Predictor, Size, export_model
 from relvit.app.evaluation.deploy import compare
-from relvit.app.evaluation.deploy.export import check_export
+from relvit.app.evaluation.deploy.onnx_and_pt2 import check_export
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.models import Reach
 from relvit.utils.messages import one_line

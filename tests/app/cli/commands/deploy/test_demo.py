@@ -102,5 +102,5 @@ def test_a_port_in_use_and_a_missing_checkpoint(fails, monkeypatch, tmp_path):
 
 def test_without_gradio(fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "relvit.app.evaluation.deploy.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "relvit.app.evaluation.deploy.demo_page", raising=False)
     assert 'relvit demo needs the package gradio: pip install "relvit[demo]"' in fails(ARGUMENTS)

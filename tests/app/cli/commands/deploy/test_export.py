@@ -19,7 +19,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 import relvit
 from relvit.app.cli import main
 from relvit.app.evaluation import ExportError, export_model
-from relvit.app.evaluation.deploy import export as module
+from relvit.app.evaluation.deploy import onnx_and_pt2 as module
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import load_classifier
 

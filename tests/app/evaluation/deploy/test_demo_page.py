@@ -16,7 +16,7 @@ gr = pytest.importorskip("gradio")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from relvit.app.evaluation.deploy.demo import LABELS, Viewer, build_app, build_page  # noqa: E402
+from relvit.app.evaluation.deploy.demo_page import LABELS, Viewer, build_app, build_page  # noqa: E402
 
 # Height 36, width 24: in patches of 8 pixels and 48 pixels long 6 x 4.
 PICTURE = np.random.default_rng(0).integers(0, 255, (36, 24, 3), dtype=np.uint8)

@@ -17,7 +17,7 @@ from relvit.app.cli import main
 from relvit.app.data import DigitsData, ImageFolderData
 from relvit.app.evaluation import probe_models
 from relvit.app.evaluation.standard_error import accuracy_error
-from relvit.app.evaluation.trust.probe import STRENGTHS, choose_labels, knn_right, linear_right
+from relvit.app.evaluation.trust.feature_probes import STRENGTHS, choose_labels, knn_right, linear_right
 
 
 def clusters(count, seed):

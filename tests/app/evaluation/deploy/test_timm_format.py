@@ -17,7 +17,7 @@ import relvit
 from relvit.app.cli import main
 from relvit.app.data.modules.paths import ImagePathsData
 from relvit.app.evaluation.deploy import PublishError, publish_model, save_model
-from relvit.app.evaluation.deploy.publish import save_folder
+from relvit.app.evaluation.deploy.timm_format import save_folder
 from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.pretrained import Pretrained
 
