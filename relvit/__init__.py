@@ -38,19 +38,20 @@ def load(
 
     Args:
         ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt, or an .onnx or .pt2 of `relvit export`, which
-            predicts alone. PyTorch may run code that a .pt2 holds.
+            can only predict. PyTorch may run code that a .pt2 contains.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
         reach: 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', 'mirror' or 'stretch-mirror', see
             `relvit.models.set_reach`.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, or no such size or reach.
-        TypeError: no path.
+        FileNotFoundError, ValueError: the file is no checkpoint of `relvit fit`, or the size or the reach is not
+            possible.
+        TypeError: `ckpt_path` is no path.
         ModuleNotFoundError: the packages of `pip install "relvit[train]"` are missing.
     """
     if not isinstance(ckpt_path, str | os.PathLike):
         raise TypeError(f"ckpt_path must be the path of a checkpoint, got {type(ckpt_path).__name__}")
-    # The import is here, since Lightning takes a second to load and models alone do not need it.
+    # Lightning takes a second to load, and only `load` needs it, so import it here.
     from relvit.app.evaluation import Predictor
 
     return Predictor(ckpt_path, img_size, reach)

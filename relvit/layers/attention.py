@@ -20,7 +20,7 @@ from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
 # A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column count as a
-# key term: the position has already multiplied the queries.
+# key term, because the position has computed them from the queries.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
@@ -61,11 +61,11 @@ def attend_with(
         layer: the layer, which has the position.
         x: (B, Nq, dim), the input of the layer's position.
         projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to; or
-            one tensor, see `Projected`.
-            float32 queries and keys, which norms return under autocast, are rotated in float32, as in timm.
+            one tensor, see `Projected`. If norms under autocast return float32 queries and keys, they are rotated in
+            float32, as in timm.
         grid: grid of the queries.
         key_grid: grid of the keys; None: the grid of the queries.
-        rotate: maps queries or keys and their grid to rotated ones; None: there is no rotation.
+        rotate: function of queries (or keys) and their grid that returns them rotated; None: there is no rotation.
         attn_mask, is_causal: see `relvit.ops.relative_attention`.
 
     Returns:
@@ -119,7 +119,7 @@ class GridAttention(Mixer):
         prefix_bias: `PrefixBias` or None; a retrofitted layer of timm may lack the attribute.
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: tokens
-            attend to all others.
+            attend to the whole grid.
         block_window: rows and columns of the windows that the block cuts in every image; None: the block cuts none.
     """
 
@@ -216,7 +216,7 @@ class GridAttention(Mixer):
         weight = self.proj.weight
         like = {"device": weight.device, "dtype": weight.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Positions only read the width of these tokens, whose numbers are uninitialised.
+        # Positions read only the width of these tokens, so the values need not be initialised.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         return AttentionInputs(vectors, vectors, vectors, terms, grid)
 

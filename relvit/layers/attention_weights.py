@@ -13,7 +13,8 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# Each thread has its own record, by each layer's `attn_drop`; threads would share a record in the modules.
+# The inputs of each layer, by its module `attn_drop`. A context variable is separate in each thread; attributes of the
+# modules would be shared by all threads.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 
@@ -39,7 +40,7 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
     """
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
-    # The weighted average of unit vectors consists of the weights.
+    # With unit vectors as values, the weighted average of the values consists of the weights.
     units = torch.eye(key.shape[2], dtype=dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     inputs = inputs._replace(value=units, terms=inputs.terms._replace(value=None), dropout_p=0.0)
     with without_autocast(query.device):

@@ -26,7 +26,7 @@ class GridBlock(Block):
         True
 
     Attributes:
-        mlp_chunk: tokens for which the MLP is computed at a time, see `relvit.layers.feed_forward`; None: all.
+        mlp_chunk: number of tokens that the MLP computes at a time, see `relvit.layers.feed_forward`; None: all tokens.
     """
 
     mlp_chunk: int | None = None
@@ -45,7 +45,8 @@ class GridBlock(Block):
 
         Args:
             x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
-            branch: 'mixer' or 'mlp': return this branch alone, not added to `x`, for `reversible_blocks`.
+            branch: 'mixer' or 'mlp': return only the output of this branch, without adding `x`, as `reversible_blocks`
+                needs it. None: return the block's output.
             memory: (B, M, dim), earlier inputs of this block, to which the tokens of `RelativeAttention` attend, too.
         """
         if branch == "mlp":
@@ -66,7 +67,7 @@ class GridBlock(Block):
 
 
 class MixerBlock(GridBlock):
-    """`GridBlock` with any mixer of tokens: attention-free ones, or attention.
+    """`GridBlock` with any mixer of tokens, attention or an attention-free one.
 
     Examples:
         >>> from relvit.families.aft import AFTConv2d
@@ -118,15 +119,18 @@ class RelativeBlock(MixerBlock):
         dim: width of the tokens.
         num_heads: number of attention heads.
         position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
-        rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments; None: no rotary embedding.
+        rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments as `position`; None: no rotary
+            embedding.
         prefix_bias: whether there is a `PrefixBias`.
-        mixer: see `MixerBlock`; attention with an attribute `position`, and the arguments of `timm.layers.Attention`.
-        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; for the mixer, too.
+        mixer: see `MixerBlock`; it makes attention that has an attribute `position` and takes the arguments of
+            `timm.layers.Attention`.
+        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; the mixer gets
+            these arguments, too.
         **kwargs: see `MixerBlock`.
 
     Raises:
         TypeError: a `position` or a `mixer` that cannot be called to make one for each block, such as a module.
-        ValueError: `rope` or `prefix_bias` for another attention than `RelativeAttention`.
+        ValueError: `rope` or `prefix_bias` with a mixer other than `RelativeAttention`.
     """
 
     def __init__(

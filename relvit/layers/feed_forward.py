@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_exporting
 
-# These classes of timm compute each token alone; `GatedMlp` does so as long as it has no gate.
+# These classes of timm compute each token without the other tokens, `GatedMlp` only if it has no gate.
 PER_TOKEN = (Mlp, GluMlp, SwiGLU, GatedMlp)
 
 
@@ -37,9 +37,9 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
     et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
 
     Args:
-        norm, mlp: modules that work on each token alone, see `check_chunk`.
+        norm, mlp: modules that compute each token without the other tokens, see `check_chunk`.
         x: tokens.
-        mlp_chunk: tokens of one chunk, the last one may have fewer.
+        mlp_chunk: number of tokens of a chunk; the last chunk may have fewer.
 
     Returns:
         (B, N, dim), equal to `mlp(norm(x))` up to rounding in the matrix products and the random numbers of dropout.
@@ -53,7 +53,8 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return compute(x)
     chunk = compute
     if torch.is_grad_enabled():
-        # Only dropout needs the state of the generator, which is larger than a small chunk.
+        # Keep the state of the random number generator only for dropout, because the state is larger than a small
+        # chunk.
         random = mlp.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
         chunk = partial(recomputed, compute, preserve_rng_state=random)
     return torch.cat([chunk(tokens) for tokens in x.flatten(0, 1).split(mlp_chunk)]).unflatten(0, x.shape[:2])

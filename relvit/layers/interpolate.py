@@ -28,14 +28,15 @@ def resample_embedding(
     Args:
         embedding: (1, prefix + h w, dim), patches in raster order.
         old_size: rows and columns, h and w, of the embedding's grid.
-        new_size: rows and columns, H and W, of the wanted grid.
+        new_size: rows and columns, H and W, of the new grid.
         prefix: number of leading tokens, which keep their embedding.
         cut: numbers of rows and columns of the new grid to return, from the top left; None: all.
         mirror: instead of interpolating, lay the unchanged embedding in the centre of the new grid, and mirror it at
             its edges (a smaller grid gets the centre alone).
 
     Returns:
-        (1, prefix + H W, dim), with H and W of a given `cut`, dtype of the embedding; computed in float32 at least.
+        (1, prefix + H W, dim), with H and W from `cut` if it is given; dtype of the embedding, computed in float32 at
+        least.
     """
     weights = mirror_weights if mirror else bicubic_weights
     first, patches = embedding[:, :prefix], embedding[:, prefix:]
@@ -52,13 +53,13 @@ def resample_embedding(
 
 
 def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Compute the weights of `old` points in the first `wanted` of `new` points; each row adds up to 1.
+    """Compute the weights that resample `old` points to the first `wanted` of `new` points; each row sums to 1.
 
     The kernel is the cubic one of Keys (1981, with a = -1/2), as wide as the larger distance between points, as in
     PyTorch with `antialias=True`.
     """
     ours, theirs = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
-    # The numerator is an integer, so that at the old size the weights are exactly those of the identity.
+    # The numerator is an integer, so that at the old size the weights are exactly the identity matrix.
     distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
@@ -67,14 +68,15 @@ def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype
 
 
 def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Compute the weights of `old` points that lie in the centre of `new` points and are mirrored at their edges.
+    """Compute the weights that lay `old` points in the centre of `new` points and mirror the old points at their edges.
 
     Each row has a single 1. The outermost points come twice, as in NumPy's padding 'symmetric'.
     """
-    # No negative number is divided, since some runtimes of exported programs round quotients towards zero.
+    # Write the division without negative numbers, since some runtimes of exported programs round quotients towards
+    # zero.
     before = (new + old) // 2 - old
-    # These odd numbers are twice the distance of a point's middle from the first edge; that edge mirrors negative
-    # distances.
+    # These odd numbers are twice the distance of a point's middle from the first edge of the old points; `abs` mirrors
+    # at that edge.
     place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

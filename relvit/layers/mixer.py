@@ -21,8 +21,8 @@ class LayerPlan(NamedTuple):
         terms: letters as in `rel_terms`, and 'c' for free channels.
         backend: name of the backend, '' for mixers without a choice.
         reason: why this backend is chosen.
-        width: width of a head's vectors, and the width as augmented by 'fused'.
-        keeps: tensors kept for backward, besides inputs and output.
+        width: width of a head's vectors, before and after 'fused' augments them.
+        keeps: description of the tensors that are kept for backward, besides inputs and output.
         parameters: number of parameters of the position module, or of an attention-free mixer.
     """
 
@@ -55,8 +55,8 @@ class Mixer(FillConstants, Leaf):
         torch.Size([2, 24, 192])
 
     Attributes:
-        lacks: abilities that a model with this mixer lacks, by the names in `relvit.models.lack`, each with the reason:
-            the rest of a sentence whose subject is the mixer.
+        lacks: what a model with this mixer cannot do: a name in `relvit.models.lack` -> the reason, as the rest of a
+            sentence whose subject is the mixer.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {"memory": "takes no memory", "weights": "shows no weights"}

@@ -15,8 +15,8 @@ from relvit.ops.tracing import is_compiling, is_exporting
 class AnySizePatchEmbed(Leaf, PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
-    timm formats its error messages in advance, which makes sizes constants of a compiled graph. For arguments see
-    `timm.layers.PatchEmbed`.
+    timm's class formats its error messages before it checks sizes, and so makes the sizes constants of a compiled
+    graph. For arguments see `timm.layers.PatchEmbed`.
 
     Examples:
         >>> embed = AnySizePatchEmbed(img_size=224, patch_size=16, embed_dim=192, output_fmt="NHWC")
@@ -53,11 +53,11 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
 
 class GridPatchEmbed(AnySizePatchEmbed):
-    """`AnySizePatchEmbed` for blocks that take rows and columns.
+    """`AnySizePatchEmbed` that returns patches as a grid, (B, rows, columns, dim), for blocks that take such tensors.
 
     A compiled model accepts any sides and leaves out the remaining pixels at the edges, as timm's `PatchEmbed` does: if
-    a graph knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of a grid of any
-    size.
+    a graph for all sizes knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of the
+    grid.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class PatchSizes(Leaf):
     """Mixin before another library's patch embedding: sizes of patches, images and grids under timm's names.
 
     Attributes:
-        convolution: name of the convolution.
+        convolution: attribute that holds the convolution.
         img_size: height and width of images in training.
     """
 

@@ -11,7 +11,7 @@ class PrefixBias(KeepConstants):
     """Three numbers per head, added to the logits of prefix tokens (class token, registers), as in BEiT.
 
     Source: the last three rows of the bias table in the authors' code of BEiT (Bao et al. 2021, arXiv 2106.08254),
-    which has them for the class token only.
+    which has these rows for the class token only.
 
     Examples:
         >>> attention = RelativeAttention(192, num_heads=3)
@@ -54,7 +54,7 @@ def prefix_channels(weight: Tensor, grid: Grid, key_grid: Grid) -> Channels:
         for tokens in (grid, key_grid)
     )
     to_patch, to_prefix, between = weight[:, :, None].unbind(0)
-    # The channels of a query are (1, 0) for a prefix token and (0, 1) for a patch.
+    # The two channels of a query are (1, 0) if it is a prefix token and (0, 1) if it is a patch.
     met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
     return Channels(
         torch.stack((query, 1 - query), dim=-1)[None, None],

@@ -46,5 +46,6 @@ class TimmAbsoluteEmbedding(AbsoluteEmbedding):
     """`AbsoluteEmbedding` with timm's interpolation, so that timm's models keep their outputs to the last bit."""
 
     def _interpolated(self, size: tuple[int, int], prefix: int) -> Tensor:
-        # Symbolic tracing keeps a call as one node where the function is called as an attribute of timm's module.
+        # Symbolic tracing (torch.fx) keeps a call as one node if the function is called as an attribute of timm's
+        # module.
         return timm_pos_embed.resample_abs_pos_embed(self.pos_embed, size, self.patch_embed.grid_size, prefix)

@@ -38,8 +38,8 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
-    Each layer takes N x N numbers per head and image. The model is not changed. A block that runs several times, as in
-    `relvit_universal_*`, returns the weights of its last run.
+    The weights of each layer take N x N numbers per head and image. The model is not changed. A block that runs several
+    times, as in `relvit_universal_*`, returns the weights of its last run.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -51,11 +51,11 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         model: in evaluation mode: a relvit model with attention, a retrofitted model, or a model of timm whose blocks
             have timm's `Attention`, `AttentionRope` or `EvaAttention`.
         images: (B, in_chans, height, width), normalised for the model.
-        layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+        layers: indices of the blocks, negative ones count from the last block; None: all blocks.
 
     Raises:
         TypeError: a model without attention, or with another kind of attention.
-        ValueError: a model in training mode, a number without a block, images of another shape.
+        ValueError: a model in training mode, an index without a block, images of another shape.
     """
     weights = _record_weights(model, images, layers, Tensor.float)
     return AttentionMaps(weights, patch_grid(model, images.shape[-2:]), model.num_prefix_tokens)
@@ -110,7 +110,7 @@ def patch_grid(model: nn.Module, img_size: Sequence[int]) -> tuple[int, int]:
 
 @torch.no_grad()
 def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]:
-    """Run a model once, and return what each attention layer computes its logits from.
+    """Run a model once, and return the inputs from which each attention layer computes its logits.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=1).eval()
@@ -123,8 +123,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         images: (B, in_chans, height, width), normalised for the model.
 
     Returns:
-        By the name of the layer the arguments of `relvit.ops.relative_attention`: queries, keys and values
-        (B, heads, N, head_dim), terms, grid and options. A block that runs several times has its last arguments.
+        Name of the layer -> the arguments that it passes to `relvit.ops.relative_attention`: queries, keys and values
+        (B, heads, N, head_dim), terms, grid and options. If a block runs several times, the arguments of its last run.
 
     Raises:
         TypeError: a model without attention with relative positions.
@@ -217,7 +217,8 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
         recorded[attention] = keep(given[0])
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
-    # timm only passes weights to `attn_drop` without fused attention; relvit passes weights if `attn_drop` has hooks.
+    # timm passes weights to `attn_drop` only if fused attention is off; relvit passes weights whenever `attn_drop` has
+    # hooks.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

@@ -24,7 +24,7 @@ from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import check_choice
 
-# Values of `pos_embed` with the argument `combine` of `AxialPositionEmbedding` that each value selects.
+# A value of `pos_embed` -> the argument `combine` of `AxialPositionEmbedding` that the value selects.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
@@ -61,9 +61,9 @@ class GridForward(AbsoluteEmbedding):
     calls a block.
 
     Attributes:
-        depth_plan: applies the blocks.
-        segmenter: computes images part by part; None: the model computes whole images.
-        own_segmenter: the segmenter of the model's arguments, to which `set_reach(model, 'trained')` returns.
+        depth_plan: the object that applies the blocks, see `Depth`.
+        segmenter: the object that computes images part by part, see `Segmenter`; None: the model computes whole images.
+        own_segmenter: the segmenter that the model's arguments chose; `set_reach(model, 'trained')` returns to it.
     """
 
     depth_plan: Depth = Depth()
@@ -94,7 +94,7 @@ class GridForward(AbsoluteEmbedding):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.embed_tokens(x)
-        # timm applies the dropout together with an absolute embedding only.
+        # As in timm, without an absolute embedding there is no `pos_drop`.
         return x if self.pos_embed is None else self.pos_drop(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
@@ -122,14 +122,14 @@ class GridForward(AbsoluteEmbedding):
 
         Args:
             x: the images.
-            attn_mask, is_causal: see `relvit.ops.relative_attention`; the mask is for the kept tokens.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`; with `keep`, the mask has only the kept tokens.
             keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
                 tokens not counted. Patches keep their places on the grid: the outputs are as for the whole
                 image under a mask that hides all other patches. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.
-            ValueError: `keep` of another shape, or for a model that computes images part by part.
+            ValueError: `keep` has another shape, or the model computes images part by part.
         """
         if self.segmenter is not None:
             if keep is not None:
@@ -208,7 +208,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
-            `reversible` that is not boolean, or that is for a class with a depth of its own.
+            `reversible` that is not boolean, `reversible` for a class that fixes its own depth.
         TypeError: an `mlp_chunk` that is no integer.
     """
 
@@ -248,7 +248,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             check_chunk(mlp_chunk, block.mlp)
             block.mlp_chunk = mlp_chunk
         if patch_drop_rate > 0:
-            # timm's `PatchDropout` does not return the indices of the patches that stay.
+            # timm's `PatchDropout` does not return the indices of the kept patches, which the grid needs.
             self.patch_drop: nn.Module = PatchDropoutWithIndices(
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
@@ -261,10 +261,10 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
 
     @classmethod
     def depth_for(cls, arguments: Mapping[str, Any]) -> Depth:
-        """Return the depth of a model with these arguments.
+        """Return the object that applies the blocks of a model with these arguments.
 
         Raises:
-            ValueError: an argument chooses a depth, and the class has a depth of its own.
+            ValueError: an argument chooses a `Depth`, but the class fixes its own.
         """
         chosen = next((name for name in DEPTHS if arguments.get(name)), None)
         if chosen is None:

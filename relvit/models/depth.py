@@ -12,7 +12,7 @@ from relvit.ops import Grid
 
 
 class Depth:
-    """Application of a model's blocks, one after the other. Subclasses, without parameters, apply them in other ways.
+    """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
 
     Attributes:
         lacks: what a model with this depth cannot do, with the reason; see `lack`.
@@ -34,7 +34,7 @@ class Depth:
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens (B, N, dim) of state `last` and of the states numbered in `take`, from 0.
+        """Compute the tokens (B, N, dim) after block `last` and after each block in `take`, counted from 0.
 
         Blocks are called as `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient
         checkpointing.
@@ -67,9 +67,10 @@ def lack(model: nn.Module, need: str) -> str | None:
 
     Args:
         model: any model.
-        need: 'memory' (further tokens to attend to), 'weights' (of attention, N x N), 'rollout' (a product of attention
-            weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native' (batches of
-            images of any shapes), 'reach' (another treatment of other sizes than the trained one, by `set_reach`).
+        need: 'memory' (attend to further tokens), 'weights' (return attention weights, N x N), 'rollout' (a product of
+            attention weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native'
+            (batches of images of any shapes), 'reach' (another treatment of other sizes than the trained one, by
+            `set_reach`).
     """
     for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
         if part is not None and need in part.lacks:

@@ -17,7 +17,7 @@ from relvit.utils.ranges import Range, compare
 
 # relvit's models set these arguments of timm's class themselves.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
-# timm's class does not check these numbers.
+# timm's class does not check these numbers, and fails later with other errors.
 RANGES = {name: Range(1) for name in ("in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads")}
 RANGES |= {"num_classes": Range(0), "reg_tokens": Range(0), "mlp_ratio": Range(0, above=True)}
 RANGES |= {
@@ -26,7 +26,7 @@ RANGES |= {
 
 
 def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
-    """Refuse arguments that are unknown to a model's class and to timm's, that cannot be chosen, or are out of range.
+    """Refuse unknown arguments of a model, arguments that cannot be chosen, and numbers out of range.
 
     The function removes `dynamic_img_size=True` from `given`: configurations shared with timm's models may hold it.
     """
@@ -59,11 +59,11 @@ CFG: dict[str, Any] = {
     "classifier": "head",
     "license": "apache-2.0",
 }
-# Configurations by the image size that a model is made for.
+# Image size that a model is made for -> timm's configuration.
 CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
-    # Mean and deviation of CIFAR-10's training images; those of CIFAR-100 differ by less than 0.03.
+    # Mean and standard deviation of CIFAR-10's training images, which differ from CIFAR-100's by less than 0.03.
     32: CFG
     | {
         "num_classes": 10,
@@ -95,7 +95,7 @@ def entry_point(
         name: name of the model.
         model_class: class of the model.
         filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
-        arguments: adds the model's own arguments to the arguments of a call.
+        arguments: function that completes the arguments of a call with the named model's arguments.
         module: name of the module in which timm finds the `default_cfgs`; None: the module of the class.
     """
 

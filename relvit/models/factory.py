@@ -29,7 +29,7 @@ BUILDER_ARGUMENTS = {
 } - {"kwargs"}
 # The data module chooses these arguments.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
-# No model has larger numbers or more layers. Within these limits the bytes of a model are counted.
+# No model has larger numbers or more layers. Only within these limits is it cheap to count the bytes of a model.
 LARGEST, DEEPEST = 10**6, 1000
 
 
@@ -50,9 +50,9 @@ def build_model(
 
     Args:
         name: any name that `timm.create_model` knows.
-        num_classes: outputs of the classifier.
-        in_chans: channels of the images.
-        img_size: size of the images, for models that take it as an argument.
+        num_classes: number of outputs of the classifier.
+        in_chans: number of channels of the images.
+        img_size: size of the images, which only models with the argument `img_size` get.
         model_kwargs: further arguments of the model's class.
         retrofit: arguments of `relvit.retrofit`, {} for its defaults, to give a timm model relative positions; None: no
             retrofit.
@@ -84,11 +84,11 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    # A registered model without further arguments is not measured.
+    # A registered model without further arguments fits into memory, so it is not measured.
     check_model_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()
-    # timm's classes check few of their arguments, so wrong ones fail in many ways.
+    # timm's classes check few of their arguments, so wrong arguments raise errors of many kinds.
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise
@@ -138,7 +138,7 @@ def described_model(
 
 
 def check_description(name: str, arguments: Mapping[str, Any], source: str = "model_kwargs") -> None:
-    """Refuse a description of a model that chooses which weights are loaded, as a file from elsewhere may.
+    """Refuse a description of a model that chooses which weights are loaded; a downloaded file may try to.
 
     Args:
         name: name of the model.
@@ -159,14 +159,15 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
 
 
 def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[str, Any]) -> None:
-    """Refuse a model larger than the memory, as a broken or hostile checkpoint or configuration may ask for one.
+    """Refuse a model larger than the memory, which a broken or hostile checkpoint or configuration may describe.
 
     Examples:
         >>> check_model_size(partial(timm.create_model, "relvit_tiny", depth=2), {"depth": 2})
 
     Args:
         build: makes the model on the meta device, where tensors take no memory. None: only check the numbers.
-        arguments: arguments of the model. Their numbers are checked first, since layers take time on the meta device.
+        arguments: arguments of the model. Numbers among them are checked first, since building many layers takes time
+            even on the meta device.
 
     Raises:
         ValueError: a number beyond a million, more than a thousand layers in all, or too many bytes of parameters.
@@ -177,14 +178,14 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
         if "depth" in name or "layers" in name:
             most, layers = DEEPEST, layers + number
             number = layers
-        # This comparison refuses NaN, too.
+        # With NaN every comparison is false, so this one refuses NaN, too.
         if not abs(number) <= most:
             raise ValueError(f"{name} {number:.6g} cannot be meant: numbers of a model go up to {most}")
     if build is None:
         return
     model = None
-    # `fork_rng` keeps the state of the caller's random numbers. Operations without a meta kernel raise the suppressed
-    # errors.
+    # `fork_rng` keeps the state of the caller's random numbers. Operations that the meta device lacks raise the
+    # suppressed errors.
     with (
         torch.random.fork_rng(devices=[]),
         contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError, AttributeError, LookupError),
@@ -214,7 +215,7 @@ def _numbers(name: str, given: Any) -> Iterator[tuple[str, float]]:
 
 
 def model_arguments(name: str) -> set[str]:
-    """Return the names of all arguments of a model; empty if its class is not known before the model is built.
+    """Return the names of all arguments of a model; an empty set if only building the model would show its class.
 
     Examples:
         >>> "max_distance" in model_arguments("relvit_tiny"), "max_distance" in model_arguments("vit_tiny_patch16_224")

@@ -13,7 +13,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import int_pair
 from relvit.utils.messages import check_choice, part_of
 
-# The choice of a backend differs between these devices.
+# Backends are chosen by different rules on these devices.
 DEVICES = ("cpu", "cuda")
 
 
@@ -26,7 +26,7 @@ def explain(
 ) -> list[LayerPlan]:
     """List what each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
-    Only position tables are computed.
+    Only position tables are computed, no attention.
 
     Examples:
         >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]
@@ -36,9 +36,9 @@ def explain(
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
         img_size: size of the images, one number or (height, width) in pixels; None: the model's own size.
-        device: 'cpu' or 'cuda', the device whose backend is chosen, which need not be present; None: the device of the
-            parameters.
-        training: whether gradients are wanted.
+        device: 'cpu' or 'cuda', the device for which a backend is chosen, even if this machine has none; None: the
+            device of the parameters.
+        training: whether the backend also has to compute gradients.
 
     Returns:
         A plan for each layer, in the order of the model.

@@ -59,14 +59,15 @@ def param_groups(
         if others:
             found.append(group | {"params": others, "lr": rate})
         if positions:
-            # Of the groups without the entry `position_lr_scale`, the group of the last layer has the highest rate.
+            # This group keeps its rate in `lr` and the factor in an entry of its own, so that the highest `lr` of the
+            # other groups stays the last layer's.
             own = {"params": positions, "lr": rate * position_lr_scale, "position_lr_scale": position_lr_scale}
             found.append(group | own)
     return found
 
 
 def scaled_positions(model: nn.Module, position_lr_scale: float) -> list[nn.Parameter]:
-    """Return the parameters that a factor on the learning rate of relative positions is for: none for the factor 1.
+    """Return the parameters to which a factor on the learning rate of relative positions applies: none if it is 1.
 
     Raises:
         ValueError: another factor than 1 for a model without relative positions that learn.

@@ -18,7 +18,7 @@ from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
-# The depth of timm's `VisionTransformer` where a user gives none.
+# The default depth of timm's `VisionTransformer`.
 DEPTH = 12
 ROPES = ("", *TEMPERATURES)
 
@@ -37,24 +37,25 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, such as 'tables' (learned, `RelativePosition2d`) or
-            'slopes' (ALiBi's, without parameters), or a class of yours or a `functools.partial` of it, called as
+            'slopes' (ALiBi's, without parameters), or your own class or a `functools.partial` of it, called as
             `position(head_dim, num_heads, device=, dtype=)` for each block, and with `layer=(index, depth)` if it has
             an argument of this name.
         rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
-            `RotaryEmbedding2d`. With `rel_terms=''` it is the only position.
+            `RotaryEmbedding2d`. With `rel_terms=''` the rotary embedding is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, no clipping for slopes and 'xl'. Other positions lack this argument.
-        rel_terms, shared_heads, layout, bucketing: for tables alone, see `RelativePosition2d`.
-        rel_init_std: standard deviation that initialises a learned position; 0 starts as plain attention; None: the
-            default of the position, 0.1 for tables.
+            7 for tables, no clipping for slopes and 'xl'. All other positions have no such argument.
+        rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`.
+        rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
+            None: the default of the position, 0.1 for tables.
         pos_embed: additional absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch,
             interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
-            per row plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix tokens.
+            vector per row plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix
+            tokens.
         class_token: prepend a class token, which has no position.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
-        mixer: attention of your own with an attribute `position`, see `RelativeBlock`; None: `RelativeAttention`.
+        mixer: your own attention, with an attribute `position`, see `RelativeBlock`; None: `RelativeAttention`.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
             bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
@@ -64,9 +65,9 @@ class RelVisionTransformer(GridVisionTransformer):
             `mlp_chunk`: number of tokens in a chunk of the MLP, see `relvit.layers.feed_forward`.
 
     Raises:
-        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen here or not
-            for this position; in `forward`, an image whose sides are no multiples of the patch.
-        TypeError: an unknown argument, a `position` that makes no modules.
+        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen for this
+            class or for this position; in `forward`, an image whose sides are no multiples of the patch. TypeError: an
+            unknown argument, a `position` that makes no modules.
     """
 
     segmenter: Segmenter | None
@@ -148,7 +149,7 @@ BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
 TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
-# Four registers (Darcet et al. 2024, arXiv 2309.16588), which pooling leaves out.
+# Four register tokens (Darcet et al. 2024, arXiv 2309.16588). Average pooling leaves them out.
 REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
 # In docs/study the most accurate models have tables that reach an eighth to a quarter of the grid, here of 14 x 14
 # patches, and a learned absolute embedding.
@@ -175,7 +176,7 @@ default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 
 
 def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, completed by those of the model of this name.
+    """Return the arguments of a call, completed with the arguments of the model of this name.
 
     A call with another position ignores the named model's clip distance: that position has its own default or no
     clipping.

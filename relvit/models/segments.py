@@ -35,5 +35,5 @@ class Segmenter(Protocol):
         ...
 
 
-# Segmenters by their reach; packages in `relvit.families` add their own.
+# A name in the argument `reach` of `set_reach` -> its segmenter; packages in `relvit.families` add theirs.
 SEGMENTERS: dict[str, type[Segmenter]] = {}

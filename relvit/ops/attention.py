@@ -92,22 +92,21 @@ def relative_attention(
             + v for Transformer-XL's `query` q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
         position_key: the vectors that are multiplied by a^Q, shaped as `key`. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
-            added to the scaled logits. For padding use `Grid.valid`, which needs no N x N.
+            added to the scaled logits. For padding use `Grid.valid`, which takes less memory.
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
         dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
-        backend: 'fused' (one `scaled_dot_product_attention` over augmented q, k and v: memory O(N (H + W)), nothing of
-            N x N is kept for backward, unless `dropout_p` > 0 on the CPU or a joint bias is the mask), 'lean' (as
-            'fused', in the fewest operations, for one raster without padding, tables per axis, and neither mask nor
-            dropout, without second derivatives and graphs), 'tiled' (one tile of queries after the other, recomputed in
-            backward: it keeps nothing of N x N either, but has no second derivatives and cannot be part of compiled or
-            exported graphs), 'gathered' (tiles in which every pair looks up its table entries: slower, but it takes all
-            joint tables, while 'fused' and 'tiled' only take a joint bias between rasters, and has second derivatives
-            and all transforms of `torch.func`), 'triton' (GPU kernels that augment nothing, for keys on a raster and
-            terms in tables, without query term, mask and dropout, see `relvit.ops.backends.triton`), 'reference' (the
-            paper's own n products, O(N^2 head_dim) memory) or 'auto' (see `choose`).
+        backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
+            and v, in O(N (H + W)) memory; only `dropout_p` > 0 on the CPU, or a joint bias as the mask, keeps N x N for
+            backward); 'lean' (as 'fused', in the fewest operations: one raster without padding, tables per axis, no
+            mask, no dropout); 'tiled' (tiles of queries, recomputed in backward); 'gathered' (tiles in which each pair
+            looks up its table entries: slower, but with all joint tables, second derivatives and `torch.func`; 'fused'
+            and 'tiled' only take a joint bias between rasters); 'triton' (GPU kernels without augmented vectors: keys
+            on a raster, terms in tables, no query term, mask or dropout, see `relvit.ops.backends.triton`); 'reference'
+            (the paper's n products, in O(N^2 head_dim) memory). 'lean' and 'tiled' have no second derivatives, and
+            cannot be part of graphs.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
@@ -189,7 +188,7 @@ def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _D
         fits = terms.key is terms.value is None and (mask is None or mask.is_floating_point())
     else:
         fits = packed and mask is None
-    # Under autocast norms return queries and keys in single precision.
+    # Under autocast norms return queries and keys in single precision, but the projection returns values in half.
     if not (fits and inputs.query.dtype == inputs.value.dtype and backend in ("auto", "fused" if joint else "lean")):
         return _Decision(backend, None)
     decision, filled = _decision(inputs, backend), completed(inputs)
@@ -219,7 +218,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     if not is_eager():
         return _decide(checked(inputs), backend)
     try:
-        # Backends depend on whether the position queries are the same tensor as the queries, so the key has this, too.
+        # The key says whether the position queries are the queries themselves, because the choice depends on it.
         key = (backend, inputs.position_query is inputs.query, signature(inputs), _switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
@@ -282,10 +281,11 @@ def choose(
         >>> choose(q, q, q, RelativeTerms(key=tables), make_grid(4, 6), device="cuda").backend
         'lean'
 
-    Arguments and errors are those of `relative_attention`, without `backend`, but for one:
+    Arguments and errors are those of `relative_attention`, without `backend` and with one more argument:
 
     Args:
-        device: the kind of device that would compute, 'cpu' or 'cuda', which need not be there; None: the query's.
+        device: the kind of device that would compute, 'cpu' or 'cuda', even if this machine has none; None: the
+            query's.
     """
     inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid, **options))
     choice = _choose(inputs, device)

@@ -46,8 +46,8 @@ def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[
     """Return an integer of Python or NumPy for both axes, or one per axis, as (rows, columns).
 
     Raises:
-        TypeError: `given`, which messages call `name`, holds anything but integers.
-        ValueError: not one or two integers, or an integer below `least` (None: there is no limit).
+        TypeError: `given`, which messages call `name`, holds something that is not an integer.
+        ValueError: there are not one or two integers, or one is below `least` (None: there is no limit).
     """
     pair = tuple(given) if isinstance(given, Sequence) else (given, given)
     if len(pair) != 2:

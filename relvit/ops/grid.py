@@ -77,8 +77,8 @@ def make_grid(
 def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
     """Build the `Grid` of a batch of images of different sizes from what timm's NaFlex data loader yields.
 
-    Padding moves to row 0, column 0. The sizes of the single images are not needed, because attention depends only on
-    offsets. The backend 'fused' appends a channel for each row and column of the bounds.
+    Padding moves to row 0, column 0. The size of each image is not needed, because attention depends only on offsets.
+    The backend 'fused' appends a channel for each row and column of the bounds.
 
     Examples:
         >>> coords = torch.tensor([[[0, 0], [0, 1], [1, 0]], [[0, 0], [1, 0], [-1, -1]]])  # images of 3 and 2 patches
@@ -89,7 +89,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
     Args:
         patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
         patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
-        height: a number of rows that no image exceeds, which a graph cannot read from the data.
+        height: a number of rows that no image exceeds; it is an argument because a graph cannot read it from the data.
         width: a number of columns that no image exceeds.
         prefix: number of tokens without coordinates, which the model puts before the patches.
 
@@ -139,7 +139,8 @@ def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     if grid.coords is not None:
         y, x = batched_coords(grid, device).split(1, dim=-1)
         return y, x
-    # Rows and columns stay apart, unlike in `patch_coords`, so that a compiler can compute both where they are read.
+    # Rows and columns are separate tensors, unlike in `patch_coords`, so that a compiler can compute both where they
+    # are read.
     y = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     x = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return y.reshape(1, -1, 1), x.reshape(1, -1, 1)

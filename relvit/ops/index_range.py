@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 
 
 def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
-    """Return an upper bound for the numbers of a backend's largest tensor, results and operands included.
+    """Return an upper bound for the number of elements of a backend's largest tensor, results and operands included.
 
     Stock attention, which `fused` calls, counts as if it kept its N x N weights, as it does on MPS in training.
     """
@@ -40,10 +40,10 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
 
 
 def check_index_range(inputs: AttentionInputs, backend: str) -> None:
-    """Raise where a tensor of a backend would have more numbers than the device's kernels can count.
+    """Raise if a tensor of a backend would have more elements than the device's kernels can index.
 
     Raises:
-        ValueError: the device is one of `NARROW_DEVICES`, and a tensor has more than 2^31 - 1 numbers.
+        ValueError: the device is one of `NARROW_DEVICES`, and a tensor has more than 2^31 - 1 elements.
     """
     if inputs.query.device.type not in NARROW_DEVICES:
         return
@@ -55,12 +55,12 @@ def check_index_range(inputs: AttentionInputs, backend: str) -> None:
 
 
 def check_numbers(device: str, number: int, what: str, hint: str = "smaller batches or images") -> None:
-    """Raise where an operation has a tensor of more numbers than a device's kernels can count.
+    """Raise if an operation has a tensor of more elements than a device's kernels can index.
 
     Args:
         device: the kind of device.
-        number: an upper bound for the numbers of the largest tensor.
-        what: names the operation and its sizes in the message.
+        number: an upper bound for the number of elements of the largest tensor.
+        what: the operation and its sizes, for the message.
         hint: what to use instead.
 
     Raises:

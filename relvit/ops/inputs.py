@@ -15,7 +15,7 @@ from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, Relat
 from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
 
-# Numbers divided or multiplied by a scale in this range do not overflow, in half precision either.
+# Dividing or multiplying by a scale in this range does not overflow, even in half precision.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
@@ -52,8 +52,8 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
-# Queries, keys and values, (B, heads, N, head_dim) each; or, where no norm comes between, all of them as the projection
-# returns them, (B, N, 3 heads, head_dim), which saves operations.
+# Queries, keys and values, (B, heads, N, head_dim) each; or all three in one tensor (B, N, 3 heads, head_dim), as the
+# projection returns them, if no norm follows: this saves operations.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -103,10 +103,11 @@ def completed(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def signature(given: Any) -> Any:
-    """Describe inputs, or a part of them, by all that checks read: shapes, dtypes and devices of tensors, other values.
+    """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 
     Raises:
-        TypeError: something is neither a tensor of PyTorch's own class nor a plain value, so it must be checked.
+        TypeError: something is neither a `torch.Tensor` itself (a subclass does not count) nor a plain value, so there
+            is no signature.
     """
     kind = type(given)
     if kind is Tensor or kind is nn.Parameter:
@@ -144,7 +145,7 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     channels, dtype = inputs.terms.channels, inputs.query.dtype
     if channels is None:
         return inputs
-    # The logits of channels are not scaled.
+    # The scale does not apply to the channels' logits, so undo it here.
     query, key = channels.query / inputs.scale, channels.key
     if added_width(inputs.terms, dtype) > key.shape[-1]:
         (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))

@@ -1,7 +1,8 @@
 """Less memory in training: recompute in backward instead of keeping tensors; refuse tensors modified in place.
 
-`recomputed` computes a function once more, forward included (PyTorch's checkpoint, plus the check). `recompute_saved`
-recomputes only what another operation reads: `fused` cannot use `recomputed`, which would run the attention twice.
+`recomputed` runs a whole function once more in backward (PyTorch's checkpoint, with a check for tensors modified in
+place). `recompute_saved` recomputes only the operands of another operation: `fused` uses it, since `recomputed` would
+run the attention twice.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Versions:
 def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_state: bool = False) -> Tensor:
     """Compute `function(*args)`; backward computes it once more instead of keeping its intermediate tensors.
 
-    Recomputation as in Chen et al. 2016 (arXiv 1604.06174). Without gradients, in exported graphs and inside
-    `torch.func`, which cannot recompute, it is a plain call.
+    Source: Chen et al. 2016 (arXiv 1604.06174). Without gradients, in exported graphs and inside `torch.func`, which
+    cannot recompute, `recomputed` just calls the function.
 
     Args:
         function: reads no tensors but those in `args`.
@@ -68,7 +69,7 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
 def recompute_saved(
     tensors: list[Tensor], function: Callable[..., list[Tensor]], inputs: list[Tensor | None]
 ) -> Iterator[None]:
-    """Context in which operations save how to compute `tensors` for backward instead of the tensors themselves.
+    """Context in which operations do not save `tensors` for backward, but recompute them there with `function`.
 
     Autograd's saved-tensor hooks replace these tensors, so gradients of any order work, and every kernel stays the
     same. In graphs and inside `torch.func`, which forbid such hooks, the context does nothing.

@@ -14,11 +14,11 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     """Multiply all logits, the bias included, by log(n) / log(trained_keys), with n the number of keys of a sample.
 
     Prefix tokens, and keys that a mask or causality hides, count as keys; padding does not. Numbers in `attn_mask` are
-    added afterwards, unscaled. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); relative to the
-    trained number as Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), but for fewer keys too.
+    added afterwards, unscaled. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); the division by
+    log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here for fewer keys, too.
 
     Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys, bias tables and axis logits,
-    each in its own dtype; where n is `trained_keys` their numbers stay the same.
+    each in its own dtype. If n is `trained_keys`, their values do not change.
 
     Raises:
         ValueError: a bias where samples have different numbers of keys.
@@ -31,9 +31,9 @@ def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
     if valid is None:
         count = query.new_full((1, 1, 1, 1), inputs.key.shape[2], dtype=precision)
     else:
-        # Samples without keys have no logits.
+        # A sample without keys has no logits, so its factor only has to be finite.
         count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
-    # Both logarithms are taken of tensors, so that equal numbers have exactly the ratio 1.
+    # Both logarithms are computed by PyTorch, so that the ratio is exactly 1 if n is `trained_keys`.
     factor = count.log() / torch.full_like(count, inputs.trained_keys).log()
 
     def times(tensor: Tensor, factor: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ class AxisTables(NamedTuple):
 class JointTable(NamedTuple):
     """One table for both axes together: entry (r, c) belongs to the offset (r - k_row, c - k_col), each clipped.
 
-    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can distinguish what sums of rows and columns
-    cannot, at (2k + 1)^2 instead of 2 (2k + 1) vectors.
+    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can express any function of both offsets, and sums
+    of rows and columns cannot, but it needs (2k + 1)^2 instead of 2 (2k + 1) vectors.
 
     Examples:
         >>> bias = JointTable(torch.randn(12, 7, 9))  # 12 heads; k is 3 for rows and 4 for columns
@@ -58,7 +58,7 @@ class Channels(NamedTuple):
         >>> terms = RelativeTerms(channels=Channels(query=place, key=place))  # adds place_i . place_j to each logit
 
     Attributes:
-        query: (1 or B, 1 or heads, Nq, r), rows of prefix tokens included, zeros where they have no position.
+        query: (1 or B, 1 or heads, Nq, r), prefix tokens included; zeros for prefix tokens without a position.
         key: (1 or B, 1 or heads, Nk, r), likewise.
     """
 
@@ -67,7 +67,7 @@ class Channels(NamedTuple):
 
 
 class AxisLogits(NamedTuple):
-    """Relative logits that are computed already: a number of each query per row and per column of the key grid.
+    """Relative logits that are already computed: for each query a number per row and per column of the key grid.
 
     Such logits serve positions that no table of offsets describes, such as pooled tokens, whose queries and keys have
     grids of different steps. `relvit.ops.relative_logits` computes the same numbers from tables.
@@ -78,9 +78,9 @@ class AxisLogits(NamedTuple):
         torch.Size([2, 12, 6, 6])
 
     Attributes:
-        rows: (B, heads, Nq, H) for the H rows of the key grid; also for prefix queries, whose logits are zero if they
-            have no position.
-        cols: (B, heads, Nq, W), likewise for its columns.
+        rows: (B, heads, Nq, H) for the H rows of the key grid; prefix queries are included, with zeros if they have no
+            position.
+        cols: (B, heads, Nq, W), likewise for the W columns of the key grid.
     """
 
     rows: Tensor

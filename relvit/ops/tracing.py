@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 def is_compiling() -> bool:
     """Return True while PyTorch compiles, exports or traces a graph, which serves other values and sizes, too."""
-    # `torch.jit.trace` records no function with a backward of its own.
+    # `torch.jit.trace` cannot record an autograd function with a custom backward.
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 

@@ -51,7 +51,8 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
         or None where `grid` has none and no window extends beyond the border.
 
     Raises:
-        ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit it, sizes out of range.
+        ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit the grid, sizes out of
+            range.
         TypeError: sizes that are no integers, arguments in another order.
     """
     division = _divide(grid, size, shift)

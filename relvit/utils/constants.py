@@ -30,8 +30,8 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     """Move non-persistent buffers from the meta device to another one, and let the module compute them."""
     gone = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
     gone = {name: buffer for name, buffer in gone.items() if buffer is not None and buffer.is_meta}
-    # PyTorch loads a module before its parts. Some parts compute buffers from their weights, so wait until these are
-    # loaded.
+    # PyTorch loads a module before its parts. Some parts compute buffers from their weights, so wait until the weights
+    # are loaded.
     waits = any(parameter.is_meta for parameter in module.parameters(recurse=False))
     # timm's own layers have a method of this name, too.
     if gone and not waits and hasattr(module, "init_non_persistent_buffers"):

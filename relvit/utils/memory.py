@@ -21,8 +21,8 @@ _FILES = {
 def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
     """Return the bytes that this process can take without swapping; None where the system does not report them.
 
-    On Linux this is the kernel's MemAvailable, or less where a container or a cluster's job has a limit. On other
-    systems the free pages count, if the system reports them.
+    On Linux the result is the kernel's MemAvailable, or less if a container or a cluster's job has a limit. On other
+    systems it is the memory of free pages, if the system reports them.
 
     Args:
         root: Where /proc and /sys are.

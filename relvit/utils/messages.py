@@ -23,11 +23,12 @@ EXTRAS = {
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
 
-    Case, hyphens and underscores do not count. One letter of a word, from seven letters on two, may be missing, wrong,
-    too many or exchanged with its neighbour; or, with `parts`, one name begins or ends with the other.
+    Case, hyphens and underscores do not count. In a word one letter (two in words of seven letters and more) may be
+    missing, wrong, added or exchanged with its neighbour. With `parts`, one name may also begin or end with the other
+    name.
     """
     allowed = list(allowed)
-    # PyTorch's name of the GPU.
+    # PyTorch calls the GPU 'cuda'.
     if name in ("gpu", "gpus") and name not in allowed and "cuda" in allowed:
         return "cuda"
     typed = _letters(name)
@@ -73,7 +74,7 @@ def _letters(name: str) -> str:
 
 
 def _is_longer(short: str, long: str) -> bool:
-    """Return whether one name begins with a good part of the other, or ends with most of it.
+    """Return whether one name begins with a large part of the other name, or ends with most of it.
 
     Two names that only begin alike, such as `cutmix_prob` and `cutmix_minmax`, mean different things.
     """
@@ -117,14 +118,14 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-# Characters that a terminal obeys instead of showing them: C0 and C1 control characters (ESC begins commands), line
-# separators, and marks by which Unicode reverses the direction of text. Surrogates represent bytes that are not UTF-8.
+# Characters that a terminal executes instead of showing: C0 and C1 control characters (ESC begins commands), line
+# separators, and Unicode's marks that reverse the direction of text. Surrogates represent bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-# An address and its possible secrets: user and password, and a query or fragment (signatures, tokens). Passwords should
-# be percent-encoded, but often are not, so a password may hold '/', '?' or spaces. The text after a colon may also be a
-# port.
+# This pattern finds addresses with possible secrets: user and password, and a query or fragment (signatures, tokens).
+# Passwords should be percent-encoded, but often are not, so a password may hold '/', '?' or spaces. The text after a
+# colon may also be a port.
 _PLAIN_USER = r"[^\s/?#'\"]*@"
 _ODD_PASSWORD = r"[^\s/?#'\"@:]*:(?!\d{1,5}(?:[/?#\s,;)\]]|$))(?:(?!://)[^'\"\n])*?@"
 _ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?([^\s?#'\"]*)([?#][^\s'\"]*)?")

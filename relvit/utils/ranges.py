@@ -38,16 +38,16 @@ Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]
 OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
-# A larger number is a typing error, since no device holds as many images.
+# A larger number is a typing error, since no device can hold so many images.
 BatchSize = Annotated[int, Range(1, 65536)]
-# Each worker is a process of its own.
+# Each worker is a process, so a larger number is a typing error, too.
 Workers = Annotated[int, Range(0, 1024)]
 
 Port = Annotated[int, Range(0, 65535)]
 
 
 def check_ranges(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Compare arguments with the ranges in the types of a function's parameters, one number or a sequence of them.
+    """Check arguments, numbers or sequences of numbers, against the ranges in the types of a function's parameters.
 
     Raises:
         ValueError: A number is out of its range.

@@ -25,7 +25,7 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# Arguments of one mixer only; None selects the default of its class.
+# Mixer -> the arguments that only this mixer has. None selects the default of the mixer's class.
 OWN: dict[str, set[str]] = {
     "full": {"bias_dim"},
     "local": {"bias_dim", "window"},
@@ -53,15 +53,16 @@ class AFTVisionTransformer(GridVisionTransformer):
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
         pos_embed, class_token: as in `RelVisionTransformer`; None selects the paper's choice for the mixer.
-        global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, else 'avg'.
+        global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
         patch_drop_rate: as in `RelVisionTransformer`.
         backend: see `aft_full` and `aft_conv`.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
-            without the arguments of attention in `fixed`; `reversible` and `mlp_chunk` as in `RelVisionTransformer`.
+            without those arguments of attention that `fixed` lists; `reversible` and `mlp_chunk` as in
+            `RelVisionTransformer`.
 
     Raises:
-        ValueError: an unknown name, an argument that this class or this mixer lacks, or in `forward` an image whose
-            sides are no multiples of the patch, or an `attn_mask`.
+        ValueError: an unknown name, an argument that this class or this mixer does not have; in `forward` an
+            `attn_mask`, or an image whose sides are no multiples of the patch.
         TypeError: an unknown argument.
     """
 
@@ -143,7 +144,7 @@ def checkpoint_filter_fn(
 ) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer, attention-free or not, into the state dict of `model`.
 
-    Tensors outside of mixers are converted as by `relvit.models.checkpoint_filter_fn`, and tensors of mixers so:
+    Tensors outside of mixers are converted as in `relvit.models.checkpoint_filter_fn`. For tensors of mixers:
 
     - the factors of a bias on another grid are interpolated (an approximation);
     - from a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
@@ -154,8 +155,8 @@ def checkpoint_filter_fn(
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
         log: whether to warn of tensors that are left out.
-        in_part: a mapping that this function fills: names of tensors that the checkpoint fills only in part, and the
-            part.
+        in_part: a mapping that this function fills: name of a tensor of which the checkpoint has only a part -> a
+            description of the part.
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.
     """
@@ -185,7 +186,7 @@ def checkpoint_filter_fn(
 def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
     """Put the model's own queries and keys before the values of attention; return the names of these projections."""
     names = [name for name in state if ".attn.qkv." in name and name in own]
-    # Projections of another width stay as they are, and loading refuses them.
+    # Projections of another width are not converted, so loading refuses them with an error.
     names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
     for name in names:
         values = state[name].shape[0] // 3
@@ -202,8 +203,9 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
     return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
 
 
-# Arguments of `AFTVisionTransformer` by the model's name; patches have 16 px unless they are given. The paper's table 4
-# has the models with a number of parameters (M: millions); `conv_tiny` and `conv_small` are the table's best models.
+# Arguments of `AFTVisionTransformer` by the model's name; patches have 16 px unless they are given. Comments give the
+# number of parameters (M: millions) of models that are in the paper's table 4; `conv_tiny` and `conv_small` are the
+# best models of that table.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
     "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M

@@ -1,7 +1,7 @@
 """Window sums of AFT-conv: weights exp(w) in a window around each patch, 1 everywhere else, by depthwise convolution.
 
-Two backends: 'difference' is the paper's form (section 3.2), which subtracts, and 'convolution' subtracts nothing;
-`operations.aft_conv` chooses.
+There are two backends: 'difference' is the paper's form (section 3.2), which convolves with exp(w) - 1 and adds the sum
+over all tokens; 'convolution' subtracts nothing. `operations.aft_conv` chooses.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
-# Below this weight the difference loses too many digits to cancellation. From this weight on, the error of an average
-# is at most 2 exp(5) = 300 times the rounding error; the error only gets so large if a key of this weight outweighs all
-# other keys together by the same factor.
+# For weights below this one the backend 'difference' loses too many digits to cancellation. For larger weights the
+# error of an average is at most 2 exp(5) = 300 times the rounding error.
 LEAST_DIFFERENCE = -5.0
 
 
 def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Grid, backend: str) -> Tensor:
-    """Sum over all tokens j with weights exp(w_ij), in a window, and 1 outside of it.
+    """Sum over all tokens j, with weights exp(w_ij) in a window and weights 1 outside of the window.
 
     Args:
         parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
-        weight: w by offset, (heads, r, c), odd sizes.
+        weight: w, (heads, r, c), one entry for each offset; r and c are odd.
         top: (heads, 1, 1), an upper bound of all w, including the 0 outside of the window.
         width: head_dim.
         grid: layout of the tokens.
@@ -84,7 +83,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
     """Compute sum_o kernel[o] x[i + o] in every channel, zero beyond the borders.
 
     Args:
-        kernel: (channels, r, c), by offset, odd sizes.
+        kernel: (channels, r, c), one entry for each offset o; r and c are odd.
         x: (B, H, W, channels).
     """
     if x.device.type == "cpu" and torch.is_grad_enabled() and is_eager():
@@ -93,9 +92,9 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
 
 
 class _Depthwise(torch.autograd.Function):
-    """Convolution whose kernel's gradient is a convolution as well, of the images with the gradients of the outputs.
+    """Depthwise convolution that also computes the kernel's gradient by a convolution.
 
-    PyTorch's own gradient of large depthwise kernels takes many times as long on CPUs.
+    On CPUs PyTorch's own gradient takes many times as long for large depthwise kernels.
     """
 
     @staticmethod

@@ -38,10 +38,10 @@ class AFTSimple(Mixer, KeepConstants):
 
     Args:
         dim: width of the tokens.
-        num_heads: number of heads, which change nothing in a mixer without a bias per head.
-        qkv_bias: biases of the projections to query, key and value; the paper has them.
-        proj_bias: bias of the output's projection.
-        proj_drop: dropout after the output's projection.
+        num_heads: number of heads; without effect in a mixer without a bias per head.
+        qkv_bias: whether the projections to query, key and value have a bias, as in the paper.
+        proj_bias: whether the output's projection has a bias.
+        proj_drop: dropout rate after the output's projection.
         backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
 
     Raises:
@@ -79,7 +79,7 @@ class AFTSimple(Mixer, KeepConstants):
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Mix (B, N, dim) tokens of `grid` into (B, N, dim); `is_causal` leaves out tokens that come later.
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim); with `is_causal` a token ignores later tokens.
 
         Raises:
             ValueError: an `attn_mask`; padding goes into the grid's `valid`.
@@ -108,7 +108,7 @@ class AFTFull(AFTSimple):
         num_heads: number of heads, which share the bias; the paper has one.
         grid_size: rows and columns of the grid that the factors are learned on, one number for both or a pair. On other
             grids the factors are interpolated, as absolute embeddings are.
-        prefix: number of tokens before the patches, which have factors of their own.
+        prefix: number of tokens before the patches; each of these tokens has its own factors.
         bias_dim: d', width of the factors; 128 in the paper on ImageNet.
         **kwargs: see `AFTSimple`.
 
@@ -189,8 +189,7 @@ class AFTLocal(AFTFull):
         torch.Size([2, 24, 192])
 
     Args:
-        window: see `aft_local`.
-        **kwargs: see `AFTFull`, also for the other arguments.
+        window: see `aft_local`. **kwargs: the arguments of `AFTFull`.
     """
 
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int] = 4, **kwargs: object) -> None:
@@ -204,8 +203,8 @@ class AFTLocal(AFTFull):
 class AFTConv2d(AFTSimple):
     """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
-    The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head, gamma and beta zero at the
-    start, so that the mixer starts as AFT-simple. Keys are one number per head. The mixer takes any grid; a grid of one
+    The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head; gamma and beta start at
+    zero, so that the mixer starts as AFT-simple. A key is one number per head. The mixer takes any grid; a grid of one
     row gives the paper's form for sequences.
 
     Examples:
@@ -238,7 +237,7 @@ class AFTConv2d(AFTSimple):
 
     def init_weights(self) -> None:
         """Initialise the filters at random; gain and offset are zero."""
-        # A gain of zero leaves filters without gradients in the first step, so they must differ from the beginning.
+        # With gamma = 0 the filters get no gradients in the first step, so they are initialised with different numbers.
         trunc_normal_(self.kernel, std=0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)

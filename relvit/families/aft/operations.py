@@ -37,7 +37,7 @@ def aft_full(
 
         out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
 
-    with all products by element. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
+    with elementwise products. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -46,21 +46,23 @@ def aft_full(
 
     Args:
         query: (B, heads, N, head_dim), any floating dtype; the paper has one head.
-        key: (B, heads, N, head_dim), or (B, heads, N, 1) where a head's channels share it; same dtype, of any size.
+        key: (B, heads, N, head_dim), or (B, heads, N, 1) if all channels of a head share the key; same dtype; keys of
+            any magnitude are exact.
         value: (B, heads, N, head_dim), same dtype.
-        bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, queries
-            first, prefix tokens before the raster. Tokens with coordinates look up the entries of their places.
+        bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, the first
+            axis for queries; prefix tokens come before the raster. Tokens with coordinates look up the entries of their
+            places.
         grid: layout of the tokens; padding (False in `valid`) adds nothing, whatever numbers the padding holds.
         is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
         backend: 'products' (exp(w) times exp(k) v and exp(w) times exp(k), as matrix products; a bias that is more than
             70 below the query's largest bias counts as 70 below the largest), 'pairs' (a softmax for each query and
             channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2
-            dim) memory), or 'auto': 'products' if the biases are at most 70 apart, else 'pairs'. Only on the CPU the
-            biases are read to decide; elsewhere, and in graphs, 'auto' assumes that 'products' is exact.
+            dim) memory), or 'auto': 'products' if the biases are at most 70 apart, otherwise 'pairs'. Only on the CPU
+            'auto' reads the biases to decide; on other devices, and in graphs, it takes 'products'.
 
     Returns:
-        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, but for products in
-        bfloat16 on GPUs. A sample in which no token is valid gets zeros.
+        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, except for matrix
+        products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
@@ -103,7 +105,7 @@ def aft_local(
 ) -> Tensor:
     """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
 
-    Every token still sees all others. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
+    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
     Arguments that are not listed here are those of `aft_full`.
 
     Examples:
@@ -112,9 +114,9 @@ def aft_local(
         torch.Size([2, 4, 24, 16])
 
     Args:
-        window: the bias is kept where rows and columns are both less than this apart: one number or (rows, columns).
-            Prefix tokens have no place and count as near to all tokens, but a window of 0 removes all biases, as in
-            `aft_simple`.
+        window: one number or (rows, columns): the bias is kept for tokens that are less than this number of rows and of
+            columns apart. Prefix tokens have no place and count as near to all tokens, but a window of 0 removes all
+            biases, as in `aft_simple`.
 
     Returns, raises: as `aft_full`.
     """
@@ -138,7 +140,7 @@ def local_bias(bias: Tensor, window: tuple[int, int], size: tuple[int, int], pre
 def aft_simple(
     query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_causal: bool = False, backend: str = "auto"
 ) -> Tensor:
-    """Compute AFT-simple: `aft_full` without a bias. All tokens share one average, which their queries gate.
+    """Compute AFT-simple: `aft_full` without a bias. All tokens share one average, and each token's query gates it.
 
         out_i = sigmoid(q_i) * sum_j softmax_j(k_j) v_j
 
@@ -181,8 +183,8 @@ def aft_conv(
     """Compute AFT-conv: `aft_full` whose bias depends on the offset from query to key alone, zero outside of a window.
 
     Every token attends to all tokens, with a bias for tokens inside the window. Source: Zhai et al. 2021 (arXiv
-    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper a head's
-    channels share their key. Arguments that are not listed here are those of `aft_full`.
+    2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper all channels of
+    a head share one key. Arguments that are not listed here are those of `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -192,13 +194,13 @@ def aft_conv(
 
     Args:
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
-            columns right of the query; r and c are odd. To, from and between prefix tokens w is 0.
+            columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
             (the same in double precision and O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
-            'convolution' and 'pairs' that is exact for the given weights; elsewhere, and in graphs, 'convolution'. For
-            'difference' and 'convolution' a weight more than 70 below the largest weight (or below the 0 outside)
-            counts as 70 below the largest.
+            'convolution' and 'pairs' that is exact for the given weights; on other devices, and in graphs,
+            'convolution'. For 'difference' and 'convolution' a weight more than 70 below the largest weight (or below
+            the 0 outside) counts as 70 below the largest.
 
     Returns, raises: as `aft_full`.
     """

@@ -25,15 +25,15 @@ def average_of_pairs(
 ) -> Tensor:
     """Compute sum_j softmax_j(key_j + w_ij) value_j in each channel; zero where there is no key.
 
-    Nothing of size N^2 is kept for backward, which recomputes each tile.
+    Backward recomputes each tile, so no tensor of N^2 numbers is kept.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
         bias: tensor in which `bias_of` looks up w; `bias_of` may read no other tensor that needs a gradient.
-        bias_of: function of `bias` and of the first and last number of some queries that returns w of these queries, (1
-            or B, 1 or heads, queries, N).
-        valid: (1 or B, N), False where a token does not count.
+        bias_of: function of `bias` and of the first and last index of a range of queries; it returns w for these
+            queries, (1 or B, 1 or heads, queries, N).
+        valid: (1 or B, N), False for padding.
         is_causal: leave out keys that come later than the query.
 
     Returns:
@@ -56,8 +56,8 @@ def average_of_pairs(
             allowed = earlier if allowed is None else earlier & allowed
         top = (key + pairs).detach()
         top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
-        # Subtract from keys and from biases, separately, the key and the bias of the largest sum that the query may
-        # see: in the sum of a large key and a small bias, the bias would be rounded away.
+        # For the token with the largest sum of key and bias, subtract its key from all keys and its bias from all
+        # biases. Subtracting the sum from sums would round away a small bias beside a large key.
         of_top = (part.detach().expand(*top.shape[:3], count, top.shape[4]).gather(3, top) for part in (key, pairs))
         key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
         logits = key + pairs

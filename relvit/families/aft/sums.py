@@ -1,7 +1,7 @@
-"""Numerators and denominators of AFT averages without overflow: sums of exp(key) value and of exp(key); their quotient.
+"""Numerators and denominators of AFT averages without overflow, sums of exp(key) value and of exp(key), and quotients.
 
-Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then the
-denominators, c of them per head: head_dim, or 1 where the channels of a head share their key.
+Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then c
+denominators for each head, where c is head_dim, or 1 if the channels of a head share one key.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def bounded_exp(exponent: Tensor) -> Tensor:
 
 
 def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
-    """Compute exp(key - m) value and exp(key - m), m being the largest key of a sample and channel, which cancels.
+    """Compute exp(key - m) value and exp(key - m), with m, the largest key of a sample and channel, to avoid overflow.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        valid: (1 or B, N), False for tokens that do not count: they add zero, whatever numbers they hold.
+        valid: (1 or B, N), False for padding, which adds zero whatever numbers it holds.
 
     Returns:
         (B, N, heads head_dim + heads c), in float32 at least; on GPUs bfloat16 stays bfloat16, which has the range of
@@ -112,7 +112,7 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
 
     Args:
         query: (B, heads, N, head_dim).
-        sums: (B, N or 1, heads head_dim + heads c).
+        sums: (B, N or 1, heads head_dim + heads c): numerators, then denominators, see the start of this file.
         valid: None if no denominator can be zero; otherwise an average with a zero denominator is zero.
 
     Returns:
@@ -156,10 +156,10 @@ class _GatedAverage(torch.autograd.Function):
 
 
 def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
-    """Compute sum over j <= i of softmax_j(key_j) value_j for each channel and each i, in log2 N steps over all tokens.
+    """Compute sum over j <= i of softmax_j(key_j) value_j for each i and channel, in log2 N steps over all tokens.
 
-    Each step doubles the number of predecessors in a token's sums, which are relative to the largest of the summed
-    keys: nothing overflows, and only numbers smaller than the rounding error are lost.
+    Each step doubles the number of earlier tokens in a token's sums. The sums are divided by exp of the largest key in
+    them, so they cannot overflow, and only numbers smaller than the rounding error are lost.
 
     Args: see `exponentials`.
 

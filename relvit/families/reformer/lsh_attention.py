@@ -30,12 +30,12 @@ def check_position(position: nn.Module) -> None:
 
 
 class LSHAttention(Mixer, KeepConstants):
-    """Reformer's LSH attention: tokens attend to those whose hash falls into the same bucket, not to all.
+    """Reformer's LSH attention: a token attends only to tokens whose hash falls into the same bucket.
 
-    This module replaces `RelativeAttention`, but each token has one vector for query and key; keys are normalised to
-    unit length. In training every call draws new random rotations from PyTorch's generator; in evaluation the rotations
-    are always the same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 2;
-    see `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
+    This module can replace `RelativeAttention`. Each token has one vector that serves as query and as key; keys are
+    normalised to unit length. In training every call draws new random rotations from PyTorch's generator; in evaluation
+    the rotations are always the same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451),
+    section 2; see `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
 
     Examples:
         >>> LSHAttention(64, num_heads=4, bucket_size=16)(torch.randn(2, 400, 64), make_grid(20, 20)).shape
@@ -46,12 +46,12 @@ class LSHAttention(Mixer, KeepConstants):
         num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
-        bucket_size: tokens per bucket, on average; up to 2 `bucket_size` - 1 tokens form one bucket, so their attention
-            is exact. Chunks have twice this size.
+        bucket_size: average number of tokens per bucket. Sequences of up to 2 `bucket_size` - 1 tokens are one bucket,
+            so their attention is exact. Chunks have twice this size.
         rounds: how often tokens are hashed; more rounds find more pairs and take proportionally longer.
 
     Raises:
-        ValueError: heads that do not divide the width; a bucket size or rounds below 1; a position with other terms
+        ValueError: heads that do not divide the width; `bucket_size` or `rounds` below 1; a position with terms other
             than a bias.
     """
 
@@ -91,10 +91,10 @@ class LSHAttention(Mixer, KeepConstants):
         self.set_hashing(bucket_size, rounds)
 
     def set_hashing(self, bucket_size: int, rounds: int) -> None:
-        """Choose tokens per bucket and how often tokens are hashed; at any time, since neither has parameters.
+        """Set the number of tokens per bucket and of hashing rounds, at any time, because no parameters depend on them.
 
         Raises:
-            ValueError: one of the two below 1.
+            ValueError: one of the two numbers is below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -127,7 +127,7 @@ class LSHAttention(Mixer, KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        # The number of buckets grows with the number of tokens.
+        # The number of buckets grows with the number of tokens: use as many of the drawn rotations.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
         rotations = self.rotations[:, :, :pairs]
         if self.training:

@@ -17,11 +17,11 @@ from relvit.models.weights.convert import checkpoint_filter_fn
 class LSHVisionTransformer(RelVisionTransformer):
     """`RelVisionTransformer` whose attention is Reformer's LSH attention, with a bias by offset per head.
 
-    Queries and keys are one projection, so weights of other Vision Transformers do not fit. Source: Kitaev et al. 2020,
-    Reformer (arXiv 2001.04451); see `LSHAttention`.
+    Queries and keys come from one projection, so weights of other Vision Transformers do not fit. Source: Kitaev et al.
+    2020, Reformer (arXiv 2001.04451); see `LSHAttention`.
 
     Args:
-        rel_terms: 'b', a learned bias, or '' for none. `position` may be 'slopes', or your own position if it returns
+        rel_terms: 'b' (a learned bias) or '' (no bias). `position` may be 'slopes', or your own position if it returns
             only a bias.
         bucket_size, rounds: see `LSHAttention`.
         **kwargs: see `RelVisionTransformer`, but for the arguments in `fixed`.

@@ -35,14 +35,14 @@ def lsh_attention(
 
     Queries are keys: k_j = q_j / |q_j|. In each round r a token's bucket is the largest of q R_r and -q R_r. Tokens are
     sorted by bucket, stably, and cut into chunks; P_i is the set of tokens j that in any round are in the bucket of i
-    and in its chunk or the one before. Then
+    and in the chunk of i or the chunk before. Then
 
         out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
 
-    and j = i counts only where P_i holds no other token. A pair that meets in several rounds counts once. If one
+    and j = i counts only if P_i holds no other token. A pair that is in P_i by several rounds counts once. If one
     bucket, or all rounds together, cover all tokens, the result equals full attention. Source: Kitaev et al. 2020,
-    Reformer (arXiv 2001.04451), section 2 and appendix A; a key has unit length and the logits no further divisor, as
-    in the authors' code.
+    Reformer (arXiv 2001.04451), section 2 and appendix A; as in the authors' code, keys have unit length, and logits
+    are not divided further.
 
     Examples:
         >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each
@@ -52,14 +52,14 @@ def lsh_attention(
     Args:
         query_key: (B, heads, N, head_dim), any floating dtype: queries, and keys before they are normalised.
         value: (B, heads, N, value_dim), same dtype.
-        grid: where tokens are; padding in its `valid` is in no bucket, and its output zero. Prefix tokens are hashed as
-            all others are, and have no bias.
+        grid: where tokens are; padding (False in `valid`) is in no bucket, and its output is zero. Prefix tokens are
+            hashed like patches, and have no bias.
         rotations: (rounds, head_dim, buckets / 2), R, see `lsh_rotations`; with no columns there is one bucket.
         chunk_size: tokens per chunk; None: twice the average bucket, as in the paper.
-        terms: their `bias` is b, as in `relvit.ops.relative_attention`; they may have no other term.
+        terms: relative terms, of which only `bias` may be given: b, as in `relvit.ops.relative_attention`.
         is_causal: leave out tokens that come later in the sequence.
         dropout_p: dropout of the attention weights.
-        scale: of the products of queries and keys.
+        scale: factor on the products of queries and keys.
 
     Returns:
         (B, heads, N, value_dim) in the value's dtype; the softmax is computed in float32 or better.
@@ -86,7 +86,8 @@ def lsh_attention(
     return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
 
 
-# Sizes of chunks follow from the number of tokens by divisions, whose symbols Dynamo takes minutes to simplify.
+# Not compiled: chunk sizes result from divisions of the number of tokens, and Dynamo takes minutes to simplify the
+# symbols.
 @torch.compiler.disable
 def _run(*arguments: object) -> Tensor:
     """Attend, and keep the arguments alone for backward, as in the paper."""
@@ -113,7 +114,7 @@ def _attend(
     buckets, size = _division(tokens, rotations, chunk_size)
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)
-    # Padding to whole chunks is a last bucket, to which no token attends.
+    # The padding to whole chunks forms a last bucket, to which no token attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
     # Distinct sort keys keep the order of tokens within a bucket under every sorting algorithm.
@@ -150,7 +151,7 @@ def _attend(
         owns.append(meet[:, :, each])
         met = met + meet.to(torch.int16)
     allowed = torch.stack(owns, dim=2)
-    # No chunk comes before the first one.
+    # The first chunk has no chunk before it, so mask the first half of its window.
     first = torch.arange(chunks, device=order.device)[:, None] == 0
     before = torch.arange(2 * size, device=order.device) < size
     allowed = allowed & ~(first & before)[:, None] & (windows(hashes.gather(3, order))[1] < buckets)[..., None, :]
@@ -183,8 +184,8 @@ def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_si
     """Raise where a tensor has more numbers than the device's kernels can count."""
     batch, heads, tokens, head_dim = query_key.shape
     buckets, size = _division(tokens, rotations, chunk_size)
-    # The largest tensor has, for each token, two coordinates of each key in two chunks, or vectors of two chunks, or a
-    # rotated number for each bucket.
+    # For each token, the largest tensor holds one of these: two coordinates of every key in two chunks, the vectors of
+    # two tokens, or a number for each bucket.
     per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
     number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
     check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")
@@ -206,7 +207,7 @@ def lsh_rotations(
     Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2, after Andoni et al. 2015 (arXiv 1509.02897).
 
     Raises:
-        ValueError: no round, or a number of buckets that is neither 1 nor even.
+        ValueError: `rounds` below 1, or a number of buckets that is neither 1 nor even.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -232,7 +233,8 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
         table = terms.bias.rows[..., :, None] + terms.bias.cols[..., None, :]
     rows, cols = table.shape[-2:]
     table = table.expand(like.shape[1], rows, cols)
-    # Prefix tokens and padding to whole chunks get any coordinates: their bias is not used.
+    # Prefix tokens and the padding to whole chunks get coordinates (0, 0) as placeholders, because their bias is not
+    # used.
     coords = F.pad(batched_coords(grid, like.device).to(torch.int32), (0, 0, grid.prefix, 0))
     coords = coords.expand(index.shape[0], -1, -1)
     batch = torch.arange(index.shape[0], device=like.device)[:, None, None, None, None, None]

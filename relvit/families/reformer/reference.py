@@ -25,7 +25,7 @@ def lsh_attention(
 ) -> Tensor:
     """Compute LSH attention from its definition; see `lsh_attention`.
 
-    Kitaev et al. 2020 (arXiv 2001.04451), section 2: eq. 3 with the sets P_i of eq. 4, of all rounds together.
+    Kitaev et al. 2020 (arXiv 2001.04451), section 2: eq. 3 with the union over all rounds of the sets P_i of eq. 4.
     """
     batch, heads, tokens, _ = query_key.shape
     buckets = max(1, 2 * rotations.shape[2])
@@ -55,7 +55,7 @@ def lsh_attention(
         logits = logits + pair_bias(terms, grid, grid, query_key)
     itself = torch.eye(tokens, dtype=torch.bool, device=value.device)
     others = together & ~itself
-    # A token attends to itself where it can attend to no other token.
+    # A token attends to itself only if it can attend to no other token.
     together = torch.where(others.any(dim=-1, keepdim=True), others, together & itself)
     weights = logits.masked_fill(~together, -torch.inf).softmax(dim=-1)
     weights = weights.masked_fill(~valid[:, None, :, None], 0.0)

@@ -49,24 +49,25 @@ def reversible_blocks(
             `forward` may use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks'
             parameters, the tokens and the mask.
         x: (B, N, dim) tokens of `grid`.
-        grid: where tokens are.
-        attn_mask, is_causal: arguments of the blocks.
-        taken: numbers of blocks after which the mean is also returned; training also keeps the streams after these
+        grid: where tokens are. attn_mask, is_causal: arguments of the blocks.
+        taken: indices of blocks after which the mean is also returned; training also keeps the streams after these
             blocks.
 
     Returns:
-        The output (B, N, dim), and the mean after each of the blocks `taken`, in the order of blocks; under autocast in
-        float32 at least, else in the dtype of `x`.
+        The output (B, N, dim), and the mean after each block in `taken`, in the order of blocks; under autocast in
+        float32 at least, otherwise in the dtype of `x`.
 
     Raises:
-        RuntimeError: in backward, for second derivatives, or if a block has other parameters than in forward.
+        RuntimeError: in backward, if second derivatives are requested, or if a block's parameters were replaced since
+            forward.
     """
     inner = None
     wide = x
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        # Without gradients PyTorch keeps no tensors anyway, and transforms of torch.func support plain operations only.
+        # Recomputation is only for gradients: without them PyTorch keeps no tensors. Transforms of torch.func support
+        # plain operations only.
         run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
@@ -130,7 +131,7 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
-        # Autocast's cache would give backward the weights that forward has cast, which have no gradients.
+        # From autocast's cache, backward would get the weights that forward has cast, which have no gradients.
         cache_enabled=False,
     )
 

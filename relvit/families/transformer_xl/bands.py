@@ -2,7 +2,7 @@
 
 Source: Dai et al. 2019 (arXiv 1901.02860), section 3.2. A segment is a band of rows of patches (or a tile, or a frame
 of a video). Every layer keeps its inputs from earlier segments, before its norm and without gradients, as additional
-tokens to attend to. An image of any height therefore needs the memory of a single band.
+tokens to attend to. An image of any height therefore needs only the memory for one band.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import int_pair
 
-# A model in bands lacks these abilities, see `relvit.models.lack`.
+# A model in bands cannot do these things, for these reasons; see `relvit.models.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",
@@ -34,7 +34,7 @@ class Bands(NamedTuple):
 
     Attributes:
         rows: The number of rows of patches in a band.
-        memory_rows: The number of rows before a band that are remembered. None remembers all rows.
+        memory_rows: The number of rows of patches before a band that are remembered. None remembers all rows.
     """
 
     rows: int
@@ -95,7 +95,7 @@ class Memory(NamedTuple):
 
     Attributes:
         states: The inputs of each block, (B, M, embed_dim), without gradients.
-        regions: The places of these M tokens, region after region, each in raster order.
+        regions: The places of the M tokens in `states`, region after region, each in raster order.
     """
 
     states: tuple[Tensor, ...]
@@ -105,10 +105,10 @@ class Memory(NamedTuple):
 def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None = None) -> nn.Module:
     """Choose the bands in which a model computes images from now on, in place; the weights stay.
 
-    Tokens attend to the tokens of their own band, and to the layers' inputs for the `memory_rows` rows before the band,
-    through which no gradients flow (truncated backpropagation). So the outputs equal those of one pass with a mask that
-    hides from a query the rows below its band, and the rows more than `memory_rows` above the band; `torch.export` uses
-    this mask. Nothing is kept between two calls of the model.
+    In each layer tokens attend to the tokens of their own band, and to the layer's inputs for the `memory_rows` rows
+    before the band; no gradients flow through these inputs (truncated backpropagation). So the outputs equal the
+    outputs of one pass with a mask that hides from a query the rows below its band, and the rows more than
+    `memory_rows` above the band; `torch.export` uses this mask. Nothing is kept between two calls of the model.
 
     Examples:
         >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
@@ -127,8 +127,8 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         `model` itself.
 
     Raises:
-        ValueError: A number is out of range, or the model cannot compute in bands, for the reason in the message.
-            Nothing is changed then.
+        ValueError: A number is out of range, or the model cannot compute in bands (the message says why). The model is
+            not changed then.
     """
     bands = None
     if (band_rows, memory_rows) != (None, None):
@@ -199,11 +199,11 @@ def forward_segment(
         (torch.Size([1, 8, 384]), torch.Size([1, 16, 384]))
 
     Args:
-        model: See `set_bands`; the bands that are set do not matter here.
+        model: See `set_bands`; bands that were set with `set_bands` are ignored here.
         images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
-        memory: The memory that was returned for the segment before. None begins with this segment.
-        memory_rows: The number of rows of patches that are remembered, from the segments that were computed last,
-            wherever they are in the image. None remembers all rows.
+        memory: The memory that the call for the previous segment returned. None: this segment is the first.
+        memory_rows: The number of rows of patches that are remembered: the rows that were computed last, wherever they
+            are in the image. None remembers all rows.
         start: Row and column of the segment's first patch, for offsets to earlier segments. None puts the segment below
             the previous one. Tiles have their own row and column; all frames have (0, 0).
 
@@ -280,7 +280,7 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
         ]
     )
     grid = Grid(height, width, coords=coords[-queries:])
-    # Attention to a raster is quicker than attention to the same coordinates one by one.
+    # Attention is faster if the grid is a raster than if it lists the same coordinates one by one.
     return grid, key_grid if len(regions) == 1 else key_grid._replace(coords=coords)
 
 
@@ -298,7 +298,7 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
         memory_rows: See `set_bands`.
 
     Raises:
-        ValueError: The pooling is another, there is no band, or the model cannot compute in bands.
+        ValueError: The model has another pooling, there is no band, or the model cannot compute in bands.
     """
     if model.global_pool != "avg":
         raise ValueError(f"the sum over bands is for global_pool 'avg', got {model.global_pool!r}")

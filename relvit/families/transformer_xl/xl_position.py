@@ -16,13 +16,13 @@ class TransformerXLPosition2d(Position):
 
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
 
-    R_ij, of width 4 F with F = head_dim num_heads // 4, holds the sines and cosines of y_i - y_j, then those of x_i -
-    x_j, each at F frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762, section 3.5). So
-    W_R R_ij = a(y_i - y_j) + b(x_i - x_j) without a remainder: a table per axis and head, computed for the grid and
-    never clipped, in both directions. Where i or j is a prefix token, the part of W_R is zero.
+    R_ij, of width 4 F with F = head_dim num_heads // 4, holds the sines and cosines of y_i - y_j, then the sines and
+    cosines of x_i - x_j, each at F frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762,
+    section 3.5). So W_R R_ij = a(y_i - y_j) + b(x_i - x_j) exactly: a table per axis and head, computed for the grid,
+    for positive and negative offsets. If i or j is a prefix token, the product with W_R is zero.
 
-    The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias, so
-    that the products with W_R are those of q + v although u has been added to the queries.
+    The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias,
+    because the queries that the key tables are multiplied by already contain u instead of v.
 
     Examples:
         >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
@@ -88,7 +88,7 @@ class TransformerXLPosition2d(Position):
         """Compute W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
         number = weight.shape[1] // 2
         frequencies = 10000.0 ** (-torch.arange(number, device=offsets.device, dtype=offsets.dtype) / number)
-        # The paper's offset is i - j, query minus key.
+        # The paper's offset is i - j, query minus key; relvit's is key minus query.
         angles = -offsets[:, None] * frequencies
         sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)

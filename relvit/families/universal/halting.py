@@ -14,10 +14,10 @@ class HaltingState(NamedTuple):
     """State of the halting of a batch, P patches per image, between two steps.
 
     Attributes:
-        running: (B, P) booleans, which patches compute the next step; padding never does.
+        running: (B, P) booleans, True for patches that compute the next step; False for padding.
         total: (B, P), sum of the halting probabilities so far, at least float32.
-        steps: (B, P) int64, steps computed so far: at the end N of the paper.
-        remainder: (B, P), R of the paper for patches that have halted, else 0.
+        steps: (B, P) int64, number of steps computed so far; at the end, the paper's N.
+        remainder: (B, P), the paper's R for patches that have halted, 0 for all other patches.
     """
 
     running: Tensor
@@ -56,8 +56,8 @@ class AdaptiveHalting(KeepConstants, Leaf):
     Args:
         dim: width of the tokens.
         epsilon: a patch halts when its halting probabilities add up to 1 - epsilon.
-        bias_init: initial b; w starts at zero. -3 is a probability of 0.05: with 0 or 1 most patches would halt at once
-            and never learn to compute more steps.
+        bias_init: initial b; w starts at zero. -3 gives a probability of 0.05; with an initial b of 0 or 1 most patches
+            would halt at once and never learn to compute more steps.
 
     Raises:
         ValueError: an `epsilon` outside of 0 ... 1.
@@ -87,20 +87,20 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""
-        # Sums of probabilities need more than half precision, and autocast does not lower products by element.
+        # Sums of probabilities need more than half precision. Autocast leaves elementwise products in single precision.
         wide = torch.promote_types(patches.dtype, torch.float32)
         return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()
 
     def advance(self, state: HaltingState, probability: Tensor, last: bool) -> tuple[Tensor, HaltingState]:
-        """Compute the weights of the tokens' states after a step, and the state of the halting after it.
+        """Compute the weights of the patches' states after a step, and the new state of the halting.
 
         Args:
-            state: before the step.
+            state: the state of the halting before the step.
             probability: (B, P), from `forward`; entries of patches that do not run are ignored.
             last: whether there are no steps after this one.
 
         Returns:
-            Weights (B, P), zero for patches that do not run; state.
+            Weights (B, P), zero for patches that do not run, and the state of the halting after the step.
         """
         running = state.running
         probability = torch.where(running, probability, 0.0)

@@ -16,7 +16,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
-    """Replace tokens of x (B, N, ...) at the indices (B, M) by `tokens` (B, M, ...), or add these to them.
+    """Put `tokens` (B, M, ...) at the indices (B, M) of x (B, N, ...), or add `tokens` to the tokens there.
 
     Without gradients x itself is changed: copying all tokens at every step would cost as much time as halting saves.
     """
@@ -42,19 +42,19 @@ def run_gathered(
     query_grid: Grid,
     key_grid: Grid,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Apply a block to the chosen ones of K tokens, with keys and values of the whole sequence of N tokens.
+    """Apply a block to M chosen ones of K given tokens, with keys and values of the whole sequence of N tokens.
 
     Args:
         block: a block whose attention has neither masks nor windows.
         inputs: (B, K, dim), all tokens whose keys and values have changed since the last call.
         index: (B, K), the indices of these K tokens in the sequence.
-        chosen: (B, M), the numbers of the chosen tokens among the K; None: all.
+        chosen: (B, M), the positions of the chosen tokens in `inputs`; None: all K tokens.
         memory: keys and values of the last call, (B, N, heads, head_dim) each; None: `inputs` holds all N tokens.
         query_grid: where the chosen tokens are.
         key_grid: where the N tokens are.
 
     Returns:
-        The chosen tokens after the block (B, M, dim), and the keys and values of all N.
+        The chosen tokens after the block, (B, M, dim), and the keys and values of all N tokens.
     """
     attn = block.attn
     normed = block.norm1(inputs)

@@ -15,7 +15,7 @@ from relvit.utils.constants import KeepConstants
 
 
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
-    """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width), an even number.
+    """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width); `width` is even.
 
     The result has the dtype of `gain`; the computation is in float32 at least.
     """
@@ -26,12 +26,12 @@ def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
 
 
 class PositionStepSignals(KeepConstants, Leaf):
-    """Sinusoids that are added to every token at every step: of row and column, and of the number of the step.
+    """Sinusoids of row, column and step number that are added to every token at every step.
 
     Source: equations 4 and 5 of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819), where each channel
-    has a sinusoid of the position plus one of the step. In 2D the first half of the channels has the row's sinusoids,
-    the second half the column's, since the sum of both could not distinguish rows from columns. The signals exist for
-    every grid and every number of steps. Prefix tokens have no position and get only the signal of the step.
+    has a sinusoid of the position plus one of the step. In 2D the first half of the channels has the row's sinusoids
+    and the second half the column's sinusoids, since their sum could not distinguish rows from columns. The signals
+    exist for every grid and every number of steps. Prefix tokens have no position and get only the signal of the step.
 
     In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
     scales both signals.

@@ -85,7 +85,7 @@ class RepeatedDepth(Depth):
 
 
 class UniversalVisionTransformer(RelVisionTransformer):
-    """Universal Transformer for images: a `RelativeBlock` that is applied `depth` times, with signals of the step.
+    """Universal Transformer for images: one `RelativeBlock` that is applied `depth` times.
 
     Source: Dehghani et al. 2018 (arXiv 1807.03819), here with pre-norm blocks and relative positions. At every step
     sinusoids of row, column and step are added to the tokens, see `PositionStepSignals`.
@@ -98,10 +98,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
     the final features are the weighted sum, and `stop_early` or pruning to t makes t the last step. `blocks` holds one
-    block, so layer decay knows a stem, a block and a head.
+    block, so layer decay has three levels: stem, block and head.
 
     Args:
-        depth: The number of steps, or with halting the highest number of steps; `set_steps` changes it.
+        depth: The number of steps; with halting, the maximum number of steps. `set_steps` changes it.
         halting: '' (all steps) or 'act'.
         halting_epsilon, halting_bias: See `epsilon` and `bias_init` of `AdaptiveHalting`; None: the defaults of
             `AdaptiveHalting`.
@@ -109,12 +109,12 @@ class UniversalVisionTransformer(RelVisionTransformer):
         **kwargs: See `RelVisionTransformer`.
 
     Attributes:
-        gather: Whether tokens that have halted leave the batch. False computes all tokens, with the same outputs; it
-            may be set at any time.
+        gather: Whether tokens that have halted leave the batch. False computes all tokens, with the same outputs. The
+            attribute may be set at any time.
 
     Raises:
-        ValueError: As in `RelVisionTransformer`, or `halting` is unknown, other arguments of halting are given without
-            it, halting has fewer than two steps, or the width is no multiple of 4.
+        ValueError: As in `RelVisionTransformer`, or `halting` is unknown, `halting_epsilon` or `halting_bias` is given
+            without `halting`, halting has fewer than two steps, or the width is no multiple of 4.
     """
 
     depth_plan: Depth = RepeatedDepth()
@@ -201,7 +201,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         """Count the steps of each patch: a map (rows, columns) int64 for each image; this needs halting.
 
         Args:
-            x: Images (B, in_chans, height, width), or a native batch, whose maps have shapes of their own.
+            x: Images (B, in_chans, height, width), or a native batch, in which each map has the shape of its image.
         """
         steps = self.ponder(x).steps
         if not isinstance(x, dict):
@@ -249,7 +249,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return output, state, states
 
     def _halt_gathered(self, x: Tensor, grid: Grid) -> tuple[Tensor, HaltingState]:
-        """Compute as `_halt_masked`, without most tokens that have halted; their keys and values stay.
+        """Compute the same as `_halt_masked` without most of the halted tokens, whose keys and values stay.
 
         The image with the most running tokens sets the length of the batch. Images with fewer running tokens are filled
         up with halted tokens.
@@ -283,7 +283,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             if chosen is not None:
                 position = position.expand(batch, -1, -1)
                 x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
-            # If all tokens run, no token keeps its state, so skip a pass over the tokens.
+            # If all tokens run, every token gets a new state, so skip the selection of states to keep.
             ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
@@ -318,8 +318,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return {**groups, "blocks": [*groups["blocks"], (r"^(?:signals|halting)\.", (0,))]}
 
 
-# One wide block that is applied many times comes near a Vision Transformer; a narrow one does not (bViT, arXiv
-# 2605.10661).
+# With one wide block that is applied many times, accuracy comes near a Vision Transformer's; with a narrow block it
+# does not (bViT, arXiv 2605.10661).
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_universal_tiny": TINY,
     "relvit_universal_small": SMALL,

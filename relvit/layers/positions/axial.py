@@ -19,7 +19,8 @@ COMBINES = ("concat", "sum")
 class AxialPositionEmbedding(KeepConstants, Leaf):
     """Absolute embedding from one vector per row and one per column of the grid.
 
-    A patch at row r and column c gets concat(rows[r], cols[c]), d1 + d2 = dim wide, or rows[r] + cols[c].
+    A patch at row r and column c gets concat(rows[r], cols[c]), whose widths d1 + d2 add up to dim, or rows[r] +
+    cols[c].
     Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
@@ -34,15 +35,16 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
 
     Args:
         dim: width of the tokens.
-        grid_size: rows of the tables, n for both axes or (rows, columns): the grid that the embedding is learned on.
+        grid_size: number of rows of each table, which is the size of the grid in training: one number for both axes or
+            (rows, columns).
         combine: 'concat' or 'sum'.
-        widths: (d1, d2), the channels of the row and of the column, for 'concat' alone; None: halves, an odd channel
-            to the column.
+        widths: (d1, d2), the number of channels for the row and for the column, only for 'concat'; None: half each, and
+            an odd channel for the column.
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
-        ValueError: an unknown `combine`, sizes out of range, widths that do not add up to `dim` or are given for the
-            sum, a negative standard deviation.
+        ValueError: an unknown `combine`, sizes out of range, `widths` that do not add up to `dim`, `widths` with 'sum',
+            a negative standard deviation.
         TypeError: sizes that are not integers.
     """
 
@@ -97,7 +99,7 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
             setattr(self, name, nn.Parameter(look_up(table.detach(), index, size), table.requires_grad))
 
     def forward(self, grid: Grid) -> Tensor:
-        """Compute the embedding of patches, (P, dim), or (B, P, dim) for coords of each image; prefix tokens have none.
+        """Compute the embedding of the patches: (P, dim), or (B, P, dim) if each image has its own coords.
 
         Coordinates outside the grid get the nearest vector.
         """
@@ -123,10 +125,11 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     """Look up rows (or columns) of a grid that has `size` of them in a table of n vectors, (n, width).
 
     Returns:
-        (*index.shape, width), dtype of the table: its own vectors where size <= n, else their linear interpolation.
+        (*index.shape, width), dtype of the table: vectors of the table if size <= n, otherwise their linear
+        interpolation.
     """
-    # One expression without a condition on sizes computes slices and stretches, so that one graph works for all sizes.
-    # Positions are integers, in units of 1 / step, which makes slices exact.
+    # One expression without a condition on sizes computes both cases, so that one graph works for all sizes. Positions
+    # are integers in units of 1 / step, so that vectors of the table are returned exactly.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length

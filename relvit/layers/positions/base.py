@@ -36,13 +36,15 @@ class Position(KeepConstants):
 
     Args:
         init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
-            network; 0: zeros, with which a layer starts as plain attention. None: there is nothing to initialise.
+            network; 0: zeros, with which a layer starts as plain attention. None: the position has no parameters to
+            initialise.
 
     Attributes:
-        needs_tokens: the terms depend on tokens or are free channels, so there are no tables.
+        needs_tokens: the terms are not tables that the grid alone determines: they depend on the tokens, or are free
+            channels.
         needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
             `relvit.families.transformer_xl.set_bands` refuses such positions.
-        stretchable: the terms follow `trained_grid`.
+        stretchable: whether the position reads `trained_grid`.
         trained_grid: rows and columns of patches in training: in images of another size, offsets are divided by the
             ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches.
 
@@ -71,7 +73,7 @@ class Position(KeepConstants):
 
 
 def initialise(tables: Iterable[Tensor], std: float) -> None:
-    """Fill tables from a normal of standard deviation `std`, truncated at ±2, or with zeros for 0.
+    """Fill tables from a normal distribution of standard deviation `std`, truncated at ±2; with zeros if `std` is 0.
 
     Raises:
         ValueError: a negative standard deviation.
@@ -106,7 +108,7 @@ def is_stretchable(position: nn.Module) -> bool:
 
 
 def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
-    """Return whether a position stretches its tables for a grid; at the trained size the tables stay the same.
+    """Return whether a position stretches its tables for a grid: not for a grid of the size in training.
 
     Args:
         grid: the grid of the tokens.
@@ -122,14 +124,14 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
             "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
             "use reach 'trained' or 'logn'"
         )
-    # A compiled or exported graph must work for all sizes.
+    # A compiled or exported graph must work for all sizes, so it always stretches.
     return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]
 
 
 def axis_offsets(
     grid: Grid, trained_grid: tuple[int, int] | None, max_distance: tuple[int, int] | None, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), from 1 - H and 1 - W on.
+    """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), ascending.
 
     Args:
         grid: the grid of the tokens.
@@ -154,10 +156,10 @@ def axis_offsets(
 def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
     """Interpolate a table so that its row for the offset d equals the trained table at d * trained / size.
 
-    Let f(d) be the trained entry for a whole offset d, linear between whole offsets and constant from the clip distance
-    k on. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size / trained). A
-    'piecewise' table is first expanded to one row for each offset up to 4k, where the table's last row begins, so the
-    new table always has the bucketing 'clip'.
+    Let f(d) be the trained entry for a whole offset d, interpolated linearly between whole offsets, and constant beyond
+    the clip distance k. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size /
+    trained). A 'piecewise' table is first expanded to one row for each offset up to 4k (its last row belongs to 4k and
+    more), so the new table always has the bucketing 'clip'.
 
     Args:
         table: 2k + 1 rows along `axis`.
@@ -175,7 +177,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
         table, distance = table.index_select(axis, rows), far
     farthest = (distance * size + trained - 1) // trained
-    # Offsets are integers, in units of 1 / size, which makes whole offsets exact.
+    # Offsets are integers in units of 1 / size, so that whole offsets are exact.
     offsets = torch.arange(-farthest, farthest + 1, device=table.device)
     position = (offsets * trained + distance * size).clamp(min=0)
     before = position // size

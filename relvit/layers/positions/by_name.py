@@ -16,7 +16,7 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# `init_std` in `retrofit` and `rel_init_std` in models are one argument, of all learned positions.
+# `init_std` in `retrofit` and `rel_init_std` in models are the same argument, which all learned positions take.
 INIT_STD = ("init_std", "rel_init_std")
 
 
@@ -39,7 +39,7 @@ def position_factory(
     taken: dict[str, Any] = {}
     for name, given in tables.items():
         if name in INIT_STD and isinstance(position, str) and accepts(position, "init_std"):
-            # With None the position keeps its own default.
+            # With None, the position uses its own default.
             taken |= {} if given is None else {"init_std": given}
         elif position == "tables":
             taken[name] = given
@@ -66,7 +66,7 @@ def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Modu
     """Build a position module for an attention layer, on its device and in its dtype.
 
     Raises:
-        TypeError: a `factory` that is a module, or makes no position module.
+        TypeError: `factory` is a module, or makes something that is no position module.
     """
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     weight = attn.proj.weight
@@ -86,7 +86,7 @@ def check_maker(name: str, given: object, arguments: str, example: str) -> None:
 
 
 def check_position(position: object, head_dim: int, num_heads: int) -> None:
-    """Call a position with a grid of one patch.
+    """Check a position by a call with a grid of one patch.
 
     Raises:
         TypeError: the position is no position module.

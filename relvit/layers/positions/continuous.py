@@ -21,12 +21,12 @@ class ContinuousPosition2d(Position):
 
     b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
 
-    - 'cr': s(d) = sign(d) log(1 + |d|), eq. 4 of the paper, in patches; as in timm's `RelPosMlp` of this mode.
+    - 'cr': s(d) = sign(d) log(1 + |d|), eq. 4 of the paper, in patches, as in timm's `RelPosMlp` with mode 'cr'.
     - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the
       last layer, as in the authors' code.
 
     Both axes enter G, so the table is joint, and is computed for each grid. Parameters have the names of timm's
-    `RelPosMlp`; `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2` of the authors.
+    `RelPosMlp`; in the authors' code `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2`.
 
     Examples:
         >>> position = ContinuousPosition2d(head_dim=32, num_heads=3, mode="swin", window=8)
@@ -38,8 +38,8 @@ class ContinuousPosition2d(Position):
         num_heads: number of heads.
         mode: 'cr' or 'swin'.
         hidden_dim: width of the network.
-        window: rows and columns of patches in the window, or image, of the training, by which 'swin' scales offsets;
-            one number for both or (rows, columns).
+        window: rows and columns of patches in the window (or image) in training, by which 'swin' scales offsets; one
+            number for both or (rows, columns).
         init_std: see `Position`; with 'swin', 0 makes the bias 8 for all pairs of patches.
 
     Raises:
@@ -100,7 +100,7 @@ def _scaled_offsets(
 ) -> Tensor:
     """Compute s(d) for all pairs of offsets, (2 H - 1, 2 W - 1, 2); `window`: of 'swin', None for 'cr'."""
     dy, dx = axis_offsets(grid, trained_grid, None, torch.empty(0, dtype=dtype, device=device))
-    # The paper's offsets are query minus key.
+    # The paper's offsets are query minus key, relvit's are key minus query.
     dy, dx = -dy, -dx
     if window is not None:
         dy, dx = dy * 8 / (window[0] - 1), dx * 8 / (window[1] - 1)

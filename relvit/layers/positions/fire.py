@@ -13,10 +13,10 @@ class FirePosition2d(Position):
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
         u(d, size) = sign(d) psi(|d|) / psi(max(|L|, size - 1)),   psi(x) = log(|c x| + 1)
 
-    with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. Beyond the size L the quotient
-    u has the same range at all sizes, so large images interpolate. In the paper each token has its own divisor; here
-    all tokens share the divisor of a sequence's last token, at position size - 1, and the sign distinguishes keys
-    before and after a query.
+    with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. For sizes above L the quotient
+    u has the same range at all sizes, so in large images f is evaluated between points seen in training. In the paper
+    each token has its own divisor; here all tokens share one divisor, the paper's divisor of a sequence's last token
+    (at position size - 1), and the sign distinguishes keys before and after a query.
 
     Examples:
         >>> position = FirePosition2d(head_dim=64, num_heads=12)
@@ -38,7 +38,7 @@ class FirePosition2d(Position):
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
     """
 
-    # The size of the image divides offsets.
+    # Offsets are divided by a function of the image's size.
     needs_extent = True
     stretchable = True
 
@@ -98,8 +98,8 @@ class FirePosition2d(Position):
         """Compute u of all offsets of an axis, (offsets, 1)."""
         c, threshold = self.c[axis].to(offsets.dtype), self.threshold[axis].to(offsets.dtype)
         farthest = threshold.abs().clamp(min=size - 1)
-        # The authors' code adds 1e-6, too, which keeps the divisor positive for c = 0.
+        # As in the authors' code, 1e-6 keeps the divisor positive for c = 0.
         divisor = torch.log1p((c * farthest).abs()) + 1e-6
-        # The paper's offset is i - j, query minus key.
+        # The paper's offset is i - j, query minus key; relvit's is key minus query.
         quotient = -offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
         return quotient.to(self.c.dtype)[:, None]

@@ -11,8 +11,8 @@ from relvit.ops import Grid, JointTable, RelativeTerms
 # a table by 0.
 HIDDEN = -1e4
 
-# Each head has a pair of these vectors (dy, dx). It sees a key whose offset has no negative product with either one:
-# half of the image if both vectors are the same, otherwise a quarter or an eighth.
+# Each head has a pair of these vectors (dy, dx), and sees a key if the key's offset has a negative dot product with
+# neither vector: half of the image if both vectors are the same, otherwise a quarter or an eighth.
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 VIEWS = {
     180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],
@@ -29,15 +29,15 @@ class LookHerePosition2d(Position):
     """LookHere: a bias -m sqrt(dy^2 + dx^2), and keys outside of a head's field of view are hidden.
 
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
-    edges, so every token sees itself. The slope m is the product of a slope of the head and one of the layer, which
-    falls linearly from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight are
-    directed and four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. A directed head has the slope 1/2, or 1/4
-    if an earlier head sees the same direction: views of 180 and 90 degrees have four directions, so the last four of
-    eight directed heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
+    edges, so every token sees itself. The slope m is the head's slope times the layer's slope, which falls linearly
+    from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight are directed and
+    four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. A directed head has the slope 1/2, or 1/4 if an earlier
+    head sees the same direction: views of 180 and 90 degrees have four directions, so the last four of eight directed
+    heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
     (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
-    'corners-none' and 'eighths1-eighths2-none'. Of any other number n of heads, 4 (n // 6) are directed, at least four,
-    and the rest see everything; their slopes continue in the same way. The paper has no layout for four heads: here all
-    four are directed.
+    'corners-none' and 'eighths1-eighths2-none'. With any other number n of heads, 4 (n // 6) heads, but at least four,
+    are directed, and the other heads see everything; slopes continue in the same way. The paper has no layout for four
+    heads: here all four are directed.
 
     Examples:
         >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))
@@ -89,8 +89,8 @@ class LookHerePosition2d(Position):
         views = [directions[head % len(directions)] for head in range(directed)]
         slopes = [2.0 ** -(head // len(directions) + 1) for head in range(directed)]
         everywhere = self.num_heads - directed
-        # Where the heads that see everything are a multiple of four, neighbours have the same slope, as in the paper's
-        # model of 16 heads.
+        # If the number of heads that see everything is a multiple of four, neighbouring heads have the same slope, as
+        # in the paper's model with 16 heads.
         repeats = max(1, everywhere // 4)
         views += [EVERYWHERE] * everywhere
         slopes += [4.0 ** -(head // repeats % 4 + 1) for head in range(everywhere)]

@@ -16,12 +16,12 @@ from relvit.ops.grid import batched_coords
 class LowRankPosition2d(Position):
     """Bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
-    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): a bias of rank r is r more channels of queries and
-    keys, and biases such as Swin's are nearly of low rank; `load_bias` factorises a given bias.
+    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): a bias of rank r equals the product of r more
+    channels of queries and keys, and biases such as Swin's nearly have a low rank; `load_bias` factorises a given bias.
 
-    A grid with no more rows (or columns) than the factors uses the first rows, so a bias by offset stays the same. For
-    a larger grid the factors are interpolated linearly, each axis on its own, which stretches the bias over the image.
-    The paper's factors are for one image size.
+    A grid with no more rows (or columns) than the factors uses the first rows of the factors, so a bias that depends on
+    offsets alone stays the same. For a larger grid the factors are interpolated linearly, each axis on its own, which
+    stretches the bias over the image. In the paper the factors serve one image size only.
 
     Examples:
         >>> position, grid = LowRankPosition2d(head_dim=64, num_heads=3, rank=4, grid_size=14), make_grid(4, 6)
@@ -74,13 +74,13 @@ class LowRankPosition2d(Position):
 
     @torch.no_grad()
     def load_bias(self, bias: Tensor) -> Tensor:
-        """Set the factors to the best factors of a bias between all patches of the grid; see `factorise_bias`.
+        """Set the factors to the best approximation of a bias between all patches of the grid; see `factorise_bias`.
 
         Args:
             bias: (heads, H W, H W), patches in raster order.
 
         Returns:
-            (heads,), the relative error, see `factorise_bias`.
+            (heads,), the relative error of the approximation, see `factorise_bias`.
         """
         rows, columns, heads, rank = self.query.shape
         check_shape("bias", bias, (heads, rows * columns, rows * columns))
@@ -113,9 +113,9 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         rank: r; at most min(Nq, Nk) factors are returned.
 
     Returns:
-        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), dtype of the bias, singular values shared evenly, for
-        `RelativeTerms.channels`; and the error, (heads,) float64: the Frobenius norm of the difference, relative to the
-        norm of the bias. No factors of this rank have a smaller error (Eckart & Young 1936).
+        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias, each with
+        the square roots of the singular values; and the error, (heads,) float64: the Frobenius norm of the difference,
+        relative to the norm of the bias. No factors of this rank have a smaller error (Eckart & Young 1936).
     """
     left, values, right = torch.linalg.svd(bias.to(torch.float64), full_matrices=False)
     roots = values[:, None, :rank].sqrt()
@@ -135,7 +135,7 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
             )
     of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)
-    # Queries may lie outside the grid of the keys.
+    # Queries may lie outside the grid of the keys, so they use the factors of the nearest place.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
     return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
 

@@ -14,10 +14,10 @@ class ParabolicPosition2d(Position):
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
 
-    over M parabolas per head, with learned directions w_m, the row and column p of a token, and a_i = softplus(W_a x_i)
-    and b_i = W_b x_i of the tokens x that enter the attention layer. The sum over m is a quadratic form in p_i - p_j:
-    an inner product of 6 channels at any image size, for a key at row v and column u 1, v^2, vu, u^2, v, u (the
-    authors' ten channels hold the products of a symmetric matrix and the constant twice). Coordinates count from the
+    over M parabolas per head, with learned directions w_m, the row and column p_i of token i, a_i = softplus(W_a x_i)
+    and b_i = W_b x_i, where the tokens x are the input of the attention layer. The sum over m is a quadratic form in
+    p_i - p_j: an inner product of 6 channels at any image size. A key at row v and column u has the channels 1, v^2,
+    vu, u^2, v, u. (The authors use ten, because vu, v, u and 1 come twice in their code.) Coordinates count from the
     middle of the grid, which only changes rounding errors. Prefix tokens have no parabola; the authors put the class
     token at (0, 0) and patches from (1, 1) on.
 

@@ -21,7 +21,7 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
-# The temperatures of Heo et al. for each kind.
+# The temperature that Heo et al. use for each kind.
 TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 
@@ -31,10 +31,10 @@ class RotaryEmbedding2d(KeepConstants):
     Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, so the
     product of a rotated query and key depends on their offset alone. Prefix tokens are not rotated.
 
-    - 'axial': the first half of the channels turns with y, the other with x, at frequencies temperature^(-4 t / d), for
-      t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
-    - 'mixed': f and g are learned for each head, and start at the frequencies of 'axial' in a random direction: timm's
-      `RotaryEmbeddingMixed`.
+    - 'axial': the first half of the channels is rotated by y, the second half by x, at frequencies temperature^(-4 t /
+      d), for t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
+    - 'mixed': f and g are learned for each head, and start as the frequencies of 'axial' times a random direction of
+      each head: timm's `RotaryEmbeddingMixed`.
 
     Rows and columns are counted in patches, at every image size.
 
@@ -51,7 +51,7 @@ class RotaryEmbedding2d(KeepConstants):
         temperature: temperature of the frequencies; None: the paper's, 100 for 'axial' and 10 for 'mixed'.
 
     Attributes:
-        frequencies: (2, 1 or num_heads, d / 2) float32 or more, f and then g; a parameter of 'mixed'.
+        frequencies: (2, 1 or num_heads, d / 2) float32 or more, f and then g; a parameter if `kind` is 'mixed'.
 
     Raises:
         ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
@@ -110,8 +110,8 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply by element, because autocast would round a
-        # matrix product.
+        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply elementwise, because autocast would compute a
+        # matrix product in half precision.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
@@ -123,8 +123,8 @@ class RotaryEmbedding2d(KeepConstants):
 class AnySizeRope:
     """Mixin before one of timm's rotary embeddings that computes the embedding at sizes other than the stored one.
 
-    timm's classes either ignore the requested size, or compute the embedding anew even at the stored size; in other
-    precisions than float32 the computed embedding differs from the stored one.
+    Some of timm's classes ignore the requested size; others compute the embedding again even at the stored size, and in
+    precisions other than float32 the result differs from the stored embedding.
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,7 +152,8 @@ class AnySizeRopeDinoV3(AnySizeRope, RotaryEmbeddingDinoV3):
         return RotaryEmbeddingDinoV3.get_embed(self, shape, dtype)
 
 
-# timm's class -> the class that `relvit.retrofit` gives to its modules. timm's other classes take every size.
+# timm's class -> the class that `relvit.retrofit` gives to modules of timm's class. All other rotary embeddings of timm
+# take every size.
 ANY_SIZE_ROPES: dict[type[nn.Module], type[nn.Module]] = {
     RotaryEmbeddingCat: AnySizeRopeCat,
     RotaryEmbeddingDinoV3: AnySizeRopeDinoV3,

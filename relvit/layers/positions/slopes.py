@@ -13,11 +13,12 @@ DISTANCES = ("manhattan", "euclidean")
 
 
 class SlopePosition2d(Position):
-    """Bias that falls with the distance of a key, by default Manhattan: -m_h (|dy| + |dx|) in head h.
+    """Bias that falls with the distance of a key, by default the Manhattan distance: -m_h (|dy| + |dx|) in head h.
 
-    The slopes m_h are those of ALiBi, see `alibi_slopes`; as in ALiBi, whose sequences have one axis, the bias is not
-    scaled. The Manhattan distance is a sum over rows and columns. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA
-    (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no such sum, and takes a joint table.
+    ALiBi defines the slopes m_h (see `alibi_slopes`) and the same bias for sequences. As in ALiBi, the attention's
+    scale does not apply to the bias. The Manhattan distance is a sum over rows and columns. The Euclidean bias -m_h
+    sqrt(dy^2 + dx^2) of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no sum over rows and columns, so it
+    takes a joint table.
 
     Examples:
         >>> bias = SlopePosition2d(head_dim=64, num_heads=8)(make_grid(4, 6)).bias
@@ -80,8 +81,8 @@ def alibi_slopes(num_heads: int) -> list[float]:
     """Compute ALiBi's slopes (Press et al. 2022, arXiv 2108.12409, section 3), one per head.
 
     For n heads, n a power of two, the slopes are the geometric sequence 2^(-8/n), 2^(-16/n) ... 2^-8. For other n, as
-    in the authors' code, the slopes of the next lower power of two come first, then every other slope of twice that
-    power.
+    in the authors' code, the slopes of the next lower power of two come first, then every second slope of the next
+    higher power of two.
     """
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * head / lower) for head in range(1, lower + 1)]

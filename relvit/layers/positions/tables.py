@@ -32,12 +32,12 @@ class RelativePosition2d(Position):
     Args:
         head_dim: width of one attention head.
         num_heads: number of heads, for tables per head and for the bias.
-        rel_terms: letters of the terms, each at most once: 'q' (vectors multiplied with keys), 'k' (with
-            queries), 'v' (added to the values), 'b' (bias); '' for none.
+        rel_terms: letters of the terms, each at most once: 'q' (vectors multiplied with keys), 'k' (vectors multiplied
+            with queries), 'v' (vectors added to the values), 'b' (bias); '' for no term.
         max_distance: clip distance k in patches, one for both axes or (rows, columns).
-        shared_heads: one set of vectors for all heads, as in the paper.
+        shared_heads: whether all heads share one set of vectors, as in the paper.
         layout: 'separate' (a table per axis, the two vectors are added) or 'joint' (one table of (2k + 1)^2 vectors,
-            which can hold more than sums, and costs more: see the backend 'gathered').
+            which can hold any function of both offsets, but costs more: see the backend 'gathered').
         bucketing: 'clip', or 'piecewise' for iRPE's index, whose 2k + 1 rows reach up to 4k patches away.
         init_std: see `Position`.
 
@@ -78,7 +78,7 @@ class RelativePosition2d(Position):
         self.bucketing = bucketing
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
-        # The names of each term's tables, in the order of `RelativeTerms`.
+        # Term -> the names of its parameters. Terms are in the order of `RelativeTerms`.
         self._names: dict[str, list[str]] = {term: [] for term in TERMS.values()}
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()
@@ -126,7 +126,7 @@ class RelativePosition2d(Position):
 
 
 class LayerTables:
-    """Base of positions that read the tables of a retrofitted attention, which keep their names in the state dict.
+    """Base of positions that read the tables of a retrofitted attention; the tables keep their names in the state dict.
 
     Args:
         layer: the attention, which has an attribute `trained_grid`, see `Position`.
@@ -154,8 +154,8 @@ class SamTables(LayerTables):
 
     Args:
         layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold a vector per offset, query minus
-            key, by which SAM multiplies unscaled queries. Tables without a row for each offset in `table_grid`, the
-            rows and columns of the image or window in training, are interpolated to that number, as SAM does.
+            key, by which SAM multiplies unscaled queries. `table_grid` is the rows and columns of the image or window
+            in training; tables with another number of rows than its offsets are interpolated to this number, as in SAM.
     """
 
     def parameters(self) -> Iterator[Tensor]:

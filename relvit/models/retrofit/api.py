@@ -18,7 +18,7 @@ from relvit.ops.checks import check_backend, int_pair
 from relvit.utils.messages import an, check_choice, part_of
 
 ABS_POS = ("keep", "freeze", "drop")
-# The name by which timm creates retrofitted models.
+# `timm.create_model` creates retrofitted models by this name.
 RETROFITTED_NAME = "retrofitted"
 
 
@@ -41,12 +41,12 @@ def retrofit(
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
     keys stay) and computes `relvit.ops.relative_attention`. Tables are multiplied by queries and keys after the norms
     and before the rotation of queries and keys, if there is any. The model then takes images of every size whose sides
-    are multiples of the patch: absolute embeddings are interpolated as in timm, rotary ones computed for the size.
-    Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
+    are multiples of the patch: absolute embeddings are interpolated as in timm, rotary embeddings computed for the
+    size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
 
-    Models that already have relative positions keep their tables, which relvit's modules then use: outputs stay the
-    same at the training size, and at other sizes offsets beyond a table use the table's outermost entry. The arguments
-    `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these models.
+    Models that already have relative positions keep their tables, and relvit's modules read these tables: outputs stay
+    the same at the training size, and at other sizes offsets beyond a table use the table's outermost entry. The
+    arguments `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these models.
 
     Examples:
         >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
@@ -61,13 +61,13 @@ def retrofit(
     Args:
         model: timm's `VisionTransformer`, `VisionTransformerDistilled`, `Eva` or `NaFlexVit`; with relative positions
             `VisionTransformerRelPos`, `Beit`, `VisionTransformerSAM`, `SwinTransformer`, `SwinTransformerV2` or
-            `MultiScaleVit`. Of other libraries SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of
+            `MultiScaleVit`. From other libraries: SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of
             `transformers` and `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of
             `transformers`. The model is changed in place.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
-        init_std: standard deviation that initialises what a position learns; with 0 the outputs stay the same.
-        position: instead of these tables, one of the names that `RelVisionTransformer` has (slopes change the outputs
-            at once), or a class of your own, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
+        init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay the same.
+        position: a name as in `RelVisionTransformer`, instead of 'tables' (slopes change the outputs at once), or your
+            own class, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
         abs_pos: the absolute embedding: 'keep', 'freeze' (train it no further) or 'drop' (remove it).
         backend: see `relvit.ops.relative_attention`.
         max_grid: for `NaFlexVit`, the most rows and columns of patches of an image in a NaFlex batch, one for both or
@@ -77,7 +77,7 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, or `position` makes none.
+        TypeError: `model` is no module, or `position` makes no modules.
         ValueError: a model that cannot be retrofitted, with the reason and the name of the module at fault, or an
             argument out of range. The model is not changed then.
     """
@@ -141,7 +141,7 @@ def retrofit(
 
 
 def retrofit_arguments() -> tuple[str, ...]:
-    """Return the names of the arguments of `retrofit`, as in a configuration, where a position is given by its name.
+    """Return the names of the arguments of `retrofit` that a configuration may hold; a position is given by its name.
 
     Examples:
         >>> retrofit_arguments()[:2]
@@ -151,14 +151,14 @@ def retrofit_arguments() -> tuple[str, ...]:
 
 
 def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
-    """Have timm's `save_for_hf` describe a model that `timm.create_model` made as one of the name `RETROFITTED_NAME`.
+    """Put `RETROFITTED_NAME` into the description that `save_for_hf` saves, for models that `timm.create_model` made.
 
     See `relvit.models.retrofit.registered`.
     """
     if hasattr(model, "_model_args"):
         cfg = model.pretrained_cfg
         model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": chosen}
-        # timm reads the description from either attribute.
+        # Some functions of timm read the description from one of these attributes, some from the other.
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}
 
 

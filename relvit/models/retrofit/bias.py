@@ -1,4 +1,4 @@
-"""Tables and networks that give each pair of tokens a bias (BEiT, Swin, relpos ViTs of timm), as relvit's modules.
+"""Tables and networks of timm that give each pair of tokens a bias (BEiT, Swin, relpos ViTs), as relvit's modules.
 
 timm's offsets are query minus key, relvit's key minus query: tables are reversed along each axis.
 """
@@ -21,7 +21,7 @@ from relvit.models.retrofit.source import Layers, OwnPositions
 TABLE = "relative_position_bias_table"
 # A bias table has this number of entries for the class token, as in `PrefixBias`.
 PREFIX_ENTRIES = 3
-# The keys are prefixes in the names of timm's networks, the values are the prefixes of relvit's.
+# Prefix of a parameter's name in timm's networks -> the prefix in relvit's networks.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
 
 
@@ -64,7 +64,7 @@ class BiasPositions(OwnPositions):
         state = cls.convert_tables(model.state_dict(), layers)
         for path, modules in layers.items():
             modules.load_state_dict({key: state[f"{path}.{key}"] for key in modules.state_dict()})
-            # Tables of a frozen layer are frozen.
+            # The new tables of a frozen layer are frozen, too.
             modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
         return layers
 
@@ -80,7 +80,7 @@ class BiasPositions(OwnPositions):
 
     @classmethod
     def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
-        """Convert the tables in a state dict of the original model; all other tensors stay.
+        """Convert the tables in a state dict of the original model; all other tensors stay the same.
 
         Raises:
             ValueError: a table whose number of entries fits no window.
@@ -110,7 +110,7 @@ class BiasPositions(OwnPositions):
                 if not attn:
                     return super().original_tables({key: shape})
                 if layer not in layers:
-                    # The block was pruned after the retrofit.
+                    # This block was pruned after the retrofit, so there is no layer for its tables.
                     continue
             names = convert(leaf, shape, layers[layer])
             if not taken.isdisjoint((layer, name) for name in names):
@@ -130,7 +130,7 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
         window = [max(size, 2) for size in scaled_by]
         position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
         if source is not attn:
-            # In training timm's network applies dropout to its hidden layer.
+            # timm's network has dropout behind its hidden layer in training, so this one gets the same rate.
             position.mlp.drop1.p = source.mlp.drop1.p
         return {"position": position}
     rows, columns = source.window_size

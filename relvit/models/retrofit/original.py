@@ -14,7 +14,8 @@ from relvit.models.retrofit.source import OwnPositions, Retrofitted
 from relvit.utils.messages import part_of
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-# `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes have no use for them.
+# `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes do not read these
+# attributes.
 LATER = ("trained_keys", "window", "trained_grid", "segmenter", "mirrored_grid")
 RECORD = "_before_retrofit"
 
@@ -78,9 +79,9 @@ def restore(model: nn.Module) -> nn.Module:
         `model` itself.
 
     Raises:
-        ValueError: the model has not been retrofitted; the original has no place for its tables, since
-            `relvit.retrofit` has created the tables, or has summed a block's own and a shared table; or its absolute
-            embedding was dropped. The model is not changed then.
+        ValueError: the model has not been retrofitted; the original classes cannot hold the model's tables, since
+            `relvit.retrofit` has created these tables, or has added a shared table to a block's table; or the retrofit
+            has dropped the absolute embedding. The model is not changed then.
     """
     if not isinstance(model, Retrofitted):
         inner = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
@@ -103,7 +104,7 @@ def restore(model: nn.Module) -> nn.Module:
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            # This module was pruned after the retrofit.
+            # Skip modules that were pruned after the retrofit.
             continue
         module.__class__ = then.kind
         _put_back(vars(module), then.attributes)

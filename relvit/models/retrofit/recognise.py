@@ -9,8 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
-# The key is the class of a model, the value is the file in `sources/` and the class that it becomes.
-# Names need no import of a library that may be missing.
+# Class of a model -> file in `sources/`, and the class there that the model becomes. Classes are given by name, so that
+# no library has to be imported that may be missing.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",
@@ -34,7 +34,7 @@ _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
-# Beginning of the name of classes with relative positions that are not carried over -> the reason.
+# Beginning of a class's name -> the reason why `relvit.retrofit` cannot keep the relative positions of these classes.
 REFUSED = {
     "torchvision.models.video.mvit.MViT": (
         "its tokens are those of videos, with a time axis beside rows and columns, and relvit's positions have none"
@@ -45,8 +45,8 @@ REFUSED = {
     "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
 }
-# Versions of other libraries with which the tests have run; the extra 'elsewhere' in pyproject.toml requires these
-# versions. A family of models may need a newer version than its library.
+# The tests have run with these versions of other libraries, which the extra 'elsewhere' in pyproject.toml requires.
+# Some families of models need a newer version than the rest of their library.
 VERSIONS = {
     "transformers": ">=5.4,<6",
     "transformers.models.beit": ">=5.10,<6",
@@ -56,10 +56,10 @@ VERSIONS = {
 
 
 def source_of(model_class: type) -> type[Retrofitted] | None:
-    """Return what a model of exactly this class becomes, or None: it cannot be retrofitted.
+    """Return the class that a model of exactly this class becomes, or None if such models cannot be retrofitted.
 
     Raises:
-        ValueError: a version of the model's library that is not known.
+        ValueError: a version of the model's library with which relvit was not tested.
     """
     place = SOURCES.get(_full_name(model_class))
     if place is None:

@@ -35,14 +35,16 @@ def retrofitted(
         torch.Size([1, 1000])
 
     Args:
-        pretrained: load the weights that a dictionary `pretrained_cfg` describes, tables included (timm passes one for
-            'local-dir:' and 'hf-hub:'); without a dictionary load timm's weights of `model`, which have no tables.
+        pretrained: whether to load weights. If `pretrained_cfg` is a dictionary, as timm passes it for 'local-dir:' and
+            'hf-hub:', load the weights that it describes, with relative tables; otherwise load timm's weights of
+            `model`, which have no tables.
         pretrained_cfg, cache_dir: see `timm.create_model`.
         model: any name that `timm.create_model` knows.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
-        features_only: return a model of feature maps (B, channels, rows, columns), timm's `FeatureGetterNet`.
-        out_indices: numbers of the blocks or stages, or how many of the last ones; None: all stages of Swin, the last
-            three blocks of other models.
+        features_only: whether to return a model that computes feature maps (B, channels, rows, columns), timm's
+            `FeatureGetterNet`.
+        out_indices: indices of the blocks or stages whose features are returned, or a number n for the last n; None:
+            all stages of Swin, the last three blocks of all other models.
         kwargs: arguments of `model`.
 
     Raises:

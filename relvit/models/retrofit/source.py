@@ -15,23 +15,23 @@ from relvit.utils.constants import FillConstants
 from relvit.utils.messages import an, listing
 
 Classes = tuple[type[nn.Module], ...]
-# The key is the class of a part of the original model, the value is the class that the part becomes.
+# Class of a part of the original model -> the class that the part becomes.
 Exchange = Mapping[type[nn.Module], type[nn.Module]]
-# New modules by the name of the attention: 'position', and 'prefix_bias' if the class token has a bias.
+# Path of an attention module -> its new submodules: 'position', and 'prefix_bias' if the class token has a bias.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
 
 class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
-    """Mixin before the class of a model, whose attention it hands the grid.
+    """Mixin before the class of a model: it passes the grid to the model's attention modules.
 
     Attributes:
-        block_classes: blocks that pass an argument to their attention unchanged.
+        block_classes: classes of blocks that pass an argument to their attention unchanged.
         container: name of the modules that hold the blocks.
         in_block: path of the attention within a block.
         attention_classes: attention of the original model -> the class that it becomes.
         patch_embed_classes: patch embeddings that return, or can be set to return, their patches as a grid.
-        absolute: names of the parameters that are absolute embeddings.
+        absolute: names of the absolute embeddings among the parameters.
         own_positions: whether the original model has relative positions, which are kept.
         replaced: attributes of the original attention that its position module replaces.
     """
@@ -125,10 +125,10 @@ class OwnPositions(Retrofitted):
         return dict(state)
 
     def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the original that the retrofitted model does not have, computed from its own.
+        """Compute tensors that only the original model has, from the tensors of the retrofitted model.
 
         Args:
-            shapes: the names, and tensors of the original shapes on the meta device.
+            shapes: names of these tensors -> tensors of the original shapes on the meta device.
 
         Raises:
             ValueError: the tensors cannot be computed.
@@ -159,7 +159,8 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
     if type(embed) is PatchEmbed:
         embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
-            # timm leaves out the pixels beyond the last whole patch, so the retrofitted model does so at this size.
+            # At the size in training timm leaves out the pixels beyond the last whole patch, so the retrofitted model
+            # does so, too.
             embed.cropped_size = tuple(embed.img_size)
     declare_any_size(model)
 

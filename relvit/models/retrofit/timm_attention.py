@@ -29,10 +29,11 @@ class GridArgument(NamedTuple):
 class TimmRelativeAttention(GridAttention):
     """Mixin before one of timm's attention modules: relative terms between its projections, see `attend_with`.
 
-    Parameters and options are timm's, plus a position module, which acts on queries and keys after their norms.
+    Parameters and options stay those of timm's module. A position module is added, which acts on queries and keys after
+    their norms.
 
     Attributes:
-        num_kv_groups: query heads that share a head of keys and values.
+        num_kv_groups: number of query heads that share a head of keys and values.
     """
 
     num_kv_groups: int = 1
@@ -71,7 +72,8 @@ class TimmRelativeAttention(GridAttention):
             return query, key, value
         if getattr(self, "q_bias", None) is None:
             return super().project(x)
-        # The keys of timm's `EvaAttention`, BEiT and Swin V2 have no trained bias.
+        # Keys have no trained bias in timm's `EvaAttention`, BEiT and Swin V2: the bias of `qkv` is made of three
+        # parts.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         if is_plain(qkv, nn.Linear):
             projected = F.linear(x, qkv.weight, bias)
@@ -79,7 +81,7 @@ class TimmRelativeAttention(GridAttention):
             # A module in the place of `qkv`, such as a LoRA adapter, may compute more than a product: call it.
             projected = qkv(x)
             projected = projected + bias.to(projected.dtype)
-        # `unflatten` and `split` are functions in Python, which take longer than the views that they make.
+        # Use `view`: `unflatten` and `split` are Python functions, which take longer than the views that they make.
         return self.heads(projected.view(x.shape[0], x.shape[1], 3 * self.num_heads, self.head_dim))
 
 

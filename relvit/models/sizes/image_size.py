@@ -73,7 +73,7 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
 def at_image_size(
     net: nn.Module, img_size: Sequence[int], in_chans: int, trained_size: int | Sequence[int] | None = None
 ) -> nn.Module:
-    """Return the model itself if it takes images of this size, otherwise a copy changed by timm's `set_input_size`.
+    """Return the model itself if it takes images of this size, otherwise a copy with timm's `set_input_size` applied.
 
     `set_input_size` interpolates position embeddings and tables, as timm's evaluation does for another `img_size`. For
     arguments and errors see `check_image_size`.
@@ -86,7 +86,7 @@ def at_image_size(
     try:
         check_image_size(net, img_size, in_chans, trained_size)
     except ValueError:
-        # timm would leave out the pixels beyond the last whole patch.
+        # Refuse sides that are no multiples of the patch: timm would leave out the pixels beyond the last whole patch.
         if not hasattr(net, "set_input_size") or any(n % p for n, p in zip(img_size, patch_size_of(net), strict=True)):
             raise
         net = copy.deepcopy(net)
@@ -102,7 +102,7 @@ def patch_size_of(net: nn.Module) -> tuple[int, int]:
         >>> patch_size_of(timm.create_model("relvit_tiny", depth=1))
         (16, 16)
     """
-    # Some models of timm have one number for both sides.
+    # Some models of timm store one number for both sides.
     return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
 
 

@@ -20,13 +20,14 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     """Embed the patches of a batch, add prefix tokens and absolute embeddings, and make the grid of the tokens.
 
     The patch embedding is applied as a linear layer. Absolute embeddings are resampled to the rows and columns of each
-    image, as for an image alone.
+    image, as if the image were not in a batch.
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
         batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
             'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
-            padding. With 'grid_size', rows and columns that no image exceeds, coordinates are not checked.
+            padding. The optional 'grid_size' holds rows and columns that no image exceeds; with it coordinates are not
+            checked.
 
     Returns:
         Tokens (B, prefix + N, embed_dim), and their grid.
@@ -79,10 +80,10 @@ def _projection(model: nn.Module) -> nn.Conv2d:
 
 
 def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
-    """Pool tokens (B, prefix + N, dim) to (B, dim), without padding (`valid`, (B, N), is False), as `NaFlexVit`.
+    """Pool tokens (B, prefix + N, dim) to (B, dim) as `NaFlexVit` does, without padding, where `valid` (B, N) is False.
 
     Raises:
-        ValueError: the model pools by 'prr', which has no mask.
+        ValueError: the model pools with 'prr', which cannot leave out padding.
     """
     if model.attn_pool is None:
         options = {"num_prefix_tokens": model.num_prefix_tokens, "reduce_include_prefix": model.pool_include_prefix}

@@ -20,7 +20,7 @@ Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands"
 
 
 def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] | None = None) -> nn.Module:
-    """Choose how relative attention treats images of another size than in training, until chosen again; in place.
+    """Choose, in place, how relative attention treats images of another size than in training.
 
     Let an image have H x W patches and n tokens, prefix tokens included, and in training H0 x W0 patches and n0 tokens:
 
@@ -28,19 +28,19 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
       interpolated linearly for that, see `relvit.layers.positions.base.stretch`.
     - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
-    - 'stretch-logn': both.
+    - 'stretch-logn': 'stretch' and 'logn'.
     - 'windows': tokens attend to the tokens of their own window of H0 x W0 patches, so time and memory grow in
       proportion to the image; only for models without prefix tokens and rotary embeddings.
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to the tokens of their
       own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
-    - 'mirror': the learned absolute embedding of H0 x W0 is not interpolated: it lies in the centre of the grid, and is
-      mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` continues images.
+    - 'mirror': the learned absolute embedding of H0 x W0 is not interpolated: it lies in the centre of the grid and is
+      mirrored beyond its edges, just as the protocol `field` of `relvit.app.data.eval_transform` mirrors images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
-    At the trained size all choices compute the same. Rotary embeddings keep their own rules for other sizes, and so do
-    absolute embeddings except with 'mirror'. Names in the state dict stay the same; gradients, graphs and exports work.
-    Your own position can be stretched if it declares `stretchable = True`, and its `forward` follows the attribute
+    At the trained size all choices compute the same. Rotary embeddings follow their own rules at other sizes, and so do
+    absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; gradients, graphs and exports
+    work. Your own position can be stretched if it declares `stretchable = True` and its `forward` reads the attribute
     `trained_grid`, None or (rows, columns).
 
     Examples:
@@ -58,7 +58,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         `model` itself.
 
     Raises:
-        ValueError: an unknown `reach`, or one that the model cannot have; the model is not changed.
+        ValueError: an unknown `reach`, or a `reach` that this model cannot have; the model is not changed.
     """
     check_choice("reach", reach, get_args(Reach))
     # Blocks that cut windows of one size in all images have no offsets beyond those of training, so no reach applies.

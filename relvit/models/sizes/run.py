@@ -33,7 +33,7 @@ def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        # `net(...)` would start the compilation of a model whose method `compile` was called.
+        # Call `forward` itself: `net(...)` would start the compilation of a model whose method `compile` was called.
         net.forward(images)
     finally:
         for module, mode in modes:

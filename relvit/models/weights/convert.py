@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 PATCHES = "patch_embed.proj.weight"
 # Prefix tokens in the order of timm's models; relvit's models have no distillation token.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-# Only training uses these parts.
+# These parts of a checkpoint are used only in training.
 IGNORED = ("head_dist.", "pre_logits.")
 # The tensors of the model have this prefix in the state dict of `relvit.app.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
@@ -36,18 +36,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, except for the
     approximations named here:
 
-    - relative tables that the checkpoint lacks are zero; tables of another clip distance repeat the outermost row
-      (exact), or are cut (exact within the new distance); shared tables are repeated for every head, and rows and
-      columns added up for joint tables of the model (both exact);
-    - an absolute embedding is resampled to the model's grid (an approximation at another size); a model without
-      absolute embedding leaves it out (an approximation; the part of prefix tokens is added to the tokens);
+    - relative tables that the checkpoint lacks are zero; tables of a smaller clip distance repeat their outermost row
+      (exact), tables of a larger one are cut (exact within the new distance); shared tables are repeated for every
+      head, and row and column tables are added up if the model has joint tables (both exact);
+    - an absolute embedding is resampled to the model's grid (an approximation at another size); it is left out if the
+      model has no absolute embedding (an approximation; the part for prefix tokens is added to these tokens);
     - tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`;
-    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`, and zero if the checkpoint has none;
-    - a model without a class token leaves it out (an approximation); a distillation token and its head are left out;
+    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`, and are zero if the checkpoint has no
+      such tables;
+    - a class token is left out if the model has none (an approximation); a distillation token and its head are left
+      out;
     - layer scale is multiplied into the weights of a model without layer scale, and is one if the checkpoint has none
       (exact);
     - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
-    - the last norm moves before or behind the pooling, as in the model (an approximation, but for token pooling).
+    - the last norm moves before or behind the pooling, as in the model (an approximation, but exact for token pooling).
 
     timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 
@@ -65,8 +67,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         log: whether to warn of tensors that are left out.
 
     Raises:
-        ValueError: tables per head for a model that shares them, joint tables for one with separate ones, another clip
-            distance with piecewise bucketing, an absolute embedding whose grid is unknown.
+        ValueError: tables per head for a model whose heads share tables, joint tables for a model with separate tables,
+            another clip distance with piecewise bucketing, an absolute embedding whose grid is unknown.
     """
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
@@ -208,13 +210,13 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
 def grid_of(
     name: str, length: int, tokens: int, kernel: Tensor | None, model: VisionTransformer, own_length: int | None
 ) -> tuple[int, tuple[int, int]]:
-    """Find how many entries of a checkpoint's tensor are for prefix tokens, all or none, and the grid of the rest.
+    """Find the grid of a checkpoint's tensor, and the number of entries for prefix tokens before it (0 or all).
 
     Args:
         name: name of the tensor.
-        length: number of its entries.
+        length: number of entries of the tensor.
         tokens: number of prefix tokens in the checkpoint.
-        kernel: patch embedding in the checkpoint.
+        kernel: weight of the patch embedding in the checkpoint.
         model: the model that gets the weights.
         own_length: number of entries in the model's own tensor; None: the model has no such tensor.
 
@@ -225,7 +227,7 @@ def grid_of(
         known = _trained_grid(model, kernel)
         if known is not None and math.prod(known) == length - prefix:
             return prefix, known
-    # A tensor as long as the model's own has the model's grid rather than another grid of as many patches.
+    # If the tensor is as long as the model's own, assume the model's grid, and no other grid with as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -286,7 +288,7 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif not held:
-            # Positions of another kind keep the model's own values, since no values are known that leave the outputs
+            # All other kinds of positions keep the model's values, since no values are known that leave the outputs
             # unchanged.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 

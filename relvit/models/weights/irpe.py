@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from relvit.layers import RelativePosition2d
 from relvit.layers.positions.tables import TERMS
 
-# Rows of a table per axis, 7 x 7 in all, and one for pairs with the class token.
+# A table has 7 x 7 entries for offsets, and one entry for pairs with the class token.
 SIDE, ENTRIES = 7, 50
-# Distance in the table for 0, 1 ... 4 patches; all larger distances share the last one. This is iRPE's piecewise index
-# for alpha 1.9, beta 3.8 and gamma 15.2.
+# Distances in the table for offsets of 0, 1 ... 4 patches; all larger offsets have the last distance. These are the
+# values of iRPE's piecewise index for alpha 1.9, beta 3.8 and gamma 15.2.
 BUCKETS = (0, 1, 2, 2, 3)
 REACH = len(BUCKETS) - 1
 
@@ -19,10 +19,10 @@ REACH = len(BUCKETS) - 1
 def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     """Convert tables of iRPE (Wu et al. 2021, arXiv 2107.14222; contextual, product method, 50 entries), in place.
 
-    The authors have a vector r for all pairs with the class token, where relvit has none. Softmax ignores an addend
-    that all keys of a query share, so r is subtracted from the table, and added to the layer's own bias of queries
-    (query term) or values (value term), with the same outputs. With a key term, adding r to the queries also adds scale
-    * r . a^K_ij to the logits; a bias of each pair subtracts that number.
+    In the authors' code all pairs with the class token have a vector r, in relvit these pairs have no vector. Softmax
+    ignores a summand that is equal for all keys of a query, so r is subtracted from the table, and added to the layer's
+    own bias of queries (query term) or values (value term), with the same outputs. With a key term, adding r to the
+    queries also adds scale * r . a^K_ij to the logits; a bias of each pair subtracts that number.
 
     Args:
         state: the state dict; without iRPE's tables it stays the same.
@@ -61,7 +61,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # The shape becomes (heads or 1, entries, head_dim).
+        # After this line the shape is (heads or 1, entries, head_dim).
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]

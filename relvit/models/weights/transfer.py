@@ -18,8 +18,8 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing, without_secrets
 
-# Name patterns of tensors that no other kind of model can use, with the reason; packages in `relvit.families` add
-# patterns.
+# Pattern of a tensor's name -> the reason why no other kind of model can use this tensor; packages in `relvit.families`
+# add patterns.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
@@ -28,7 +28,7 @@ ABSOLUTE = "pos_embed"
 
 @dataclass(frozen=True)
 class Weights:
-    """State dict of a trained model, and facts about its training; None: not known.
+    """State dict of a trained model, and facts about its training; a fact that is not known is None.
 
     Attributes:
         source: a name for messages.
@@ -54,9 +54,10 @@ class TransferReport:
         source: see `Weights`.
         loaded: names of the model's tensors that were loaded, also resized or in part.
         resized: loaded tensors of another shape in the checkpoint: absolute embeddings, tables, patch and input sizes.
-        in_part: tensors of which only a part was loaded, and which part; the rest is as initialised.
+        in_part: name of a tensor of which only a part was loaded -> a description of the part; the rest is as
+            initialised.
         new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised.
-        skipped: names of the checkpoint's tensors that are in no tensor of the model.
+        skipped: names of the checkpoint's tensors that were not used for any tensor of the model.
         reordered: whether the classifier's rows were put into the order of the model's classes.
     """
 
@@ -98,8 +99,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
 
     - `relvit.models.checkpoint_filter_fn`, or timm's function for an architecture of timm, adapts sizes: absolute
       embeddings, patch sizes, axial tables, clip distances. timm's function adapts input channels.
-    - The classifier's rows are loaded in the order of the model's classes if both have the same classes. It stays as
-      initialised if the names differ, or, without names on one side, if the numbers of classes differ.
+    - The classifier's rows are loaded in the order of the model's classes if both have the same classes. The classifier
+      stays as initialised if the names differ, or, without names on one side, if the numbers of classes differ.
     - Relative tables that the checkpoint lacks are zero in relvit's models, and as initialised in retrofitted models.
 
     Examples:
@@ -115,8 +116,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         class_names: classes of the model in order, if they have names.
 
     Raises:
-        ValueError: nothing fits, or a tensor has another shape that no resizing explains, such as another width;
-            weights of an attention-free model for a model with attention.
+        ValueError: no tensor fits, or the shape of a tensor differs in a way that no resizing explains, such as another
+            width; or weights of an attention-free model for a model with attention.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
@@ -142,7 +143,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture that the weights are of"
         )
-    # Renamed tensors stay the same objects. Tensors that a filter adds are the model's own, or constant (zeros).
+    # A tensor that was only renamed is still the same object. Tensors that a filter adds are the model's own tensors,
+    # or constant (zeros).
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:
@@ -179,7 +181,8 @@ def _convert(
 ) -> dict[str, Tensor]:
     """Return the state dict in the names and sizes of the model; `in_part` receives tensors loaded in part."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
-        # timm's filters would resize the embedding, but `relvit.retrofit` has dropped the model's.
+        # timm's filters would resize the embedding to the model's, but `relvit.retrofit` has dropped the model's
+        # embedding.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
@@ -202,7 +205,8 @@ def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Te
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's files have other names for layer scale. The report names tensors left out, so the log need not.
+        # DeiT III's files have other names for layer scale. The report names the tensors left out, so logging them is
+        # off.
         wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()

@@ -53,8 +53,8 @@ def with_columns(axes: Axes, number: int) -> Axes:
 def query_axes(inputs: AttentionInputs) -> Axes:
     """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
-    Queries with coordinates of their own may be outside the key grid. Beyond the reach of the tables all rows (or
-    columns) are alike.
+    Queries that bring coordinates may lie outside the key grid. Beyond the clip distance of the tables all rows (or
+    columns) have the same logits.
     """
     grid, key_grid = inputs.grid, inputs.key_grid
     if inputs.terms.query is None or grid.coords is None or grid is key_grid:
@@ -81,8 +81,8 @@ def table_index(
     """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
     Returns the clip distances of the part of the tables that some pair of tokens can use, or of a whole table with at
-    most `spare` more rows; and the index (1 or B, 1, N, H + W) int64 of entries of `join_tables`, which is 0, the zero
-    row, for prefix tokens.
+    most `spare` more rows; and an index (1 or B, 1, N, H + W) int64 into the rows of `join_tables`. For prefix tokens
+    the index is 0, which is a row of zeros.
     """
     reach = distances
     # A graph for all sizes must not depend on whether a table reaches further than the grid.
@@ -157,7 +157,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     if not isinstance(terms.bias, AxisTables):
         return logits
     tables = with_width(terms.bias)
-    # Single precision at least, because backward adds up the gradients over all tokens.
+    # Compute in single precision at least, because backward adds up the gradients over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
     table = table[..., 0].to(torch.promote_types(table.dtype, torch.float32)) / inputs.scale
     # Samples on one grid share the result, (1 or B, heads, Nq, H + W).
@@ -207,7 +207,7 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
 def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     """Add `times_table` of float32 or float64 weights to content (B, N, heads, dim), and keep the content's dtype."""
     if table.dim() == 2:
-        # One product, which adds up in single precision and rounds once, as stock attention adds up values.
+        # A single product adds up in single precision and rounds once, as stock attention does for values.
         weights, table = weights.to(content.dtype), table.to(content.dtype)
         return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
     with without_autocast(content.device):
@@ -263,19 +263,22 @@ class View(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The entries of a term's joined tables, zero vectors last, and those of each token by row and by column.
+    """Joined tables of one term, with zero vectors at the end, and the entries that each token looks up in them.
 
     Attributes:
         firsts: the first row that is used, of the row table and of the column table.
-        sizes: the numbers of used rows of both tables, and of zeros behind them.
-        zeros: zero vectors after the tables, at least one, up to a multiple of 8 entries; per head if the tables are.
-        index: (B, N, heads, S) int64, the entries for the S rows and columns of the grid; zeros for prefix tokens.
-        sums: zeros, (B, N, heads, entries), to which numbers are added; `index` and `sums` are expanded views of less
-            memory.
-        table: view of the term's entries in the joined tables of all terms, ([heads,] entries, head_dim).
-        factor: view of the same entries, transposed, for each head: (heads, head_dim, entries).
-        by_token: view of products with `factor`, (heads, B N, entries), as (B, N, heads, entries). The three views are
-            None for a bias.
+        sizes: three numbers: used rows of the row table, used rows of the column table, zero vectors.
+        zeros: at least one zero vector, appended so that the number of entries is a multiple of 8; per head if the
+            tables are.
+        index: (B, N, heads, S) int64, the entry for each of the S rows and columns of the grid; prefix tokens have the
+            entry of a zero vector.
+        sums: zeros, (B, N, heads, entries), where sums by entry start. `index` and `sums` are expanded views, so they
+            take little memory.
+        table: `as_strided` arguments that cut this term's entries, ([heads,] entries, head_dim), from the joined tables
+            of all terms; None for a bias, as are `factor` and `by_token`.
+        factor: the same for the transposed entries of each head, (heads, head_dim, entries).
+        by_token: `as_strided` arguments that view products with `factor`, (heads, B N, entries), as (B, N, heads,
+            entries).
     """
 
     firsts: tuple[int, int]

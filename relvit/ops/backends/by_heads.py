@@ -2,8 +2,8 @@
 
 OpenMP's threads share each operation of a tile, and wait for each other after every operation. Here the same number of
 Python threads run operations on one OpenMP thread each, and wait once, at the end; operations release the GIL. Each
-thread adds up a head in the order of a single thread, so numbers depend neither on the number of threads nor on which
-one is first.
+thread adds up a head in the order of a single thread, so results depend neither on the number of threads nor on their
+order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def threads_by_heads(query: Tensor, key: Tensor) -> int:
 
 
 def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], threads: int) -> None:
-    """Call `compute` with all tiles, or, without gradients, from several threads with the tiles of some heads each.
+    """Call `compute` once with all tiles or, without gradients, in several threads, each with the tiles of some heads.
 
     When this returns, or raises an error of a thread, no thread computes any longer.
     """
-    # A profiler or dispatch mode sees the operations of one thread only.
+    # A profiler or dispatch mode sees the operations of the calling thread only.
     if threads == 1 or is_watched():
         compute(tiles)
         return
@@ -86,8 +86,8 @@ def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]
     started = Barrier(threads + 1)
 
     def serve() -> None:
-        # A thread's first call of `get_num_threads` sets the process's number and would overwrite the thread's, so call
-        # it first.
+        # In each new thread the first call of `get_num_threads` restores the process's number of threads and so would
+        # undo `set_num_threads(1)`: make that call first.
         torch.get_num_threads()
         torch.set_num_threads(1)
         started.wait()

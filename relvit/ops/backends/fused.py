@@ -3,10 +3,11 @@
 With rows and columns apart, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append
 those H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented
 vectors is content plus relative logit. A bias goes into the same channels, divided by the scale. For the query term,
-queries and keys exchange roles. Row and column logits that are given are appended as they are. Append the indicators to
-the value: the extra output channels are the attention's row and column marginals, and these times the value tables are
-the value-side term. Nothing of N x N is formed here; `scaled_dot_product_attention` computes the rest and its gradients
-in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but recomputed.
+queries and keys exchange roles. Row and column logits that the terms already hold (`AxisLogits`) are appended
+unchanged. Append the indicators to the value: the extra output channels are the attention's row and column marginals,
+and these times the value tables are the value-side term. No N x N tensor is formed here; `scaled_dot_product_attention`
+computes the attention and its gradients in O(N (H + W)) extra memory. The augmented vectors are not kept for backward,
+but recomputed.
 
 Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
 (value-side concatenation).
@@ -107,7 +108,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             attn_mask=mask,
             dropout_p=inputs.dropout_p,
             is_causal=inputs.is_causal,
-            # The default scale would count the appended channels.
+            # PyTorch's default scale would be that of the augmented width.
             scale=inputs.scale,
         )
     if value_term:
@@ -173,8 +174,8 @@ def _augment(
 ) -> list[Tensor]:
     """Append logits and indicators to queries, keys and values: (B, heads, N, width) each.
 
-    With `valid`, (1 or B, Nk), one more channel adds 0 to the logits of real keys, and to the logits of padding a
-    number so low that softmax gives zero.
+    With `valid`, (1 or B, Nk), one more channel adds 0 to the logits of real keys, and a very low number to the logits
+    of padding, for which softmax then gives zero.
     """
     if valid is not None:
         key, value = without_padding(key, valid), without_padding(value, valid)
@@ -186,8 +187,8 @@ def _augment(
         queries.append(query_hot)
         keys.append(key_logits)
     if valid is not None:
-        # The product of both numbers, -1e30, is finite and far below all logits; float16 numbers, multiplied in
-        # float32, give -3.6e9.
+        # The query's number times the key's, -1e30, is finite and far below all logits; in float16, whose products are
+        # computed in float32, it is -3.6e9.
         size = 6e4 if query.dtype == torch.float16 else 1e15
         queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
@@ -211,7 +212,7 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
 
 def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
-    # The attention has written tokens before heads, as the projection reads them.
+    # In memory the attention's output has tokens before heads, which the output projection reads without a copy.
     out, size = out.transpose(1, 2), index.shape[-1]
     mixed, marginals = split_in_two(out, content, size)
     # Sums of several marginals are computed in float32 and rounded once.

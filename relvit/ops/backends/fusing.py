@@ -1,9 +1,9 @@
-"""Concatenation, and lookup by index with its gradient, in the forms that Inductor fuses with what reads the result.
+"""Concatenation and lookup by index, with gradients, in forms that Inductor fuses with the next operation.
 
 On the CPU Inductor computes each part of a `cat` in its own loop, and `scatter_add` in two loops: one for the zeros,
 one for the sums. In compiled graphs a sum of padded parts replaces `cat` and a sum over comparisons replaces
-`scatter_add`, so that an index or an indicator is computed where it is read, and never stored. Elsewhere, in exported
-graphs as well, these functions call the operations that they are named after.
+`scatter_add`, so that an index or an indicator is computed where it is read, and never stored. Outside of compiled
+graphs, and in exported ones, these functions call `cat`, `scatter_add` and so on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
 
 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors (B, heads, N, width) as they are, in a compiled graph as views of one, which one kernel computes.
+    """Return tensors (B, heads, N, width) unchanged; in a compiled graph, views of one tensor that one kernel computes.
 
     Only N may differ; tensors of different N stay separate.
     """
@@ -50,7 +50,7 @@ def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """Return the first channels of a tensor and those that follow; it may have more."""
     if is_fusing():
-        # The gradient of `split` would be a `cat`.
+        # The gradient of `split` would be a `cat`, which takes longer.
         return tensor[..., :first], tensor[..., first : first + second]
     return tensor[..., : first + second].split((first, second), dim=-1)
 
@@ -135,7 +135,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        # In half precision a GPU would round after each addition.
+        # Add up in single precision: in half precision a GPU would round after each addition.
         sums = _scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), index, ctx.entries)
         return sums.to(grad.dtype), None
 

@@ -45,7 +45,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
         if not may_recompute():
-            # The number of tiles is not known in a graph for all sizes, and transforms cannot recompute tiles.
+            # A graph for all sizes does not know the number of tiles, and transforms of `torch.func` cannot recompute
+            # tiles.
             return _attend(inputs, queries, keys, 0)
         length, step = query.shape[2], tile_queries(query, key)
         tiles = []
@@ -134,9 +135,9 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
 def _entries(
     tables: AxisTables | JointTable, dtype: torch.dtype, *, dy: Tensor, dx: Tensor, on_grid: Tensor, bucketing: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Join all rows of the tables, a zero row last, ([heads,] entries, width); index those that each pair adds up.
+    """Join all rows of the tables, a zero row last, ([heads,] entries, width); index the rows whose sum a pair needs.
 
-    The indices are one or two tensors, (1 or B, 1, T, Nk) each.
+    There are one or two index tensors (one row, or one for each axis), (1 or B, 1, T, Nk) each.
     """
     if isinstance(tables, JointTable):
         height, width = tables.table.shape[-3:-1]
@@ -151,6 +152,6 @@ def _entries(
 
 
 def _tokens(grid: Grid, device: torch.device) -> Tokens:
-    # Prefix tokens get any coordinates; `on_grid` keeps them from being used.
+    # Prefix tokens get coordinates (0, 0) as a placeholder; `on_grid` says that they are not to be used.
     coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
     return Tokens(coords[..., 0], coords[..., 1], torch.arange(coords.shape[1], device=device) >= grid.prefix)

@@ -1,11 +1,11 @@
-"""Relative attention in as few operations as there are, for small grids and GPUs: one autograd function, by hand.
+"""Relative attention in as few operations as possible, for small grids and GPUs: one autograd function.
 
-On small grids launching operations takes longer than their arithmetic. The augmented vectors are those of `fused`,
-whose docstring derives them; this backend computes only the usual case, a raster that attends to itself with tables per
-axis, by one `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values, stock
-attention, one `scatter_add_` and one product. The backward is the same in reverse: it makes the augmented vectors again
-and calls the backward of stock attention's own kernel. A `Plan` holds all that depends on shapes only, and is computed
-once.
+On small grids launching operations takes longer than their arithmetic. The augmented vectors are the same as in
+`fused`, whose docstring derives them. This backend computes only the usual case, a raster that attends to itself with
+tables per axis, by one `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values,
+stock attention, one `scatter_add_` and one product. The backward, written by hand, goes the same way in reverse: it
+makes the augmented vectors again and calls the backward of stock attention's kernel. A `Plan` holds all that depends on
+shapes only, and is computed once.
 """
 
 from __future__ import annotations
@@ -41,32 +41,35 @@ from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
 DEVICES = ("cpu", "cuda")
-# Slicing a table costs more than multiplying up to this number of rows that no pair of tokens can use.
+# A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing costs more than
+# multiplying a few rows in vain.
 SPARE_ROWS = 32
 # On the CPU other backends are faster if there are more pairs of tokens than this, counted over all heads and samples.
 MOST_PAIRS = 2**17
-# From this number of logits and indicators on, copying them twice takes longer than the few extra calls that avoid it.
+# With more logits and indicators than this, a second copy of them takes longer than the few extra calls that avoid the
+# copy.
 MOST_COPIED = 2**23
 
 
 class Plan(NamedTuple):
-    """What follows from the shapes, the dtypes and the device of one attention.
+    """Values that the shapes, the dtypes and the device of one attention determine, remembered for all its calls.
 
     Attributes:
         shape: shape of the queries, (B, N, heads, head_dim).
         heads: number of heads.
         width: width of a head's vectors before they are augmented.
-        added: number of rows and columns S, by which vectors are augmented.
+        added: S, the number of rows plus the number of columns, by which vectors are augmented.
         scale: factor on the logits.
         hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
         both_hot: (B, N, 2 heads, S), the same for keys and values that are one tensor.
-        apart: whether queries are augmented apart from keys and values, so that logits and indicators are copied once.
+        apart: whether queries are augmented in memory of their own, so that logits and indicators are copied once.
         no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
-        key, value, bias: entries of the terms; None: there is no such term.
-        vectors: those of `key` and `value` that are not None, whose tables are joined.
-        operands: views, (B, heads, N, width) each, of a block of memory with one, two or three of a token's augmented
-            vectors in each head.
-        mixed, marginals: views of stock attention's output, (B N heads, head_dim) and (B, N, heads, S).
+        key, value, bias: `Entries` of each term; None: there is no such term.
+        vectors: `key` and `value`, without None: the terms whose tables are joined.
+        operands: `as_strided` arguments that cut augmented vectors, (B, heads, N, width) each, from one block of
+            memory.
+        mixed, marginals: `as_strided` arguments that cut stock attention's output into (B N heads, head_dim) and (B, N,
+            heads, S).
         kernel: the kernel of stock attention.
     """
 
@@ -117,7 +120,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     lowered = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
     if lowered and query.dtype != lowered:
         return f"takes the dtype of autocast, {lowered}, got {query.dtype}"
-    # Fake tensors have no kernels.
+    # Fake tensors (`FakeTensorMode`) have no kernels, so only real tensors are asked for one.
     if type(query) is Tensor and device in (None, query.device.type) and _kernel(inputs) is None:
         return "needs a fused kernel of stock attention, and PyTorch has none for these inputs"
     return None
@@ -230,7 +233,7 @@ def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -
         plan: the plan for these shapes.
 
     Returns:
-        (B N heads, head_dim), a tensor that shares its memory with no other, so that callers may change it in place.
+        (B N heads, head_dim), a tensor with memory of its own, so that callers may change it in place.
     """
     if torch.is_grad_enabled():
         return _Lean.apply(plan, len(contents), *contents, *tables)
@@ -244,7 +247,7 @@ class _Lean(torch.autograd.Function):
     def forward(ctx: FunctionCtx, plan: Plan, number: int, *tensors: Tensor) -> Tensor:
         contents, tables = tensors[:number], tensors[number:]
         out, kept, results = _forward(plan, contents, tables, trains=True)
-        # Some results of stock attention are numbers or None.
+        # Some results of stock attention are numbers or None, which autograd cannot save: keep them on `ctx`.
         numbers = [None if isinstance(part, Tensor) else (part,) for part in results]
         ctx.kept = plan, number, tables[0].dtype, numbers
         ctx.save_for_backward(*contents, *kept, *[part for part in results if isinstance(part, Tensor)])
@@ -318,9 +321,9 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Join the tables of keys and values, ([heads,] entries, head_dim), and a bias, ([heads,] entries, 1), in a dtype.
+    """Join key and value tables, ([heads,] entries, head_dim), and bias tables, ([heads,] entries, 1), in a dtype.
 
-    None: there is no such table.
+    A result is None where there is no such table.
     """
     joined = bias = None
     if plan.bias is not None:

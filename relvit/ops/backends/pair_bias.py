@@ -1,11 +1,12 @@
 """Add a scalar bias per pair of offsets (BEiT's, Swin's): on small grids in the mask, in tiles of logits by slices.
 
-On a small grid launching operations takes longer than their arithmetic, so there are few of them, as in the source
-models: one cached index looks up the entries of all pairs of tokens, and stock attention takes the result as its mask.
+On a small grid launching operations takes longer than their arithmetic, so this file uses few operations, as timm does:
+one cached index looks up the entries of all pairs of tokens, and stock attention takes the result as its mask.
 
-On other rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the keys
-of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j] =
-table[dy, x_j - x], which is Toeplitz in x and x_j and takes 2 / H of the N x N numbers. Vertical offsets then need no
+On larger rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the
+keys of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j]
+= table[dy, x_j - x] (Toeplitz in x and x_j); all slices together take 2 / H of the N x N numbers. Vertical offsets then
+need no
 copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row depends on y. So no pair
 looks up an entry, and all samples of a batch share the slices.
 """
@@ -156,7 +157,7 @@ def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
 def to_slices(table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Write out `offset_table` for each of the queries' columns: (heads, W, (H + H' - 1) W')."""
     pieces = table.to(dtype).unfold(2, table.shape[2] - columns + 1, 1)
-    # The first piece, which begins with the least offset, belongs to the last column.
+    # The first piece begins with the lowest offset, so it belongs to the last column: reverse the order.
     return pieces.transpose(1, 2).flip(1).flatten(2)
 
 
@@ -173,7 +174,7 @@ def from_slices(slices: Tensor, table: Tensor) -> Tensor:
 def rows_of(
     pairs: Tensor, slices: Tensor, queries: slice, grid: Grid, key_grid: Grid
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each row of a tile's queries, its part of `pairs` (..., heads, T, H' W') and of `slices`.
+    """Yield, for each image row of a tile's queries, the row's part of `pairs` (..., heads, T, H' W') and of `slices`.
 
     Args:
         pairs: (..., heads, T, Nk), a number for each query of the tile and each key.

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
-# Functions in `torch` are faster to call than those in `_aten`, but turn numbers among the results into tensors. `_OFF`
-# holds the arguments dropout_p and is_causal, which no caller uses.
+# Functions in `torch` are faster to call than functions in `_aten`, but turn numbers among the results into tensors.
+# `_OFF` holds the arguments dropout_p and is_causal, which no caller uses.
 _OFF = (0.0, False)
 
 

@@ -38,7 +38,7 @@ class TileConfig(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
-    # A tile has at most these numbers of samples, heads and queries, and backward has the same tiles on any thread.
+    # A tile has at most this number of samples, of heads and of queries, the same in forward and backward.
     size: tuple[int, int, int]
     # This number of threads computes whole heads, see `by_heads`; with 1 the calling thread computes all tiles.
     threads: int

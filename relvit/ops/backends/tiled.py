@@ -3,13 +3,13 @@
 Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored. A relative logit is a
 row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
 over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
-which meet the value tables, are sums of the weights over columns and rows. So relative terms cost passes over a tile
-that fits into the CPU's cache, but no wider products as in `fused`. GPUs take this backend where the augmented vectors
-of `fused` would be too wide.
+by which the value tables are multiplied, are sums of the weights over columns and rows. So relative terms cost passes
+over a tile that fits into the CPU's cache, and products stay narrow, unlike in `fused`. GPUs take this backend where
+the augmented vectors of `fused` would be too wide.
 
-Backward as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D, the sum of
-P dP over keys, equals the product of the result with its gradient; this also holds here, where dP includes the value
-term.
+Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D,
+the sum of P dP over keys, equals the product of the result with its gradient; this also holds here, where dP includes
+the value term.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
-# A tile has at most this number of logits per thread that works on it: 4 MB in float32. Smaller tiles spend
-# their time in Python and in waiting for other threads, and tiles of fewer queries on adding up gradients of keys.
+# A tile has at most this number of logits per thread that works on it: 4 MB in float32. Smaller tiles lose time in
+# Python and in waiting for other threads; tiles with fewer queries lose time in adding up the gradients of keys.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 
@@ -75,8 +75,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # The seed is drawn from PyTorch's generator, which users seed; tiles derive their seeds from this one, also
-            # in backward.
+            # The seed is drawn from PyTorch's generator, which users seed. Each tile derives its own seed from `seed`,
+            # the same one in backward as in forward.
             seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),
@@ -91,8 +91,8 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
-        # Large images have more rows and columns than table entries, so keeping logits by entry takes less memory.
-        # (Besides the rows in reach a joined table has a zero row and padding.)
+        # Large images have more rows and columns than table entries, so keeping logits by entry takes less memory. (A
+        # joined table also has a zero row and padding.)
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
@@ -199,7 +199,7 @@ def _backward(
             if grad_pair_bias is not None:
                 of_all = grad_logits[0]
                 if len(grad_logits) > 1:
-                    # The weights in this memory are no longer needed.
+                    # The attention weights in `workspace` are no longer needed, so the sum takes their memory.
                     of_all = torch.sum(grad_logits, 0, out=workspace[: of_all.numel()].view(of_all.shape))
                 slices = part_of(grad_pair_bias, 0, tile.heads)
                 for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
@@ -337,7 +337,7 @@ def _prepared(operands: Operands, config: TileConfig, scale: float) -> Operands:
 
 def _dropout_multiplier(weights: Tensor, config: TileConfig, tile: Tile) -> Tensor:
     """Draw the factor by which dropout multiplies each weight, the same in forward and backward of a tile."""
-    if weights.is_meta:  # The meta device has no generators.
+    if weights.is_meta:  # The meta device has no random number generator.
         return torch.empty_like(weights)
     generator = torch.Generator(weights.device).manual_seed(config.seed + tile.number)
     p = 1 - config.dropout_p

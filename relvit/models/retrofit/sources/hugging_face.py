@@ -19,17 +19,18 @@ class TransformersModel(OwnPositions):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # By the class's name, transformers' `capture_outputs` looks up here the layers whose outputs it returns.
+        # In this registry transformers' `capture_outputs` finds, by the name of a model's class, the layers whose
+        # outputs it returns.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
 
 
 def attend_and_show(
     attn: GridAttention, x: Tensor, grid: Grid, mask: Tensor | None, show: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend, and with `show` return the weights (B, heads, N, N) too, without gradients and dropout.
+    """Attend; with `show` also return the attention weights (B, heads, N, N), without gradients and dropout.
 
     Raises:
-        ValueError: weights are wanted in a compiled graph.
+        ValueError: `show` in a compiled graph.
     """
     if not show:
         return attn.attend(x, grid, mask, False, None), None

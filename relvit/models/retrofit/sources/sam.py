@@ -38,9 +38,9 @@ class SamAttention(GridAttention):
 
 
 class SamRowsAttention(SamAttention):
-    """`SamAttention` of libraries that project (B, rows, columns, dim) tokens and have no norms of queries and keys.
+    """`SamAttention` for libraries whose projections take (B, rows, columns, dim), without norms of queries and keys.
 
-    Adapters that replace a projection, such as LoRA, depend on this shape.
+    Adapters that replace a projection, such as LoRA, rely on this shape.
     """
 
     def attend_rows(self, x: Tensor, grid: Grid | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class SamRowsAttention(SamAttention):
 class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
-    Where a side of the images in training is no multiple of the patch, SAM leaves out the remaining pixels, and so
+    If the images in training have a side that is no multiple of the patch, SAM leaves out the remaining pixels, and so
     does this module at that size.
     """
 
@@ -66,18 +66,19 @@ class SamPatchEmbed(PatchSizes):
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
         convolution = getattr(self, self.convolution)
         check_images(x, convolution.in_channels)
-        # If a graph knew that the sides are multiples, Inductor could not order the strides, see `GridPatchEmbed`.
+        # A compiled graph must not know that the sides are multiples of the patch, see `GridPatchEmbed`.
         if not is_compiling():
             check_divisible(x, self.patch_size, self.img_size, "as SAM does, pad the image below and to the right")
         return convolution(x).permute(0, 2, 3, 1)
 
 
 class SamEncoder(OwnPositions):
-    """Mixin before SAM's image encoder of a library that has no rule for images of another size.
+    """Mixin before the SAM image encoder of a library that refuses images of other sizes: SAM's own rule for them.
 
     SAM resizes the longer side of an image to the side of its square canvas, and pads below or to the right. So the
-    absolute embedding is resized to the canvas around the image (it stays where the longer side is as in training), and
-    cut to the image. Windows and offsets stay; offsets beyond a table use the table's outermost entry.
+    absolute embedding is resized to the canvas around the image (no resizing if the image's longer side is as in
+    training), and cut to the image. Windows and offsets count patches as in training; offsets beyond a table use the
+    table's outermost entry.
 
     Attributes:
         patch_embed_classes: class of the original patch embedding -> the class that it becomes.
@@ -111,7 +112,8 @@ class SamEncoder(OwnPositions):
         embed.__class__ = self.patch_embed_classes[type(embed)]
         grid = embed.dynamic_feat_size(size)
         if self.pos_embed is not None and self.pos_embed.shape[1:3] != grid:
-            # The model has been cut to another size after it was built, as cellpose does.
+            # The size of the absolute embedding counts, because some libraries, such as cellpose, cut a model to
+            # another size after building it.
             rows, columns = grid = tuple(self.pos_embed.shape[1:3])
             size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
         embed.img_size = size

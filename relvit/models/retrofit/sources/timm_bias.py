@@ -41,7 +41,7 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
-    # `pool` and padded batches read these attributes.
+    # timm's `pool` and relvit's code for padded batches read these attributes.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False
@@ -51,7 +51,8 @@ class GridInBias(BiasPositions, GridForward):
         for name in self.shared:
             setattr(self, name, None)
         for block in self.blocks:
-            # timm's `Beit.set_input_size` would resize the tables of an attention with a window.
+            # timm's `Beit.set_input_size` resizes the tables of each attention with a `window_size`, and these tables
+            # must stay.
             block.attn.window_size = None
         absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
         for name, value in absent.items():
@@ -84,7 +85,7 @@ def shift_mask(
     grid: Grid, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Make the mask of Swin's shifted windows, (windows, N, N): -100 where a roll has brought two parts together."""
-    # Whether a row or a column has been rolled over the border.
+    # These booleans say which rows and columns the cyclic shift has moved over the border.
     rows, cols = (torch.arange(size, device=device) >= size - by for size, by in zip(grid[:2], shift, strict=True))
     parts = (2 * rows[:, None] + cols)[None, :, :, None]
     parts = window_partition(parts, window).flatten(1)

@@ -58,7 +58,7 @@ def whole_steps(
 ) -> Tensor:
     """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    Steps and the row of the offset 0 are those of the size that the attention was built for; at that size timm's
+    The size that the attention was built for determines the steps and the row of the offset 0. At that size timm's
     `cal_rel_pos_type` computes the same rows. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
@@ -71,9 +71,9 @@ def whole_steps(
 class PooledOffsets(LayerTables):
     """Position of MViTv2's attention after `relvit.retrofit`.
 
-    Queries and keys are pooled with different strides, so offsets count in steps of the finer of the two grids, and a
-    table has a row for each step. A vector is looked up for each pair of a query row and a key row, and likewise for
-    columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
+    Queries and keys are pooled with different strides, so their grids differ. Offsets are counted in steps of the finer
+    grid, and a table has a row for each step. Each pair of a query row and a key row looks up a vector, and so does
+    each pair of columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
 
     Args:
         layer: the attention.
@@ -101,7 +101,7 @@ class PooledOffsets(LayerTables):
         """Look up the vectors (queries, keys, head_dim) of all pairs of rows, or columns, divided by the scale."""
         queries, keys = grid[axis], key_grid[axis]
         built_queries, built_keys = (size[axis] for size in self.layer.sizes(self.layer.built_for))
-        # The logits are scaled as the products of queries and keys are.
+        # Divide by the scale, because `relative_attention` scales these logits, and MViTv2 does not.
         table, given = table / self.layer.scale, (key_grid, axis, queries, built_queries, built_keys, table.device)
         if (ratio := self.stretch_ratio(axis, (queries, keys), finer=int(built_keys > built_queries))) is None:
             index = whole_steps(*given).clamp(0, len(table) - 1)
@@ -125,8 +125,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before.
 
     Attributes:
-        poolings: poolings of the queries in all blocks before this one.
-        built_for: rows and columns of the tokens at the image size that the model was built for.
+        poolings: modules that pool the queries in the blocks before this one.
+        built_for: rows and columns of this layer's tokens at the image size that the model was built for.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
@@ -248,7 +248,7 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
 
     @classmethod
     def image_size(cls, model: nn.Module) -> Size:
-        """Return the height and width of the images that an original model was built for, which timm does not keep.
+        """Find the height and width of the images that an original model was built for, which timm does not store.
 
         Raises:
             ValueError: timm builds the same model for several sizes, and computes other offsets at each of them.
@@ -258,8 +258,8 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         for axis, table in enumerate((first.rel_pos_h, first.rel_pos_w)):
             step = min(Pooling.of(pool).stride[axis] for pool in (first.pool_q, first.pool_k)) * embed.stride[axis]
             least = (len(table) + 1) // 2 * step
-            # For each image side that gives tables of this length: the numbers of tokens, or None if an offset exceeds
-            # a table.
+            # Each image side that gives tables of this length -> the numbers of tokens, or None if an offset exceeds a
+            # table.
             found = {side: tokens_within_tables(attentions, embed, side, axis) for side in range(least, least + step)}
             different = {tokens: side for side, tokens in reversed(found.items()) if tokens}
             if len(different) > 1:
@@ -284,16 +284,16 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
 
 
 def tokens_within_tables(attentions: list[nn.Module], embed: Pooling, side: int, axis: int) -> tuple[Size, ...] | None:
-    """Return how many rows, or columns, the queries and the keys of each attention have in an image of this side.
+    """Return the numbers of rows (or columns) of the queries and keys of each attention, for an image of this side.
 
-    Return None where timm raises IndexError, since the farthest offset has no row in the table of an attention.
+    Return None if timm would raise IndexError, because in some attention the farthest offset has no row in the table.
     """
     tokens, sizes = embed.size((side, side)), []
     for attn in attentions:
         pooled = Pooling.of(attn.pool_q).size(tokens)
         queries, keys = (size[axis] for size in (pooled, Pooling.of(attn.pool_k).size(tokens)))
         finer, coarser = max(queries, keys), min(queries, keys)
-        # `whole_steps` gives this number to the last query and the first key.
+        # This number is the farthest row of a table that `whole_steps` returns, for the last query and the first key.
         if int(2 * finer - 1 - finer / coarser) >= len(attn.rel_pos_w if axis else attn.rel_pos_h):
             return None
         sizes.append((queries, keys))

@@ -28,7 +28,7 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
     max_grid: tuple[int, int] = (64, 64)
 
     def open_to_all_sizes(self) -> None:
-        # timm's model takes all sizes. An absolute embedding that was removed must not be looked up.
+        # timm's model takes all sizes already. If the absolute embedding was removed, timm must not look for it.
         if not self.state_dict().keys() & set(self.absolute):
             self.embeds.pos_embed_type = "none"
 
@@ -59,5 +59,5 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
                 f"{error}; images of up to {rows} x {cols} patches are allowed by max_grid, an argument of "
                 "relvit.retrofit and an attribute of the model"
             ) from error
-        # Padding is masked by timm's own mask.
+        # timm passes a mask that hides the padding, so the grid need not hide it.
         return grid._replace(valid=None)

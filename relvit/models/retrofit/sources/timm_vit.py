@@ -27,7 +27,8 @@ class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForwa
     def open_to_all_sizes(self) -> None:
         open_patch_embed(self)
         if isinstance(self.patch_drop, PatchDropout):
-            # timm's `PatchDropout` does not return which patches stayed, so their coordinates would be lost.
+            # timm's `PatchDropout` does not return which patches it kept, so the coordinates of the patches would be
+            # lost.
             self.patch_drop.__class__ = PatchDropoutWithIndices
             # timm counts the distillation token among the patches.
             self.patch_drop.num_prefix_tokens = self.num_prefix_tokens

@@ -1,8 +1,8 @@
 """BEiT and Data2Vec's vision model of Hugging Face `transformers` after `relvit.retrofit`.
 
-Tables stay where they are: names in the state dict, numbers and the optimiser's state stay the same. The modules that
-made a bias of N x N now make the grid and pass the grid on in place of the bias; attention reads the tables. At other
-sizes offsets beyond a table use the table's outermost entry; transformers stretches tables.
+Tables stay in their modules: their names in the state dict, their values and the optimiser's state stay the same. The
+modules that computed a bias of N x N now return the grid in place of the bias, and attention reads the tables. At other
+sizes offsets beyond a table use the table's outermost entry, while transformers interpolates its tables.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TABLE = "relative_position_bias_table"
 
 
 class BeitTables(LayerTables):
-    """Position of BEiT's attention: a view of its own table, of the shared one, or of the sum of both.
+    """Position of BEiT's attention: it reads the layer's table, the table that all layers share, or the sum of both.
 
     Args:
-        layer: the attention, which knows the modules `bias_modules` that hold the tables.
+        layer: the attention, whose attribute `bias_modules` lists the modules that hold the tables.
     """
 
     needs_tokens = False
@@ -49,7 +49,7 @@ class BeitTables(LayerTables):
     def __call__(self, grid: Grid) -> RelativeTerms:
         """Return the bias between patches, the same for every grid of the trained size."""
         rows, columns = (2 * size - 1 for size in self.layer.bias_modules[0].window_size)
-        # Offsets of transformers are query minus key.
+        # In transformers an offset is query minus key, in relvit key minus query, so reverse the table.
         table = self.table()[:-3].flip(0).T.unflatten(1, (rows, columns))
         if is_stretched(grid, self.trained_grid):
             for axis in (-2, -1):
@@ -68,7 +68,7 @@ class ClassTokenBias(NamedTuple):
 
 
 class GridBias(NamedTuple):
-    """The grid, which layers hand on in place of a bias of N x N, and a mask.
+    """The grid and a mask, which layers pass on in place of a bias of N x N.
 
     transformers adds the shared bias, a block's own bias and the mask in this order, and so it adds these objects.
     """

@@ -86,7 +86,7 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
         """Map images (B, channels, height, width) to features (B, output_channels, rows, columns).
 
         Raises:
-            ValueError: no images, or attention weights are wanted, which are never formed.
+            ValueError: `pixel_values` is None, or attention weights are requested, which fused attention never forms.
         """
         if pixel_values is None:
             raise ValueError("You have to specify pixel_values")

@@ -1,9 +1,9 @@
-"""Relative attention in kernels of their own, for GPUs: q, k and v stay as narrow as they are.
+"""Relative attention in relvit's own Triton kernels, for GPUs: q, k and v are not augmented.
 
-`fused` augments queries, keys and values by H + W channels each; here a key tile is made of parts of image rows, so the
-relative logits of a tile are one number per query and row and one per query and column, and nothing is wider than in
-stock attention. The kernels read q, k, v and the tables (`lookup`) and write the result; backward also writes what each
-program adds to the gradients of tables. Triton is imported at the first call.
+`fused` augments queries, keys and values by H + W channels each. Here a key tile is made of parts of image rows, so the
+relative logits of a tile are one number per query and row and one per query and column, and all products are as narrow
+as in stock attention. The kernels read q, k, v and the tables (`lookup`) and write the result; backward also writes
+each program's share of the gradients of the tables. Triton is imported at the first call.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def backward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    # In a tile of one row, the row's logit is one number per query: subtract it from the base instead of adding it to
-    # each pair.
+    # In a tile of one row, each query has one row logit: subtract it from the base, instead of adding it to each pair.
     if KEY_ENTRIES and ROWS == 1:
         base -= load_row(logits, queries, axes, inside, top) * scale
         pairs = cols
@@ -62,8 +61,8 @@ def backward_tile(
     else:
         if VALUE_ENTRIES:
             rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-            # D may be subtracted from the numbers per row or per column: most tiles have fewer rows, which saves
-            # instructions.
+            # Subtract D from the numbers per row: subtracting it per column is equal, but most tiles have fewer rows
+            # than columns.
             grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
@@ -98,11 +97,12 @@ def backward_queries(
     POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK_M queries of one head after the other, and of their products with the key table.
+    """Compute the gradients of blocks of BLOCK_M queries, head by head, and of their products with the key table.
 
-    Axes as in `forward`; grad and out as its result, grad_position as position, entries (B, Nq, heads, KEY_ENTRIES) the
-    gradients of products. For `backward_keys` this kernel stores D, means (B, heads, Nq), and the numbers of rows and
-    columns, logits and products, (B, heads, Nq, H + W) each. A program's workspace: sums (BLOCK_M, H + W) float32.
+    The axes of tensors are as in `forward`: `grad` and `out` as its result, `grad_position` as `position`. `entries`,
+    (B, Nq, heads, KEY_ENTRIES), are the gradients of the products with the key table. `backward_keys` reads what this
+    kernel stores: D in `means`, (B, heads, Nq), and for each row and column `logits` and `products`, (B, heads, Nq, H +
+    W) each. `sums`, (BLOCK_M, H + W) float32, is a program's workspace.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
@@ -117,7 +117,8 @@ def backward_queries(
         tl.store(means + pair * length + queries, mean, mask=inside)
         q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
-        # Here the kernel stores the logits, and products with value tables, of each row and column.
+        # These pointers say where the kernel stores, for each row and column, the logits and the products with value
+        # tables.
         of_key, of_value = logits + pair * length * axes, products + pair * length * axes
         index_of_key = key_index + batch * batched * length * axes
         index_of_value = value_index + batch * batched * length * axes
@@ -209,8 +210,9 @@ def backward_keys(
 ):  # fmt: skip
     """Compute the gradients of a tile of ROWS by COLS keys of one head.
 
-    Axes as in `backward_queries`; `first` is the token in the grid's corner. Keys are along the first axis of all
-    products, so that the next product takes the weights without a transpose.
+    The axes of tensors are as in `backward_queries`; `first` is the number of the token in the grid's upper left
+    corner. Keys are along the first axis of all products, so that the next product takes the weights without a
+    transpose.
     """
     strips, axes = tl.cdiv(width, COLS), height + width
     tiles = tl.cdiv(height, ROWS) * strips

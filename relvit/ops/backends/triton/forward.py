@@ -1,10 +1,11 @@
-"""The forward kernel in Triton: relative attention in which q, k and v stay as narrow as they are.
+"""The forward kernel in Triton: relative attention without augmented queries, keys and values.
 
 A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query,
 and the tile's part of the row and column marginals are sums of its weights along either axis. The kernel goes from one
 strip of columns to the next, so that the column logits and marginals of a strip stay in registers. In a tile of one row
 each query has a single row logit, the row marginal is the sum that the softmax needs anyway, and column marginals add
-up without a sum inside the tile. The softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
+up without a sum inside the tile. The softmax is computed as in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section
+3.1).
 
 Prefix keys come first, in tiles without terms.
 """
@@ -84,8 +85,7 @@ def forward_tile(
     KEY_ENTRIES: tl.constexpr, VALUE_TERM: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile of keys: `content` is (result, maximum, total, column sums) so far, all but the maximum
-    relative to two to the power of the maximum."""
+    """Attend to one tile of keys: update `content`, (result, maximum, total, column sums), scaled by 2^-maximum."""
     result, maximum, total, col_sums = content
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
@@ -97,12 +97,12 @@ def forward_tile(
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
     pairs = add_product(pairs, query, k.trans(), PRECISION)
-    # Rows and columns beyond the grid have logits of minus infinity already.
+    # With a key table, rows and columns beyond the grid already have logits of minus infinity.
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     largest = tl.max(pairs, 1)
     if KEY_ENTRIES and ROWS == 1:
-        # A single row's logit is one number per query: add it to the maximum instead of to each pair.
+        # In a tile of one row, each query has one row logit: add it to the maximum instead of to each pair.
         row = load_row(logits, slots, axes, inside, top)
         largest += row
     new_maximum = tl.maximum(maximum, largest * scale)
@@ -121,9 +121,10 @@ def forward_tile(
             by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
             row_sums = tl.sum(by_axis, 2)
             col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
-        # The rest of the total comes from the column sums, once for each strip.
+        # The weights of this tile enter the total through the column sums, once for each strip.
         total = total * decay
-        # Logarithms of sums stay valid when the maximum grows. The strips to the left have already stored their sums.
+        # Store logarithms of sums, which stay valid when the maximum grows. The strips to the left have already stored
+        # their sums.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
@@ -150,14 +151,14 @@ def forward(
     POSITION: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of BLOCK_M queries of one head after the other, and their log-sum-exp, both in base 2.
+    """Compute the attention of blocks of BLOCK_M queries, head by head, and the log-sum-exp of their logits, in base 2.
 
-    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position
-    (multiplied by the key table in place of the query, if given), the last stride 1; valid (B, Nk) bytes; tables
-    (heads, entries, DIM) and bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or 1, Nq, entries
-    + 1), `batched` where B; lse (B, heads, Nq) float32 and, with SAVE, entries (B, Nq, heads, VALUE_ENTRIES), the
-    attention by entry. A query without keys gets zeros and the log-sum-exp +inf. A program's own workspace: logits and
-    sums, (BLOCK_M, H + W) float32 each, rows before columns.
+    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position as query
+    (if given, the key table is multiplied by position instead of query), all with the last stride 1; valid (B, Nk)
+    bytes; tables (heads, entries, DIM) and bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or
+    1, Nq, entries + 1), `batched` says whether their first axis is B; lse (B, heads, Nq) float32 and, with SAVE,
+    entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query without keys gets zeros and the log-sum-exp
+    +inf. Each program has a workspace of its own: logits and sums, (BLOCK_M, H + W) float32 each, rows before columns.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):

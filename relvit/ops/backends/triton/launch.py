@@ -17,16 +17,16 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# A multiprocessor gets more programs than it runs at once, so that at the end multiprocessors wait only briefly for the
-# last program.
+# Each multiprocessor gets this number of programs, more than it runs at once, so that it is idle only briefly at the
+# end.
 PROGRAMS = 4
 
 
 class Blocks(NamedTuple):
     """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads.
 
-    With `by_row` a tile has as few rows as possible, one where the grid is as wide as `keys`; otherwise the shape with
-    which the fewest tiles cover the grid.
+    With `by_row` a tile has as few rows as possible, a single one if the grid is at least `keys` wide; otherwise a tile
+    has the shape that covers the grid with the fewest tiles.
     """
 
     queries: int
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 # Keys: the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix units read
 # shared memory and leave more registers. Values: the largest tiles that `tools/gpu/kernels.py` compiles without spilled
-# registers, of few rows where that takes fewer instructions; `tools/gpu/tune.py` finds the fastest on a card.
+# registers, with few rows if this takes fewer instructions; `tools/gpu/tune.py` finds the fastest tiles for a GPU.
 BLOCKS = {
     ("forward", False, False): Blocks(128, 32, 8, 2, by_row=True),
     ("forward", True, False): Blocks(128, 16, 8, 2),
@@ -53,14 +53,14 @@ BLOCKS = {
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
-# Float32 avoids matrix units, which would round to ten bits. Heads wider than 64 spill registers.
+# In float32 the kernels avoid matrix units, which would round to ten bits; larger tiles would spill registers.
 BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # Among sizes with equally many tiles, `min` takes the first: few columns, because the numbers of columns stay in
-    # registers, but no fewer than two threads of a matrix unit hold.
+    # Among sizes with equally many tiles, `min` takes the first. 16 comes first, because few columns keep the numbers
+    # per column in registers, and 8, which two threads of a matrix unit hold, comes next.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
     query: Tensor  # (B, heads, N, dim); key and value likewise
     key: Tensor
     value: Tensor
-    position: Tensor | None  # (B, heads, Nq, dim), what meets the key table; None: the query
+    position: Tensor | None  # (B, heads, Nq, dim), the vectors that the key table is multiplied by; None: the query
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
     key_table: Tensor | None = None  # (heads, entries, dim)
     bias: Tensor | None = None  # (heads, entries)
@@ -93,11 +93,11 @@ class Operands(NamedTuple):
 class Variant(NamedTuple):
     """Constants of the compilation, besides data types and sizes of tiles."""
 
-    dims: tuple[int, int, int]  # of queries, values and what meets the key table
-    entries: tuple[int, int]  # of the tables for logits and of the value table, 0 where absent
-    position: str  # what meets the key table: 'query', 'own' or, without table, ''
+    dims: tuple[int, int, int]  # widths of queries, of values and of the vectors that the key table is multiplied by
+    entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
+    position: str  # the key table is multiplied by: 'query', 'own' (`position`), or '': there is no table
     bias: bool
-    save: bool  # whether forward stores what backward reads
+    save: bool  # whether forward stores the log-sum-exp and sums for backward
     padded: bool
 
 
@@ -238,7 +238,8 @@ class Launch(NamedTuple):
         operands, (_, height, width) = self.operands, self.grid
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
-        # Indices, bounds and logits have rows of queries; workspaces have rows of slots.
+        # Indices, bounds and logits have a row for each query; workspaces have a row for each query of a running
+        # program.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)
@@ -258,7 +259,7 @@ class Launch(NamedTuple):
         strides = [number for tensor in (query, key, value, position) for number in _strides(tensor)]
         strides += [0 if valid is None else valid.stride(0)]
         strides += [number for tensor in vectors for number in _strides(tensor)]
-        # An absent tensor is never read.
+        # A kernel never reads an absent tensor, so any pointer may take its place.
         pointers = (query if tensor is None else tensor for tensor in (*operands, *vectors, *others))
         index = operands.value_index if operands.key_index is None else operands.key_index
         batched = int(index is not None and index.shape[0] > 1)
@@ -279,6 +280,6 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
 
 def _over_tokens(entries: Tensor, vectors: Tensor) -> Tensor:
     """Sum up the products of (B, heads, N, entries) and (B, heads, N, dim) over all tokens: (heads, entries, dim)."""
-    # Head by head, tensors in the memory layout of the projection need no copy.
+    # A product per head reads tensors in the projection's memory layout, without a copy.
     one, other = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (entries, vectors))
     return torch.bmm(one.mT, other)

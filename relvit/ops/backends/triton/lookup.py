@@ -60,10 +60,11 @@ def value_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | Non
 def _find(
     grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device
 ) -> tuple[Distances, Tensor, Tensor]:
-    """Find the entry for each row and column of `axes`, and the inverse; in int16, or int32 where needed.
+    """Find the table entry of each row and column of `axes`, and the rows and columns of each entry, as int16 or int32.
 
-    Returns the reach of `table_index`; the index (1 or B, Nq, H + W), along rows and columns never decreasing; and the
-    bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns bounds[e] to bounds[e + 1].
+    Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases along
+    rows and along columns; and the bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns bounds[e]
+    to bounds[e + 1].
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()

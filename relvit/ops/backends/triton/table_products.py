@@ -2,16 +2,16 @@
 
 A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
 all entries at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of
-the key grid. Along rows, then columns, that index never decreases, so that the rows or columns of one entry are a
-range, and sums over it are differences of running sums: no atomics.
+the key grid. The index never decreases along rows, nor along columns, so the rows or columns of one entry are a range,
+and sums over the range are differences of running sums: no atomics.
 """
 
 import triton
 import triton.language as tl
 
-# Entries that are multiplied at a time.
+# The number of table entries that are multiplied at a time.
 CHUNK = tl.constexpr(32)
-# Rows and columns that are looked up, or summed, at a time.
+# The number of rows and columns that are looked up, or summed, at a time.
 SPAN = tl.constexpr(16)
 
 
@@ -88,7 +88,7 @@ def run_up(
     number = tl.arange(0, SPAN)
     up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
     every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
-    # Other threads of this program have stored the numbers, so wait for all threads.
+    # Other threads of this program have stored the numbers that are read next, so wait for all threads.
     tl.debug_barrier()
     for start in range(0, axes, SPAN):
         place = start + number
@@ -106,9 +106,9 @@ def run_up(
 
 @triton.jit
 def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
-    """Sum up by entry from running sums, for the entries `place` (n,): (queries, n) float32.
+    """Compute the sums for the entries `place` (n,) as differences of running sums: (queries, n) float32.
 
-    `bounds` (Nq, ENTRIES + 1): the rows and columns of entry e are those from bounds[e] to bounds[e + 1].
+    `bounds` (Nq, ENTRIES + 1): entry e belongs to the rows and columns from bounds[e] to bounds[e + 1].
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

@@ -33,7 +33,8 @@ def joint_backward_queries(
 ):  # fmt: skip
     """Compute the gradients of BLOCK_M queries of one head, and D, means (B, heads, Nq), for the other kernels.
 
-    Axes as in `joint_forward`; grad and out have the axes of the result, grad_query those of query.
+    The axes of tensors are as in `joint_forward`; `grad` and `out` have the result's axes, and `grad_query` has the
+    axes of `query`.
     """
     batch, head, pair, queries = place_of_block(tl.program_id(0), heads, length, BLOCK_M)
     inside = queries < length
@@ -84,8 +85,8 @@ def joint_backward_keys(
 ):  # fmt: skip
     """Compute the gradients of BLOCK_N keys and values of one head.
 
-    Axes as in `joint_backward_queries`. Keys are along the first axis of all products, so that the next product takes
-    the weights without a transpose.
+    The axes of tensors are as in `joint_backward_queries`. Keys are along the first axis of all products, so that the
+    next product takes the weights without a transpose.
     """
     batch, head, pair, tokens = place_of_block(tl.program_id(0), heads, keys, BLOCK_N)
     exists = tokens < keys

@@ -1,7 +1,7 @@
 """The forward kernel in Triton for a joint bias, which is looked up for each pair of tokens.
 
-The softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1). The products of queries with keys are
-added to the bias, which is divided by the scale.
+The softmax is computed as in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1). The bias is divided by the
+scale in advance, so that products of queries and keys can be added to it before the scale is applied.
 """
 
 import triton

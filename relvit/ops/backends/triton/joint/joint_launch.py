@@ -23,7 +23,7 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
 LOG2_E = math.log2(math.e)
-# The samples are divided among several programs until there are this number for each multiprocessor.
+# The samples are divided among programs until each multiprocessor has this number of programs.
 PROGRAMS = 4
 
 
@@ -56,7 +56,7 @@ BLOCKS = {
     ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
-# Float32 avoids matrix units, which would round to ten bits.
+# In float32 the kernels avoid matrix units, which would round to ten bits.
 BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 2)
 
 
@@ -67,7 +67,7 @@ def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
         rows = patches // cols
         return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
 
-    # Among equally good sizes the first one wins, which has the fewest rows, so there are the fewest sums at the end.
+    # Among equally good sizes `min` takes the first, which has the fewest rows and so needs the fewest sums at the end.
     cols = min((patches >> power for power in range(patches.bit_length())), key=covered)
     return patches // cols, cols
 
@@ -150,7 +150,7 @@ class Launch(NamedTuple):
         first = layout(self.grid, self.key_grid, query.device).before
         named, _ = self.constants(joint_backward_table)
         tile, (samples, heads) = (named["ROWS"], named["COLS"]), query.shape[:2]
-        # Distances between rectangles of queries and of keys.
+        # The numbers of vertical and horizontal distances between a rectangle of queries and a rectangle of keys.
         distances = [
             triton.cdiv(size, of_tile) + triton.cdiv(key_size, of_tile) - 1
             for size, key_size, of_tile in zip(self.grid, self.key_grid, tile, strict=False)
@@ -174,7 +174,7 @@ class Launch(NamedTuple):
     ) -> None:
         query, key, value, valid, _ = self.operands
         self._check_offsets((query, key, value, *vectors))
-        # An absent tensor is never read.
+        # A kernel never reads an absent tensor, so any pointer may take its place.
         pointers = (query if tensor is None else tensor for tensor in (*self.operands, *found, *vectors, *others))
         strides = [number for tensor in (query, key, value, *vectors) for number in tensor.stride()[:3]]
         strides += [0 if valid is None else valid.stride(0)]
@@ -203,7 +203,7 @@ class JointAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, inputs: AttentionInputs, *tensors: Tensor) -> Tensor:
         query, key, value, table = tensors
-        # Kernels read vectors whose last axis is contiguous in memory.
+        # Kernels only read vectors whose last axis is contiguous in memory.
         query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
         valid = key_mask(inputs.key_grid)
         if valid is not None:
@@ -246,8 +246,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a joint bias between rasters; `inputs` are those that `triton.refusal` lets pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
-        # Fill up widths that are no multiple of 8, which free channels leave, as in BEiT: such vectors would be loaded
-        # in small pieces.
+        # Free channels, as in BEiT, leave widths that are no multiple of 8, and a GPU loads such vectors in small
+        # pieces: fill them up with zeros.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
 

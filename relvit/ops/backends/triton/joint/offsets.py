@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, once_per_raster
 
-# Kernels read the places of whole blocks, of at most this many tokens, even beyond the last token.
+# Kernels read the places of whole blocks of up to this many tokens, so places go on beyond the last token.
 LARGEST_BLOCK = 128
 
 
@@ -54,7 +54,7 @@ def by_entry(sums: Tensor, table: Tensor, grid: Grid, key_grid: Grid, tile: tupl
         for axis in (0, 1)
     )
     by_row = sums.sum(0).permute(0, 1, 3, 2, 4).flatten(3, 4).flatten(1, 2)
-    # Matrix products add up in a fixed order, which `index_add` does not.
+    # Matrix products add up in a fixed order; `index_add` does not.
     entries = of_rows.mT @ (by_row @ of_cols)
     return entries.sum_to_size(table.shape).to(table.dtype)
 

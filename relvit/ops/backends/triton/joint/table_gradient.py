@@ -26,9 +26,9 @@ def joint_backward_table(
 ):  # fmt: skip
     """Sum up the gradients of logits by offset, for one distance of rectangles, one head and a part of the samples.
 
-    Axes as in `joint_backward_queries`; the table's entries begin at the number `first`. sums (splits, heads, distances
-    of rows, distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and the last column are zero. Prefix
-    tokens are left out.
+    The axes of tensors are as in `joint_backward_queries`; the table's entries begin at the number `first`. `sums` is
+    (splits, heads, distances of rows, distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and the last
+    column are zero. Prefix tokens are left out.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)
@@ -36,7 +36,7 @@ def joint_backward_table(
     item = tl.program_id(0)
     head = (item // (down * across) % heads).to(tl.int64)
     split = item // (down * across) // heads
-    # Distances of the rectangles, counted in rectangles.
+    # The vertical and horizontal distance between the two rectangles, counted in rectangles.
     below, beside = item // across % down - (rows - 1), item % across - (cols - 1)
     first_row, first_col = tl.maximum(0, -below), tl.maximum(0, -beside)
     number_of_cols = tl.minimum(cols, key_cols - beside) - first_col

@@ -1,4 +1,4 @@
-"""Parts that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
+"""Functions that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
 
 A head of width 80, or of 64 plus some free channels, would need tiles of width 128, because Triton's tiles have powers
 of two as sizes. Two parts of 64 and 16 make all products a third smaller.
@@ -80,7 +80,8 @@ def pair_bias(table, of_queries, of_keys, PRECISION: tl.constexpr):
     pointers = (table - of_queries) + of_keys
     if PRECISION == "interpreted":
         return tl.load(pointers)
-    # Triton would distribute what `tl.load` loads among threads in its own way, and pass it on through shared memory.
+    # With `tl.load` Triton would distribute the loaded numbers among threads in another layout, and exchange them
+    # through shared memory.
     return tl.inline_asm_elementwise(
         "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
     )
