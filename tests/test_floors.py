@@ -24,10 +24,11 @@ _ALL = tuple(CORE)
 BELOW = CORE | {
     "app.utils": ("utils",),
     "app.plots": ("utils", "app.utils"),
+    "app.models": (*_ALL, "app.utils"),
     "app.data": (*_ALL, "app.utils", "app.plots"),
-    "app.training": (*_ALL, "app.utils", "app.plots", "app.data"),
-    "app.evaluation": (*_ALL, "app.utils", "app.plots", "app.data", "app.training"),
-    "app.cli": (*_ALL, "app.utils", "app.plots", "app.data", "app.training", "app.evaluation"),
+    "app.training": (*_ALL, "app.utils", "app.plots", "app.models", "app.data"),
+    "app.evaluation": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training"),
+    "app.cli": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training", "app.evaluation"),
 }
 # The packages that the core imports: what `pip install relvit` brings.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}

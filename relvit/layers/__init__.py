@@ -5,7 +5,7 @@ from relvit.layers.attention import RelativeAttention
 from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.interpolate import resample_embedding
 from relvit.layers.mixer import LayerPlan, Mixer
-from relvit.layers.patch_embed import AnySizePatchEmbed, whole_patches
+from relvit.layers.patch_embed import AnySizePatchEmbed, check_divisible, whole_patches
 from relvit.layers.positions import *  # noqa: F403
 from relvit.layers.prefix_bias import PrefixBias
 
@@ -18,6 +18,7 @@ __all__ = [
     "PrefixBias",
     "RelativeAttention",
     "RelativeBlock",
+    "check_divisible",
     "resample_embedding",
     "whole_patches",
 ]

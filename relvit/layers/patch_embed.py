@@ -137,7 +137,11 @@ def check_divisible(
     cropped_size: tuple[int, int] | None = None,
     advice: str = "a model made with dynamic_img_pad=True pads with zeros",
 ) -> None:
-    """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`."""
+    """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`.
+
+    Examples:
+        >>> check_divisible(torch.empty(1, 3, 64, 96), (16, 16))
+    """
     if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
         return
     for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):

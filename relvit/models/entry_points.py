@@ -116,6 +116,6 @@ def entry_point(
     create.__name__ = create.__qualname__ = name
     create.__module__ = module or model_class.__module__
     create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
-    # `relvit.models.model_arguments` reads the class from the annotation.
+    # The annotation tells the class, and so the arguments, of the model before it is built.
     create.__annotations__["return"] = model_class
     return register_model(create)

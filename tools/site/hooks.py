@@ -21,6 +21,7 @@ REFERENCE = {
     "relvit": "relvit",
     **{name: f"relvit.{name}" for name in CORE},
     **{name: f"relvit.app.{name}" for name in APPLICATION},
+    "app_models": "relvit.app.models",
 }
 # These functions have the same name as their module. MkDocs does not import sources, so it would find the module.
 SAME_NAME = ("relvit.models.retrofit.api.retrofit", "relvit.models.attention_maps.attention_maps")

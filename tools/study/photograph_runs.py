@@ -16,8 +16,8 @@ from photograph_models import Model, Part, Run, Setting, Size, Test, base_of, mo
 from torch import Tensor, nn
 
 import relvit
+from relvit.app.models import at_image_size
 from relvit.models import param_groups, set_reach
-from relvit.models.sizes.image_size import at_image_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH, LR, WEIGHT_DECAY, WARMUP, CLIP = 128, 1e-3, 0.05, 0.05, 1.0

@@ -22,12 +22,13 @@ from relvit.app.data.batches import ImageBatch
 from relvit.app.data.registry import named_data_module
 from relvit.app.evaluation.costs import count_macs, peak_memory
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
+from relvit.app.models import at_image_size, patch_size_of
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
 from relvit.app.training.answering import answers
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.metrics import count_batch, epoch_metrics
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.models import Reach, at_image_size, patch_size_of, set_reach
+from relvit.models import Reach, set_reach
 from relvit.utils.messages import check_choice, listing
 
 Size = int | tuple[int, int]

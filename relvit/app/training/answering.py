@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from relvit.app.data.batches import ImageBatch, image_count, mirrored
+from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics, count_batch
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.models import Reach, at_image_size, check_image_size, pooled_features, set_reach
+from relvit.models import Reach, set_reach
 from relvit.utils.messages import one_line
 
 
@@ -125,6 +127,14 @@ def finite_features(net: nn.Module, images: ImageBatch, device: torch.device | s
     if not features.isfinite().all():
         raise ValueError("the model computes features that are not finite: its weights, or mean and std are broken")
     return features
+
+
+def pooled_features(net: nn.Module, images: ImageBatch) -> Tensor:
+    """Compute the pooled features before the classifier of images or native patches, (B, num_features)."""
+    if isinstance(net, NaFlexVit) and isinstance(images, dict):
+        features = net.forward_features(*(images[name] for name in ("patches", "patch_coord", "patch_valid")))
+        return net.forward_head(**features, pre_logits=True)
+    return net.forward_head(net.forward_features(images), pre_logits=True)
 
 
 def answers(

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from relvit.app.data.batches import ImageBatch
 from relvit.app.data.mixup import BatchMix
+from relvit.app.models import build_model
 from relvit.app.training.answering import Answering
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
@@ -36,7 +37,7 @@ from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe
 from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
-from relvit.models import TransferReport, build_model, param_groups
+from relvit.models import TransferReport, param_groups
 from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import (
     NonNegativeFloat,

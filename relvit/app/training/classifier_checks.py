@@ -8,10 +8,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from relvit.app.models import check_image_size, check_native
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
-from relvit.models import check_image_size, check_native
 from relvit.utils.messages import check_choice, did_you_mean
 
 

@@ -1,8 +1,7 @@
-"""Native batches of images of any shapes, from timm's NaFlex loader: embedding, pooling, and a check of models."""
+"""Native batches of images of any shapes, from timm's NaFlex loader: embedding and pooling."""
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from timm.models.naflexvit import create_attention_mask, global_pool_naflex
 from torch import Tensor, nn
 
 from relvit.models.depth import lack
-from relvit.models.sizes.run import run_once
 from relvit.ops import Grid, grid_from_naflex
-from relvit.utils.messages import size_text
 
 
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
@@ -93,46 +90,3 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     prefix = model.num_prefix_tokens if model.pool_include_prefix else 0
     mask = create_attention_mask(valid, prefix, symmetric=False, q_len=1, dtype=x.dtype)
     return model.attn_pool(x[:, model.num_prefix_tokens - prefix :], attn_mask=mask)
-
-
-def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:
-    """Run a model on a native batch of two shapes, before a long run starts.
-
-    Examples:
-        >>> check_native(timm.create_model("relvit_tiny", depth=1), (16, 16), in_chans=3)
-
-    Args:
-        net: a model of timm or relvit; not changed.
-        patch_size: (height, width) of the patches of the data.
-        in_chans: channels of the images.
-
-    Raises:
-        ValueError: patches of another size than the model's, or a model that takes no native images.
-    """
-    cfg = getattr(net, "pretrained_cfg", None) or {}
-    name = cfg.get("architecture") or type(net).__name__
-    embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
-    own = getattr(embed, "patch_size", None)
-    if own is not None and tuple(own) != tuple(patch_size):
-        raise ValueError(
-            f"{name} has patches of {own[0]} x {own[1]} px, the data of {patch_size[0]} x {patch_size[1]} px: give "
-            f"--data.patch_size {shlex.quote(size_text(own))}"
-        )
-    like = next(net.parameters())
-    coord = torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device)
-    batch = {
-        "patches": torch.zeros(2, 2, *patch_size, in_chans, dtype=like.dtype, device=like.device),
-        "patch_coord": coord,
-        "patch_valid": torch.tensor([[True, True], [True, False]], device=like.device),
-        "seq_len": 2,
-    }
-    try:
-        run_once(net, batch)
-    except ValueError:
-        # The error messages of relvit's models already give the reason.
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, or "
-            "--data.native false"
-        ) from error

@@ -6,7 +6,6 @@ from timm.layers import resample_abs_pos_embed
 from transfers import SIZE, pictures
 from transfers import make as make_any
 
-from relvit.models import build_model
 from relvit.models.weights.transfer import Weights, transfer_weights
 
 CONV = {"mixer": "conv", "kernel_size": (3, 5)}
@@ -122,8 +121,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(theirs, ours, what):
 
 @pytest.mark.parametrize("name", ["test_relvit", "deit_tiny_patch16_224"])
 def test_attention_does_not_take_queries_and_keys_that_are_none(name):
-    attention = build_model(name, 3, 3, SIZE, {"embed_dim": 64, "depth": 6, "num_heads": 2})
+    attention = make_any(name, embed_dim=64, depth=6)
     own = {key: tensor.clone() for key, tensor in attention.state_dict().items()}
     with pytest.raises(ValueError, match=r"there is of an attention-free model, .* give an architecture without"):
-        transfer_weights(attention, weights_of(build_model("test_relvit_aft", 3, 3, SIZE, {"num_heads": 64})))
+        transfer_weights(attention, weights_of(make_any("test_relvit_aft", embed_dim=64, depth=6, num_heads=64)))
     assert all(torch.equal(tensor, own[key]) for key, tensor in attention.state_dict().items())

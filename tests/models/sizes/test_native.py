@@ -9,8 +9,6 @@ from vits import native_batch, small
 
 import relvit
 from relvit.layers import LowRankPosition2d
-from relvit.models.sizes.native import check_native
-from relvit.models.sizes.run import pooled_features
 
 PATCH = (8, 4)
 # Rows and columns of patches: longer and shorter than the grid of the model, one row, one patch.
@@ -123,38 +121,28 @@ def naflexvit():
     return timm.create_model("naflexvit_base_patch16_gap", num_classes=5, img_size=24, **size)
 
 
-@pytest.mark.parametrize("make", [naflexvit, lambda: relvit.retrofit(naflexvit()), lambda: small()])
-def test_models_that_take_native_batches(make):
-    model = make().train()
-    check_native(model, (8, 8), 3)
-    assert model.training
-    features = pooled_features(model.eval(), native_batch(squares(), 8))
-    expected = torch.cat([pooled_features(model, picture[None]) for picture in squares()])
-    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("make", [naflexvit, lambda: relvit.retrofit(naflexvit())])
+def test_naflexvit_before_and_after_its_retrofit(make):
+    model, generator = make().eval(), torch.Generator().manual_seed(0)
+    pictures = [torch.randn(3, 8 * h, 8 * w, generator=generator) for h, w in GRIDS[:3]]
+    expected = torch.cat([model(picture[None]) for picture in pictures])
+    torch.testing.assert_close(model(native_batch(pictures, 8)), expected, atol=1e-5, rtol=1e-5)
 
 
-def squares():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(3, 8 * h, 8 * w, generator=generator) for h, w in GRIDS[:3]]
-
-
-DISTILLED = {"patch_size": 8, "depth": 1}
+DISTILLED = {"patch_size": PATCH, "depth": 1}
 REFUSED = {
-    "has patches of 8 x 16 px, the data of 8 x 8 px": lambda: small(patch_size=(8, 16)),
-    "test_resnet takes no native images: use a relvit_": lambda: timm.create_model("test_resnet"),
-    "test_vit takes no native images": lambda: timm.create_model("test_vit", patch_size=8),
-    "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full"),
+    "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full", patch_size=PATCH),
     "has a distillation token": lambda: relvit.retrofit(
         timm.create_model("deit_tiny_distilled_patch16_224", **DISTILLED)
     ),
-    "global_pool 'prr' has no mask for the padding": lambda: small(global_pool="prr"),
+    "global_pool 'prr' has no mask for the padding": lambda: small(global_pool="prr", patch_size=PATCH),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_errors(message):
+def test_models_without_native_batches(message):
     with pytest.raises(ValueError, match=message):
-        check_native(REFUSED[message](), (8, 8), 3)
+        REFUSED[message]().eval()(native_batch(images(torch.float32), PATCH))
 
 
 def test_more_errors():

@@ -1,8 +1,9 @@
 """Small classifiers whose weights are transferred, and images to compare them on."""
 
+import timm
 import torch
 
-from relvit.models import build_model
+import relvit
 from relvit.models.weights.transfer import Weights
 
 SIZE = (16, 24)
@@ -11,7 +12,8 @@ SIZE = (16, 24)
 def make(name="test_relvit", classes=3, chans=3, size=SIZE, seed=0, retrofit=None, **kwargs):
     """Every parameter is drawn at random: zeros and ones would agree by themselves."""
     kwargs = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, **kwargs}
-    net = build_model(name, classes, chans, size, kwargs, retrofit).eval()
+    net = timm.create_model(name, num_classes=classes, in_chans=chans, img_size=size, **kwargs).eval()
+    net = net if retrofit is None else relvit.retrofit(net, **retrofit)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in net.parameters():

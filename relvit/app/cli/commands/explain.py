@@ -12,11 +12,11 @@ from rich.table import Table
 from relvit.app.cli.errors import UsageError
 from relvit.app.data import parse_size
 from relvit.app.evaluation import Size
+from relvit.app.models import build_model
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.checkpoints.file import FOLDER, HUB, is_published
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.layers import LayerPlan
-from relvit.models import build_model
 from relvit.models import explain as explain_model
 
 PLACES = {"cpu": "the CPU", "cuda": "CUDA"}

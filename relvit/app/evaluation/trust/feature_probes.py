@@ -20,12 +20,12 @@ from relvit.app.data.at_size import at_size
 from relvit.app.data.shape import ImageShape
 from relvit.app.data.split import stratified_split
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
+from relvit.app.models import model_arguments
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.answering import answers, finite_features
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.remote import suffix_of
-from relvit.models import model_arguments
 from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.

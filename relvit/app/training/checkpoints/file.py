@@ -19,6 +19,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from timm.models import split_model_name_tag
 from torch import Tensor
 
+from relvit.app.models.model_names import nearest_model
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
 from relvit.app.training.labels import are_thresholds
@@ -34,7 +35,6 @@ from relvit.app.utils.files import (
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
-from relvit.utils.model_names import nearest_model
 
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"

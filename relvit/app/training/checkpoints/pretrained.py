@@ -16,6 +16,8 @@ from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from relvit.app.data import parse_size
+from relvit.app.models import check_model_size, described_model
+from relvit.app.models.model_names import model_hint
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_is_file, nearest_hint
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
@@ -24,9 +26,8 @@ from relvit.app.utils.hub import hub_access
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
-from relvit.models import TransferReport, Weights, check_model_size, described_model, transfer_weights
+from relvit.models import TransferReport, Weights, transfer_weights
 from relvit.utils.messages import did_you_mean, listing, one_line
-from relvit.utils.model_names import model_hint
 
 ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from relvit.app.models import build_model
 from relvit.app.training.checkpoints.pretrained import Pretrained
-from relvit.models import build_model, transfer_weights
+from relvit.models import transfer_weights
 from relvit.utils.messages import listing
 
 Distill = Literal["hard", "soft"]

@@ -12,9 +12,9 @@ from relvit.app.cli.mistakes import explain
 from relvit.app.cli.option_types import in_words
 from relvit.app.cli.parser import Parser
 from relvit.app.data import ImageData
+from relvit.app.models.model_names import nearest_model
 from relvit.app.training import ImageClassifier
 from relvit.utils.messages import nearest
-from relvit.utils.model_names import nearest_model
 from relvit_start import COMMANDS
 
 # Command -> what a user types -> the option of the hint; None where a hint would be a guess.

@@ -13,8 +13,8 @@ from sample_files import publish_sample, write_sample
 
 import relvit
 from relvit.app.cli import main
+from relvit.app.models.model_factory import BUILDER_ARGUMENTS, build_model
 from relvit.app.training.checkpoints.pretrained import Pretrained
-from relvit.models.factory import BUILDER_ARGUMENTS, build_model
 
 # Arguments of timm's builders with which a description would choose where weights come from.
 CHOICES = [

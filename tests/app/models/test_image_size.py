@@ -5,8 +5,7 @@ import timm
 import torch
 
 import relvit
-from relvit.models import build_model, check_image_size
-from relvit.models.sizes.image_size import patch_size_of
+from relvit.app.models import build_model, check_image_size, patch_size_of
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 DYNAMIC = VIT | {"dynamic_img_size": True}

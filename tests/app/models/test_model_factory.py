@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 
+from relvit.app.models import build_model, described_model, model_arguments
 from relvit.layers import SlopePosition2d
-from relvit.models import build_model, described_model, model_arguments
 
 
 def test_builds_relvit_and_timm_models_with_the_datas_sizes():
@@ -115,9 +115,9 @@ def test_the_check_changes_no_random_numbers(monkeypatch):
     model = build_model("relvit_tiny", 7, model_kwargs=kwargs)
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
     size = sum(p.nbytes for p in model.parameters())
-    monkeypatch.setattr("relvit.models.factory.available_memory", lambda: size)
+    monkeypatch.setattr("relvit.app.models.model_factory.available_memory", lambda: size)
     build_model("relvit_tiny", 7, model_kwargs=kwargs)
-    monkeypatch.setattr("relvit.models.factory.available_memory", lambda: size - 1)
+    monkeypatch.setattr("relvit.app.models.model_factory.available_memory", lambda: size - 1)
     with pytest.raises(ValueError, match="more memory than there is"):
         build_model("relvit_tiny", 7, model_kwargs=kwargs)
 
@@ -147,3 +147,10 @@ def test_a_published_description_becomes_the_arguments_of_build_model():
 def test_a_published_description_is_refused(name, arguments, message):
     with pytest.raises(ValueError, match=message):
         described_model(name, arguments, "it")
+
+
+@pytest.mark.parametrize("kwargs", [{"num_heads": 5}, {"embed_dim": 0}, {"depth": "x"}])
+def test_a_model_of_timm_that_cannot_be_built(kwargs):
+    with pytest.raises(ValueError, match=r"model 'vit_tiny_patch16_224' cannot be built with model_kwargs \{'"):
+        build_model("vit_tiny_patch16_224", 3, model_kwargs=kwargs)
+    assert build_model("vit_tiny_patch16_224", 3, model_kwargs={"depth": 1, "num_heads": 2}).num_classes == 3

@@ -14,13 +14,11 @@ from timm.models import build_model_with_cfg
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
-from relvit.models.base import GridVisionTransformer
-from relvit.models.retrofit import retrofit as retrofit_model
-from relvit.models.retrofit import retrofit_arguments
-from relvit.models.retrofit.api import RETROFITTED_NAME
+from relvit.app.models.model_names import model_hint
+from relvit.models import GridVisionTransformer, retrofit_arguments, retrofitted
+from relvit.models import retrofit as retrofit_model
 from relvit.utils.memory import available_memory
 from relvit.utils.messages import did_you_mean, listing, one_line
-from relvit.utils.model_names import model_hint
 
 # These arguments of timm's builders choose the weights that are loaded. A model's description may hold none of these
 # arguments, because it may come from a user, a checkpoint, a published folder or the hub.
@@ -129,7 +127,7 @@ def described_model(
     """
     check_description(architecture, arguments, source)
     kwargs = {key: value for key, value in arguments.items() if key not in DATA_ARGUMENTS}
-    if architecture != RETROFITTED_NAME:
+    if architecture != retrofitted.__name__:
         return architecture, kwargs or None, None
     if "model" not in kwargs:
         raise ValueError(f"{source} does not say which model was retrofitted")
@@ -153,7 +151,7 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
             f"{source} must not hold {chosen[0]!r}: a description does not choose which weights are loaded, "
             "--model.pretrained does"
         )
-    if name == RETROFITTED_NAME and "model" in arguments:
+    if name == retrofitted.__name__ and "model" in arguments:
         check_description(arguments["model"], {}, source)
     model_arguments(name)
 

@@ -1,0 +1,47 @@
+"""Models are tried with a native batch of two shapes before a run, and the ones that take none are refused."""
+
+import pytest
+import timm
+import torch
+from vits import native_batch, small
+
+import relvit
+from relvit.app.models import check_native
+from relvit.app.training.answering import pooled_features
+
+
+def naflexvit():
+    size = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8}
+    return timm.create_model("naflexvit_base_patch16_gap", num_classes=5, img_size=24, **size)
+
+
+TAKEN = [naflexvit, lambda: relvit.retrofit(naflexvit()), lambda: small()]
+
+
+@pytest.mark.parametrize("make", TAKEN)
+def test_models_that_take_native_batches_keep_their_mode(make):
+    model = make().train()
+    check_native(model, (8, 8), 3)
+    assert model.training
+
+
+@pytest.mark.parametrize("make", TAKEN)
+def test_features_of_native_batches_are_those_of_each_image(make):
+    model, generator = make().eval(), torch.Generator().manual_seed(0)
+    pictures = [torch.randn(3, 8 * h, 8 * w, generator=generator) for h, w in ((3, 5), (2, 2), (1, 7))]
+    expected = torch.cat([pooled_features(model, picture[None]) for picture in pictures])
+    torch.testing.assert_close(pooled_features(model, native_batch(pictures, 8)), expected, atol=1e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "has patches of 8 x 16 px, the data of 8 x 8 px": lambda: small(patch_size=(8, 16)),
+    "test_resnet takes no native images: use a relvit_": lambda: timm.create_model("test_resnet"),
+    "test_vit takes no native images": lambda: timm.create_model("test_vit", patch_size=8),
+    "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_models_that_take_none(message):
+    with pytest.raises(ValueError, match=message):
+        check_native(REFUSED[message](), (8, 8), 3)
