@@ -25,7 +25,7 @@ BELOW = CORE | {
     "app.utils": ("utils",),
     "app.plots": ("utils", "app.utils"),
     "app.models": (*_ALL, "app.utils"),
-    "app.data": (*_ALL, "app.utils", "app.plots"),
+    "app.data": (*_ALL, "app.utils", "app.plots", "app.models"),
     "app.training": (*_ALL, "app.utils", "app.plots", "app.models", "app.data"),
     "app.evaluation": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training"),
     "app.cli": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training", "app.evaluation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,11 +11,17 @@ from typing import Any, ClassVar
 import torch
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify, RandomResizedCropToSequence, ResizeToSequence
+from torch import nn
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from relvit.app.data.batches import ImageBatch
 from relvit.app.data.transforms import ResizeToCover, parse_size
+from relvit.app.models import check_image_size, run_once
+from relvit.utils.messages import size_text
+
+# The arguments of `relvit.app.data.ImageData` that describe images as patches within a budget.
+AS_PATCHES = ("native", "max_tokens", "patch_size")
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,19 @@ class ImageShape:
     def empty(self, channels: int) -> ImageBatch:
         """Return a batch without images."""
         return torch.empty(0, channels, *self.img_size)
+
+    def check_model(self, net: nn.Module, in_chans: int, trained_size: int | Sequence[int] | None = None) -> None:
+        """Run a model on one batch of this shape, before a long run starts; the model does not change.
+
+        Args:
+            net: a model of timm or relvit.
+            in_chans: channels of the images.
+            trained_size: the size that the model was built for, for the error message.
+
+        Raises:
+            ValueError: the model cannot take such images; the message holds the reason, and what to do.
+        """
+        check_image_size(net, self.img_size, in_chans, trained_size)
 
 
 @dataclass(frozen=True)
@@ -141,6 +161,35 @@ class NativeShapes(ImageShape):
             "seq_len": 1,
             "grid_size": (1, 1),
         }
+
+    def check_model(self, net: nn.Module, in_chans: int, trained_size: int | Sequence[int] | None = None) -> None:
+        cfg = getattr(net, "pretrained_cfg", None) or {}
+        name = cfg.get("architecture") or type(net).__name__
+        embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
+        own, (height, width) = getattr(embed, "patch_size", None), self.patch_size
+        if own is not None and tuple(own) != (height, width):
+            raise ValueError(
+                f"{name} has patches of {own[0]} x {own[1]} px, the data of {height} x {width} px: give "
+                f"--data.patch_size {shlex.quote(size_text(own))}"
+            )
+        like = next(net.parameters())
+        # Two images of different shapes.
+        batch = {
+            "patches": torch.zeros(2, 2, height, width, in_chans, dtype=like.dtype, device=like.device),
+            "patch_coord": torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device),
+            "patch_valid": torch.tensor([[True, True], [True, False]], device=like.device),
+            "seq_len": 2,
+        }
+        try:
+            run_once(net, batch)
+        except ValueError:
+            # The error messages of relvit's models already give the reason.
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, "
+                "or --data.native false"
+            ) from error
 
 
 def shape_of(values: Mapping[str, Any]) -> ImageShape:

@@ -1,9 +1,8 @@
-"""Check before a long run, with one image, that a model takes a size or native shapes; resize timm's models."""
+"""Check before a long run, with one image, that a model takes images of a size; resize timm's models."""
 
 from __future__ import annotations
 
 import copy
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,57 +110,14 @@ def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exceptio
     """Return the error of the model on one black image, or None if it takes the image."""
     like = next(net.parameters())
     try:
-        _run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))
+        run_once(net, torch.zeros(1, in_chans, *img_size, dtype=like.dtype, device=like.device))
     except Exception as error:
         return error
     return None
 
 
-def check_native(net: nn.Module, patch_size: tuple[int, int], in_chans: int) -> None:
-    """Run a model on a native batch of two shapes, before a long run starts.
-
-    Examples:
-        >>> check_native(timm.create_model("relvit_tiny", depth=1), (16, 16), in_chans=3)
-
-    Args:
-        net: a model of timm or relvit; not changed.
-        patch_size: (height, width) of the patches of the data.
-        in_chans: channels of the images.
-
-    Raises:
-        ValueError: patches of another size than the model's, or a model that takes no native images.
-    """
-    cfg = getattr(net, "pretrained_cfg", None) or {}
-    name = cfg.get("architecture") or type(net).__name__
-    embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
-    own = getattr(embed, "patch_size", None)
-    if own is not None and tuple(own) != tuple(patch_size):
-        raise ValueError(
-            f"{name} has patches of {own[0]} x {own[1]} px, the data of {patch_size[0]} x {patch_size[1]} px: give "
-            f"--data.patch_size {shlex.quote(size_text(own))}"
-        )
-    like = next(net.parameters())
-    coord = torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device)
-    batch = {
-        "patches": torch.zeros(2, 2, *patch_size, in_chans, dtype=like.dtype, device=like.device),
-        "patch_coord": coord,
-        "patch_valid": torch.tensor([[True, True], [True, False]], device=like.device),
-        "seq_len": 2,
-    }
-    try:
-        _run_once(net, batch)
-    except ValueError:
-        # The error messages of relvit's models already give the reason.
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{name} takes no native images: use a relvit_* model, a retrofitted vit_*, one of timm's naflexvit_*, or "
-            "--data.native false"
-        ) from error
-
-
 @torch.no_grad()
-def _run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
+def run_once(net: nn.Module, images: Tensor | dict[str, Any]) -> None:
     """Run a model in evaluation mode; each of its modules keeps its own mode."""
     modes = [(module, module.training) for module in net.modules()]
     net.eval()

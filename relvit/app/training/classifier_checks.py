@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from relvit.app.models import check_image_size, check_native
+from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
@@ -76,8 +76,8 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:
-            raise ValueError(f"native images do not go with {parts[0]}, which needs images of one size: leave one out")
-        check_native(net, shape.patch_size, hparams["in_chans"])
+            raise ValueError(f"{parts[0]} needs images of one size, the data have {shape.words()}: leave one out")
+        shape.check_model(net, hparams["in_chans"])
         return
     for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
         if size is not None:

@@ -176,7 +176,7 @@ def _check_reach(model: nn.Module) -> None:
 def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
     if not isinstance(images, Tensor) or images.dim() != 4:
         kind = f"shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"bands are for images (B, in_chans, height, width) and not for native shapes, got {kind}")
+        raise ValueError(f"bands are for images (B, in_chans, height, width), got {kind}")
     if attn_mask is not None or is_causal:
         raise ValueError("a model that computes in bands takes no attn_mask and is not causal")
 

@@ -128,7 +128,7 @@ def test_another_budget_has_another_result(trained, predicted, shapes, tmp_path)
 def test_windows_are_for_images_of_one_size(trained, shapes, tmp_path, fails, command):
     images = [shapes / "test"] if command == "predict" else []
     message = fails([command, trained.best, *images, f"--runs={tmp_path}", *QUIET, "--reach=windows"])
-    assert "reach 'windows' is for images of one size, and" in message
+    assert "reach 'windows' is for images of one size," in message
 
 
 def test_attention_is_on_the_grid_of_the_shape(trained, shapes):
@@ -155,12 +155,15 @@ def test_two_processes(shapes, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data.augment=none", "--model.mixup=0.8"], "native images do not go with mixup, which needs images of one"),
+        (
+            ["--data.augment=none", "--model.mixup=0.8"],
+            "mixup needs images of one size, the data have native",
+        ),
         (
             ["--model.model_kwargs.patch_size=4"],
             "test_relvit has patches of 4 x 4 px, the data of 8 x 8 px: give --data",
         ),
-        (["--data.img_size=32"], "--data.max_tokens sets the size of native images: give no --img_size beside it"),
+        (["--data.img_size=32"], "--data.max_tokens sets the size of the images: give no --img_size beside it"),
     ],
     ids=str,
 )

@@ -212,7 +212,7 @@ REFUSED = [
     (lambda: forward_segment(build(), photos(), start=(0, 0, 0)), "start must be an int or"),
     (lambda: set_bands(set_reach(build(), "stretch"), 2), "bands are for reach 'trained'"),
     (lambda: forward_segment(set_reach(build(), "logn"), photos()), "bands are for reach 'trained'"),
-    (lambda: build(band_rows=2)(native()), "not for native shapes, got dict"),
+    (lambda: build(band_rows=2)(native()), r"bands are for images \(B, in_chans, height, width\), got dict"),
     (lambda: build(band_rows=2)(photos(HEIGHT - 1)), "image height 55 is not a multiple of the patch size 8"),
     (lambda: build(band_rows=2)(photos(), is_causal=True), "takes no attn_mask and is not causal"),
     (lambda: build(band_rows=2).forward_intermediates(photos()), "features of single blocks: they are computed in"),

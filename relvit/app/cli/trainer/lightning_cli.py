@@ -123,7 +123,7 @@ class RelvitCLI(LightningCLI):
         self.datamodule: ImageData = self.config_init.data
         self.model: Answering = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
-            raise UsageError("--data.max_tokens sets the size of native images: give no --img_size beside it")
+            raise UsageError("--data.max_tokens sets the size of the images: give no --img_size beside it")
         arguments = self.config.data.get("init_args", {})
         self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:

@@ -18,7 +18,7 @@ from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.data.registry import imported_data_module
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.evaluation.standard_error import plus_minus
-from relvit.app.training import ImageClassifier
+from relvit.app.training import Checkpoint, ImageClassifier
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.files import parse_json
 from relvit.utils.messages import one_line, without_secrets
@@ -134,7 +134,7 @@ def model_card(
     text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
     if curve:
         text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
-    recipe = yaml.safe_dump(_recipe(checkpoint.model, checkpoint.data, checkpoint.fit), sort_keys=False)
+    recipe = yaml.safe_dump(_recipe(checkpoint), sort_keys=False)
     introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
     return f"{text}\n## Recipe\n\n{introduction}\n\n```yaml\n{recipe}```\n"
 
@@ -199,9 +199,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the options of a training that are no defaults, without classes and folders of the machine."""
-    network = _not_default(model, _defaults(ImageClassifier))
+    data, fit = checkpoint.data, checkpoint.fit
+    network = _not_default(checkpoint.model, _defaults(ImageClassifier))
     network = {name: value for name, value in network.items() if name not in OF_THE_DATA}
     for name in ("pretrained", "teacher"):
         if name in network:
@@ -210,7 +211,7 @@ def _recipe(model: Mapping[str, Any], data: Mapping[str, Any], fit: Mapping[str,
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
-    if not images.get("native"):
+    if checkpoint.shape().fixed:
         images.pop("patch_size", None)
     trainer = _not_default(fit.get("trainer") or {}, {name: _defaults(Trainer)[name] for name in TRAINER})
     # Lightning writes its default precision as "32-true".

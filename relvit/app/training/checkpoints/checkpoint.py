@@ -220,8 +220,8 @@ class Checkpoint:
 
     def check_reach(self, reach: Reach) -> None:
         """Raise ValueError for a reach that needs images of one size in training, where they had native shapes."""
-        if reach not in ("trained", "logn") and not self.shape().fixed:
-            raise ValueError(f"reach {reach!r} is for images of one size, and {self.path} was trained on native shapes")
+        if reach not in ("trained", "logn") and not (shape := self.shape()).fixed:
+            raise ValueError(f"reach {reach!r} is for images of one size, {self.path} was trained on {shape.words()}")
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""

@@ -10,6 +10,7 @@ from lightning import LightningDataModule
 from relvit.app.data import ImageData, parse_size
 from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.data.registry import class_path_of
+from relvit.app.data.shape import AS_PATCHES
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
 
 # These attributes of a data module describe the classes of its images and the images' transforms.
-IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", "native", "max_tokens", "patch_size")
+IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", *AS_PATCHES)
 
 
 def describe(classifier: ImageClassifier) -> dict[str, Any]:

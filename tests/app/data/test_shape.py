@@ -1,4 +1,4 @@
-"""Models are tried with a native batch of two shapes before a run, and the ones that take none are refused."""
+"""Models are tried with images of the data's shape before a run, and the ones that do not take them are refused."""
 
 import pytest
 import timm
@@ -6,7 +6,7 @@ import torch
 from vits import native_batch, small
 
 import relvit
-from relvit.app.models import check_native
+from relvit.app.data.shape import image_shape
 from relvit.app.training.answering import pooled_features
 
 
@@ -21,7 +21,7 @@ TAKEN = [naflexvit, lambda: relvit.retrofit(naflexvit()), lambda: small()]
 @pytest.mark.parametrize("make", TAKEN)
 def test_models_that_take_native_batches_keep_their_mode(make):
     model = make().train()
-    check_native(model, (8, 8), 3)
+    image_shape(64, native=True, patch_size=8).check_model(model, 3)
     assert model.training
 
 
@@ -44,4 +44,4 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_models_that_take_none(message):
     with pytest.raises(ValueError, match=message):
-        check_native(REFUSED[message](), (8, 8), 3)
+        image_shape(64, native=True, patch_size=8).check_model(REFUSED[message](), 3)
