@@ -162,7 +162,9 @@ def unknown_command(command: str) -> str:
     meant = others.get(found, found)
     hint = f" (did you mean {meant!r}?)" if meant else ""
     known = messages["listing"](list(COMMANDS), len(COMMANDS))
-    return messages["visible_lines"](f"relvit: error: unknown command {command!r}{hint}; commands: {known}")
+    return _read("app/utils/shown_text.py")["visible_lines"](
+        f"relvit: error: unknown command {command!r}{hint}; commands: {known}"
+    )
 
 
 def _read(file: str) -> dict[str, Any]:

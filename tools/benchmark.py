@@ -37,12 +37,13 @@ from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import Tensor, nn
 
 import relvit
+from relvit.app.utils.devices import available_memory
 from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.families.reformer import LSHAttention
 from relvit.layers import RelativeAttention, RelativePosition2d
 from relvit.ops import make_grid
 from relvit.ops.attention import BACKENDS
-from relvit.utils.memory import allocations, available_memory, peak_bytes
+from relvit.utils.memory import allocations, peak_bytes
 from relvit.utils.messages import check_choice
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.jsonl"

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from relvit.utils.messages import MissingPackageError
+from relvit.app.utils.exceptions import MissingPackageError
 
 for _package in ("lightning", "torchmetrics", "jsonargparse", "matplotlib", "sklearn"):
     if find_spec(_package) is None:

@@ -1,23 +1,7 @@
-"""Texts of messages: the nearest allowed name, short lists, how to install a missing package; escapes for terminals."""
+"""Texts of messages: the nearest allowed name, short lists of names, articles."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-# Optional package -> the extra of relvit that installs the package.
-EXTRAS = {
-    **dict.fromkeys(("lightning", "torchmetrics", "jsonargparse", "matplotlib", "sklearn"), "train"),
-    "onnx": "onnx",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
-    "pyarrow": "parquet",
-    "datasets": "hfds",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "pytorch_grad_cam": "show",
-    "gradio": "demo",
-    "lightly": "lightly",
-}
+from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
@@ -107,72 +91,6 @@ def an(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
-def size_text(size: Sequence[int]) -> str:
-    """Return (height, width) as an option takes them: '80' for equal sides, else '[64,80]'."""
-    height, width = size
-    return str(height) if height == width else f"[{height},{width}]"
-
-
-def printable(name: str) -> str:
-    r"""Return a file name as valid UTF-8: bytes that are not UTF-8 become ``\xff``."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-# Characters that a terminal executes instead of showing: C0 and C1 control characters (ESC begins commands), line
-# separators, and Unicode's marks that reverse the direction of text. Surrogates represent bytes that are not UTF-8.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-# This pattern finds addresses with possible secrets: user and password, and a query or fragment (signatures, tokens).
-# Passwords should be percent-encoded, but often are not, so a password may hold '/', '?' or spaces. The text after a
-# colon may also be a port.
-_PLAIN_USER = r"[^\s/?#'\"]*@"
-_ODD_PASSWORD = r"[^\s/?#'\"@:]*:(?!\d{1,5}(?:[/?#\s,;)\]]|$))(?:(?!://)[^'\"\n])*?@"
-_ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?([^\s?#'\"]*)([?#][^\s'\"]*)?")
-
-
-def without_secrets(value: Any) -> Any:
-    """Return a text, or the texts in mappings and lists, whose addresses have neither user and password nor query.
-
-    Everything that relvit prints or writes goes through this function. The `?` of a pattern such as
-    s3://bucket/shard-?.tar stays.
-    """
-
-    def public(found: re.Match[str]) -> str:
-        query = found[3] or ""
-        pattern = not found[1].lower().startswith("http") and "=" not in query
-        return f"{found[1]}{found[2]}{query if pattern else ''}"
-
-    if isinstance(value, str):
-        return _ADDRESS.sub(public, value) if "://" in value else value
-    if isinstance(value, Mapping):
-        return {name: without_secrets(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(without_secrets, value)) if type(value) in (list, tuple) else value
-    return value
-
-
-def visible(text: str, keep: str = "") -> str:
-    r"""Return a text as a terminal may show it: control characters, and bytes that are not UTF-8, become ``\x1b``.
-
-    Args:
-        text: the name of a file or a class, or a whole message with such names.
-        keep: control characters that stay, such as the ends of a message's lines.
-    """
-
-    def escape(found: re.Match[str]) -> str:
-        if "\udc80" <= found[0] <= "\udcff":
-            return f"\\x{ord(found[0]) - 0xDC00:x}"
-        return found[0] if found[0] in keep else found[0].encode("unicode_escape").decode()
-
-    return _CONTROL.sub(escape, text)
-
-
-def visible_lines(text: str) -> str:
-    """Return a message of several lines as a terminal may show it, see `visible` and `without_secrets`."""
-    return visible(without_secrets(text), keep="\n\t")
-
-
 def listing(names: Sequence[str], most: int = 10) -> str:
     """Join quoted names by commas; of many names the first ``most``, and how many more there are."""
     shown = ", ".join(map(repr, names[:most]))
@@ -182,36 +100,6 @@ def listing(names: Sequence[str], most: int = 10) -> str:
 def part_of(name: str) -> str:
     """Return the expression for the part of this name, such as 'blocks.0.attn', of a module in the variable `model`."""
     return "model" + "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in name.split("."))
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error on one line, or the name of the error's class where there is no message."""
-    text = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-    return visible(" ".join(text.split())) or type(error).__name__
-
-
-def cut(value: object, most: int = 500) -> str:
-    """Return the text of a value on one line, with dots at the end of a text that is longer than `most` characters."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-class LostProcessError(RuntimeError):
-    """Another process of a run has ended, without which this one cannot go on."""
-
-
-class MissingPackageError(ModuleNotFoundError):
-    """An optional package is not installed; the message says how to install the package.
-
-    Args:
-        purpose: what needs the package.
-        package: the name of the package or of one of its modules.
-    """
-
-    def __init__(self, purpose: str, package: str | None) -> None:
-        name = (package or "").partition(".")[0]
-        install = f'"relvit[{EXTRAS[name]}]"' if name in EXTRAS else name
-        super().__init__(f"{purpose} needs the package {name}: pip install {install}", name=name)
 
 
 def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from torchvision.datasets import ImageFolder
 
 from relvit.app.data import ImageFolderData
 from relvit.app.evaluation import probe_models, save_model
-from relvit.utils.messages import MissingPackageError
+from relvit.app.utils.exceptions import MissingPackageError
 
 try:
     from lightly.models import utils

@@ -15,7 +15,7 @@ from typing import Any
 
 from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.app.cli.typed_words import Arguments, read_arguments
-from relvit.utils.messages import visible_lines
+from relvit.app.utils.shown_text import visible_lines
 from relvit_start import COMMANDS, answer, unknown_command
 
 _stock_format = warnings.formatwarning

@@ -12,7 +12,8 @@ from jsonargparse import get_loader, set_loader
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.nested_values import check_bounds
-from relvit.utils.messages import cut, did_you_mean
+from relvit.app.utils.shown_text import cut
+from relvit.utils.messages import did_you_mean
 
 # jsonargparse finds `load_config` under this name.
 MODE = "relvit"

@@ -7,9 +7,9 @@ import re
 from traceback import walk_tb
 from types import FrameType
 
+from relvit.app.utils.exceptions import LostProcessError, MissingPackageError
 from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
-from relvit.utils.messages import LostProcessError, MissingPackageError
 
 # PyTorch's message has these words where a process of a data loader has ended.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)

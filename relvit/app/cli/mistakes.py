@@ -22,7 +22,8 @@ from relvit.app.cli.option_types import accepts, choices, in_words, subclasses
 from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
-from relvit.utils.messages import cut, did_you_mean, listing, nearest
+from relvit.app.utils.shown_text import cut
+from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
 # `--root` alone means class folders, but not beside a configuration such as `reversible`, which stands behind a recipe.

@@ -16,7 +16,8 @@ from jsonargparse import Namespace
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.utils.masks import MASK, fields_of, masked
-from relvit.utils.messages import listing, without_secrets
+from relvit.app.utils.shown_text import without_secrets
+from relvit.utils.messages import listing
 
 # These arguments of the trainer are classes with arguments of their own.
 CLASSES = ("logger", "callbacks")

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from relvit.utils.messages import listing, visible
+from relvit.app.utils.shown_text import visible
+from relvit.utils.messages import listing
 
 # A label is the position of an image's class, or the ordered positions of the classes of a multi-label image.
 Label = int | tuple[int, ...]

@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 from relvit.app.data.batches import ImageBatch
 from relvit.app.data.transforms import ResizeToCover, parse_size
 from relvit.app.models import check_image_size, run_once
-from relvit.utils.messages import size_text
+from relvit.app.utils.shown_text import size_text
 
 # The arguments of `relvit.app.data.ImageData` that describe images as patches within a budget.
 AS_PATCHES = ("native", "max_tokens", "patch_size")

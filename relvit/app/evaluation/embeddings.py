@@ -16,8 +16,9 @@ from relvit.app.data.modules.image_folder import find_splits
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.answering import answers
 from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import atomic_write, check_output, write_csv
-from relvit.utils.messages import MissingPackageError, printable
+from relvit.app.utils.shown_text import printable
 
 FORMATS = (".npz", ".csv", ".parquet")
 

@@ -19,10 +19,11 @@ from relvit.app.training import Checkpoint
 from relvit.app.training.answering import Answering
 from relvit.app.training.classifier_checks import check_labels
 from relvit.app.training.labels import labels_of
+from relvit.app.utils.devices import available_memory
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import not_for_exported
+from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach
-from relvit.utils.memory import available_memory
-from relvit.utils.messages import MissingPackageError, one_line
 
 
 class _Opened(NamedTuple):

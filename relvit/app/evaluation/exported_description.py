@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from relvit.app.training.labels import are_thresholds
 from relvit.app.utils.files import parse_json
 from relvit.app.utils.nested_values import check_bounds
-from relvit.utils.messages import one_line
+from relvit.app.utils.shown_text import one_line
 
 if TYPE_CHECKING:
     from relvit.app.evaluation.predictor import Predictor

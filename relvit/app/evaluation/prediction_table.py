@@ -19,7 +19,7 @@ from relvit.app.data.loading.eval_shards import rank_of
 from relvit.app.plots import picture_of, plot_steps
 from relvit.app.training.labels import Labels
 from relvit.app.utils.files import atomic_write
-from relvit.utils.messages import printable
+from relvit.app.utils.shown_text import printable
 
 # A row has at most this number of classes.
 TOP = 5

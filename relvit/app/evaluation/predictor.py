@@ -30,8 +30,9 @@ from relvit.app.training.answering import Answering, answers
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.app.utils.files import is_exported
+from relvit.app.utils.shown_text import visible
 from relvit.models import AttentionMaps, Reach, attention_maps
-from relvit.utils.messages import check_choice, visible
+from relvit.utils.messages import check_choice
 
 # These entries of timm's `pretrained_cfg` describe timm's own weights of the architecture, and not a checkpoint's.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")

@@ -19,7 +19,7 @@ from relvit.app.plots import picture_of, plot_confusion, plot_sheet
 from relvit.app.training.class_metrics import AnyClassMetrics
 from relvit.app.training.labels import Labels
 from relvit.app.utils.files import from_here, write_csv
-from relvit.utils.messages import printable
+from relvit.app.utils.shown_text import printable
 
 # The sheet shows the first number of mistakes, and mistakes.csv lists the second.
 SHOWN, LISTED = 25, 10_000

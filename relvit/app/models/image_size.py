@@ -11,8 +11,8 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from relvit.app.models.model_factory import model_arguments
+from relvit.app.utils.shown_text import size_text
 from relvit.layers import check_divisible
-from relvit.utils.messages import size_text
 
 
 def check_image_size(

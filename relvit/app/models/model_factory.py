@@ -15,10 +15,11 @@ from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
 from relvit.app.models.model_names import model_hint
+from relvit.app.utils.devices import available_memory
+from relvit.app.utils.shown_text import one_line
 from relvit.models import GridVisionTransformer, retrofit_arguments, retrofitted
 from relvit.models import retrofit as retrofit_model
-from relvit.utils.memory import available_memory
-from relvit.utils.messages import did_you_mean, listing, one_line
+from relvit.utils.messages import did_you_mean, listing
 
 # These arguments of timm's builders choose the weights that are loaded. A model's description may hold none of these
 # arguments, because it may come from a user, a checkpoint, a published folder or the hub.

@@ -19,8 +19,8 @@ from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics, count_batch
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
+from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach, set_reach
-from relvit.utils.messages import one_line
 
 
 class Answering(EpochMetrics):

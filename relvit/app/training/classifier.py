@@ -37,8 +37,8 @@ from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe
 from relvit.app.training.training_output import training_output
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seed_all
+from relvit.app.utils.shown_text import without_secrets
 from relvit.models import TransferReport, param_groups
-from relvit.utils.messages import without_secrets
 from relvit.utils.ranges import (
     NonNegativeFloat,
     NonNegativeInt,

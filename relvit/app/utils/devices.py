@@ -1,15 +1,27 @@
-"""Find the device of a name such as cpu or auto; count processor cores, and note that other processes want them."""
+"""Find the device of a name such as cpu or auto; count the cores and the memory that a process can take."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from relvit.utils.messages import cut, did_you_mean
+from relvit.app.utils.shown_text import cut
+from relvit.utils.messages import did_you_mean
 
 # The kinds of devices that users have; PyTorch knows more names.
 KINDS = ("cpu", "cuda", "mps", "xpu")
+
+
+# Linux control groups, by the controller's name in /proc/self/cgroup ('' is version 2): the files of the limit and of
+# the memory in use, and the entry of memory.stat for memory that the kernel frees on demand.
+CONTROL_GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def cores() -> int:
@@ -23,6 +35,55 @@ def busy_note() -> str | None:
     if load <= cores():
         return None
     return f"Note: {load:.1f} processes already want the {cores()} cores of this machine, which makes this one slower"
+
+
+def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
+    """Return the bytes that this process can take without swapping; None where the system does not report them.
+
+    On Linux the result is the kernel's MemAvailable, or less if a container or a cluster's job has a limit. On other
+    systems it is the memory of free pages, if the system reports them.
+
+    Args:
+        root: Where /proc and /sys are.
+    """
+    root = Path(root)
+    left = [*_of_machine(root), *_of_groups(root)]
+    return max(0, min(left)) if left else None
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield 1024 * int(line.split()[1])
+                return
+    except OSError:
+        pass
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes that the limits of this process's control groups, and of the groups around them, leave."""
+    try:
+        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        controller = "memory" if "memory" in controllers.split(",") else controllers
+        if controller not in CONTROL_GROUPS:
+            continue
+        limit, taken, reclaimable = CONTROL_GROUPS[controller]
+        top = root / "sys/fs/cgroup" / controller
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                # Without a limit the file says 'max', or a number that no machine reaches.
+                allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
+                yield allowed - used + int(counts.get(reclaimable, 0))
+            except (OSError, ValueError):
+                continue
 
 
 def find_device(name: str) -> torch.device:

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from relvit.utils.messages import did_you_mean, without_secrets
+from relvit.app.utils.shown_text import without_secrets
+from relvit.utils.messages import did_you_mean
 
 # `relvit export` writes files of these names.
 EXPORTED = (".onnx", ".pt2")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from relvit.utils.messages import without_secrets
+from relvit.app.utils.shown_text import without_secrets
 
 MASK = "***"
 SECRET = {*("key", "apikey", "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "pwd")}

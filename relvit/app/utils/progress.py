@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tqdm import tqdm
 
-from relvit.utils.messages import visible_lines, without_secrets
+from relvit.app.utils.shown_text import visible_lines, without_secrets
 
 
 def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:

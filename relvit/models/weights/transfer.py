@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
 from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
-from relvit.utils.messages import listing, without_secrets
+from relvit.utils.messages import listing
 
 # Pattern of a tensor's name -> the reason why no other kind of model can use this tensor; packages in `relvit.families`
 # add patterns.
@@ -82,7 +82,7 @@ class TransferReport:
     def plain(self) -> dict[str, Any]:
         """Return the report in plain types, for a file."""
         return {
-            "source": without_secrets(self.source),
+            "source": self.source,
             "loaded": len(self.loaded),
             **self._titled(),
             "reordered": self.reordered,

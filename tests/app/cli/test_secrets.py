@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from relvit.app.cli import main
 from relvit.app.cli.secrets import mask_command
 from relvit.app.utils.masks import MASK, mask_secrets
-from relvit.utils.messages import without_secrets
+from relvit.app.utils.shown_text import without_secrets
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 SEEN = []

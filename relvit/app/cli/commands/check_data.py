@@ -12,7 +12,7 @@ from relvit.app.data import ImageData, ImageFolderData
 from relvit.app.data.inspect import check_data as inspect_data
 from relvit.app.utils.files import write_json
 from relvit.app.utils.progress import with_bar
-from relvit.utils.messages import visible
+from relvit.app.utils.shown_text import visible
 from relvit.utils.ranges import PositiveInt
 
 SHOWN = 10

@@ -11,8 +11,8 @@ from relvit.app.evaluation.embeddings import check_format
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import with_bar
+from relvit.app.utils.shown_text import printable
 from relvit.models import Reach
-from relvit.utils.messages import printable
 from relvit.utils.ranges import BatchSize, Workers
 
 

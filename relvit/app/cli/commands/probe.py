@@ -14,7 +14,7 @@ from relvit.app.plots import plot_probes
 from relvit.app.plots.style import short_labels
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.progress import with_bar
-from relvit.utils.messages import without_secrets
+from relvit.app.utils.shown_text import without_secrets
 from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 
 

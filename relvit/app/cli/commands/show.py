@@ -16,8 +16,9 @@ from relvit.app.evaluation.pictures.draw import OF_THE_MODEL
 from relvit.app.plots import all_zero, picture_of
 from relvit.app.plots.style import save_figure
 from relvit.app.utils.devices import find_device
+from relvit.app.utils.exceptions import MissingPackageError
+from relvit.app.utils.shown_text import visible
 from relvit.models import Reach
-from relvit.utils.messages import MissingPackageError, visible
 
 # The sides of an image in a figure have at most this number of pixels.
 SIDE = 400

@@ -44,7 +44,7 @@ from relvit.app.utils.files import atomic_write
 from relvit.app.utils.masks import mask_secrets
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
-from relvit.utils.messages import without_secrets
+from relvit.app.utils.shown_text import without_secrets
 
 
 def fit(

@@ -20,7 +20,7 @@ from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.app.training.checkpoints.file import EPOCH_NAME
 from relvit.app.utils.files import is_address
 from relvit.app.utils.masks import MASK, mask_secrets
-from relvit.utils.messages import cut, without_secrets
+from relvit.app.utils.shown_text import cut, without_secrets
 
 # These options may change when a training is resumed. `Progress.check_layout` in
 # `relvit.app.training.checkpoints.exact_resume` limits changes of batch size, accumulation and devices.

@@ -27,7 +27,7 @@ from relvit.app.plots.style import save_figure
 from relvit.app.training import ImageClassifier, RunCheckpoints, load_classifier
 from relvit.app.training.run.send_results import send_results
 from relvit.app.utils.progress import rank_zero_print
-from relvit.utils.messages import one_line, size_text
+from relvit.app.utils.shown_text import one_line, size_text, without_secrets
 
 
 def describe_training(model: ImageClassifier, data: ImageData) -> str:
@@ -90,7 +90,7 @@ def report_fit(
         more += baseline(class_counts(data, "test"))
         lines.append(f"Test {what} of that checkpoint: {plus_minus(summary, f'test/{score}')}{more}")
     if model.transfer is not None:
-        summary["pretrained"] = model.transfer.plain()
+        summary["pretrained"] = without_secrets(model.transfer.plain())
     if rank_zero_only.rank == 0:
         write_summary(folder, summary, trainer)
         _draw_positions(folder / "positions.png", best, data)

@@ -12,7 +12,9 @@ from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.class_labels import as_label
 from relvit.app.data.images.decode import StoredImage
 from relvit.app.data.images.manifest import file_size
-from relvit.utils.messages import MissingPackageError, did_you_mean, listing, one_line
+from relvit.app.utils.exceptions import MissingPackageError
+from relvit.app.utils.shown_text import one_line
+from relvit.utils.messages import did_you_mean, listing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,8 @@ from typing import BinaryIO
 from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.images.decode import IMAGE_ENDINGS, StoredImage
 from relvit.app.data.images.folders import files_below
-from relvit.utils.messages import did_you_mean, listing, visible
+from relvit.app.utils.shown_text import visible
+from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 

@@ -12,7 +12,8 @@ from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.archives.tar import Member, members
 from relvit.app.data.class_labels import as_label
 from relvit.app.utils.files import canonical_paths, parse_json
-from relvit.utils.messages import did_you_mean, listing, one_line, visible
+from relvit.app.utils.shown_text import one_line, visible
+from relvit.utils.messages import did_you_mean, listing
 
 # A pattern that stands for more names than this is taken for a typing error.
 MOST_ARCHIVES = 100_000

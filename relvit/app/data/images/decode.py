@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from relvit.utils.messages import one_line, visible
+from relvit.app.utils.shown_text import one_line, visible
 
 # Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}

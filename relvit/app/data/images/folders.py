@@ -9,7 +9,8 @@ from pathlib import Path
 
 from relvit.app.data.class_labels import check_printable
 from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
-from relvit.utils.messages import did_you_mean, listing, visible
+from relvit.app.utils.shown_text import visible
+from relvit.utils.messages import did_you_mean, listing
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 

@@ -15,8 +15,7 @@ from torchvision.transforms import v2
 from relvit.app.data.images.decode import UnreadableImageError, load_rgb, open_image
 from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.transforms import BatchTransform
-from relvit.app.utils.devices import cores
-from relvit.utils.memory import available_memory
+from relvit.app.utils.devices import available_memory, cores
 
 # The images may take this share of the available memory, since the model and the loaders need some, too.
 _MEMORY_SHARE = 0.8

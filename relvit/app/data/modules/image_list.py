@@ -12,8 +12,10 @@ from relvit.app.data.class_labels import Label, check_every_class, check_printab
 from relvit.app.data.images.folders import images_to_predict
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import canonical_paths, kept_path
-from relvit.utils.messages import MissingPackageError, did_you_mean, listing, visible
+from relvit.app.utils.shown_text import visible
+from relvit.utils.messages import did_you_mean, listing
 
 _SEPARATORS = ";,|"  # One of these is usually between the labels of an image.
 _SHOWN = 5  # A message names at most this number of wrong rows.

@@ -15,7 +15,8 @@ from relvit.app.data.images.folders import images_to_predict
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path
-from relvit.utils.messages import did_you_mean, listing, visible
+from relvit.app.utils.shown_text import visible
+from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
 # These prefixes stand for other readers of timm.

@@ -21,7 +21,7 @@ from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.training import Checkpoint, ImageClassifier
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.files import parse_json
-from relvit.utils.messages import one_line, without_secrets
+from relvit.app.utils.shown_text import one_line, without_secrets
 from relvit.version import __version__
 
 # A card lists at most this number of class names; config.json lists all.

@@ -23,8 +23,9 @@ from relvit.app.evaluation.pictures import Kind, draw
 from relvit.app.evaluation.pictures.draw import LABELS, OF_HEADS, first_kinds
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.plots import picture_of
+from relvit.app.utils.exceptions import MissingPackageError
+from relvit.app.utils.shown_text import one_line
 from relvit.models import patch_grid
-from relvit.utils.messages import MissingPackageError, one_line
 
 # Attention weights of more patches than this take gigabytes.
 MOST_PATCHES = 4096

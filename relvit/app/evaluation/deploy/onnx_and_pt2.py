@@ -21,9 +21,10 @@ from relvit.app.evaluation.deploy.int8 import quantise
 from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, describe
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, move_complete
+from relvit.app.utils.shown_text import size_text
 from relvit.layers import AnySizePatchEmbed, whole_patches
-from relvit.utils.messages import MissingPackageError, size_text
 
 # The largest side of an image, in patches.
 MOST = 256

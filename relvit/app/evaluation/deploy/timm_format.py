@@ -21,7 +21,7 @@ from relvit.app.evaluation.deploy.card import model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_folder, is_address, parse_json
-from relvit.utils.messages import one_line
+from relvit.app.utils.shown_text import one_line
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from relvit.app.evaluation.pictures.positions import NotApplicableError, chosen_layer
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.models import lack, patch_grid
-from relvit.utils.messages import MissingPackageError
 
 
 def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:

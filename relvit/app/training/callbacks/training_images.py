@@ -15,7 +15,7 @@ from relvit.app.data.class_labels import label_text
 from relvit.app.plots import picture_of, plot_sheet
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.seeding import run_seed, seeded
-from relvit.utils.messages import one_line
+from relvit.app.utils.shown_text import one_line
 
 SHOWN = 20
 

@@ -26,8 +26,9 @@ from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.utils.masks import MASK, masked
+from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach
-from relvit.utils.messages import an, listing, one_line
+from relvit.utils.messages import an, listing
 from relvit.version import __version__
 
 # These arguments of `ImageClassifier` follow from the data.

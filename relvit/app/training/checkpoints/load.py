@@ -7,7 +7,7 @@ import os
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.classifier import ImageClassifier
 from relvit.app.utils.defaults import torch_defaults
-from relvit.utils.messages import one_line
+from relvit.app.utils.shown_text import one_line
 
 
 @torch_defaults()

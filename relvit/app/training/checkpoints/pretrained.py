@@ -26,8 +26,9 @@ from relvit.app.utils.hub import hub_access
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
+from relvit.app.utils.shown_text import one_line
 from relvit.models import TransferReport, Weights, transfer_weights
-from relvit.utils.messages import did_you_mean, listing, one_line
+from relvit.utils.messages import did_you_mean, listing
 
 ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "

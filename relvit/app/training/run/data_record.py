@@ -17,7 +17,7 @@ from relvit.app.data.class_labels import label_text
 from relvit.app.training.run.images_csv import FILE, Digests, compute_digests, describe_difference, write_manifest
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import rank_zero_print
-from relvit.utils.messages import printable, visible, visible_lines
+from relvit.app.utils.shown_text import printable, visible, visible_lines
 
 # Without a folder to write to, at most this number of unreadable images is printed.
 SHOWN = 5

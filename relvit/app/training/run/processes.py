@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.app.training.optim.strategy import check_strategy
 from relvit.app.utils.devices import cores
-from relvit.utils.messages import LostProcessError, did_you_mean
+from relvit.app.utils.exceptions import LostProcessError
+from relvit.utils.messages import did_you_mean
 
 # gloo and NCCL raise errors with these words where a process has ended.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"

@@ -16,7 +16,8 @@ import torch
 from lightning import Trainer
 
 from relvit.app.utils.files import write_json
-from relvit.utils.messages import an, one_line
+from relvit.app.utils.shown_text import one_line
+from relvit.utils.messages import an
 from relvit.version import __version__
 
 PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow")

@@ -19,7 +19,7 @@ from relvit.app.cli import main
 from relvit.app.data import DigitsData, eval_transform
 from relvit.app.data.images.folders import find_images
 from relvit.app.training import load_classifier
-from relvit.utils.messages import printable
+from relvit.app.utils.shown_text import printable
 
 predict = partial(evaluate, "predict")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

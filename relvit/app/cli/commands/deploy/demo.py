@@ -12,8 +12,8 @@ import tempfile
 from relvit.app.cli.errors import UsageError
 from relvit.app.evaluation import Predictor
 from relvit.app.utils.devices import find_device
+from relvit.app.utils.exceptions import MissingPackageError
 from relvit.models import Reach
-from relvit.utils.messages import MissingPackageError
 from relvit.utils.ranges import Port, PositiveFloat, PositiveInt
 
 LOCAL = ("127.0.0.1", "localhost", "::1")

@@ -12,8 +12,8 @@ from relvit.app.evaluation import Predictor, Size, export_model
 from relvit.app.evaluation.deploy import compare
 from relvit.app.evaluation.deploy.onnx_and_pt2 import check_export
 from relvit.app.evaluation.exported import ExportedClassifier
+from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach
-from relvit.utils.messages import one_line
 
 
 def export(

@@ -8,7 +8,7 @@ import pytest
 
 from relvit.app.cli import quieten
 from relvit.app.utils.progress import rank_zero_print
-from relvit.utils.messages import one_line, visible, visible_lines, without_secrets
+from relvit.app.utils.shown_text import one_line, visible, visible_lines, without_secrets
 
 HONEST = [
     "cat",

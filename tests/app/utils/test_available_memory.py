@@ -2,7 +2,7 @@
 
 import pytest
 
-from relvit.utils.memory import available_memory
+from relvit.app.utils.devices import available_memory
 
 GIB = 2**30
 MACHINE = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 5 kB\nMemAvailable:   {20 * 2**20} kB\n"}
