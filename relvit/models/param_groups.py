@@ -80,6 +80,6 @@ def scaled_positions(model: nn.Module, position_lr_scale: float) -> list[nn.Para
     if not (learning := [each for each in parameters if each.requires_grad]):
         raise ValueError(
             f"position_lr_scale {position_lr_scale:g} has no effect on {type(model).__name__}, which has no relative "
-            "positions that learn: leave it out, or add them with retrofit (--model.retrofit.rel_terms kv)"
+            "positions that learn: leave it out, or add them by relvit.retrofit"
         )
     return learning

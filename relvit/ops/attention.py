@@ -27,7 +27,7 @@ from relvit.ops.inputs import (
     with_channels,
     with_equal_heads,
 )
-from relvit.ops.temperature import with_temperature
+from relvit.ops.log_n_scaling import with_log_n_scaling
 from relvit.ops.terms import JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
 
@@ -97,7 +97,7 @@ def relative_attention(
         dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
-            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.temperature`.
+            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.log_n_scaling`.
         backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
             and v, in O(N (H + W)) memory; only `dropout_p` > 0 on the CPU, or a joint bias as the mask, keeps N x N for
             backward); 'lean' (as 'fused', in the fewest operations: one raster without padding, tables per axis, no
@@ -132,7 +132,7 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     if backend in ("tiled", "gathered"):
         # Logits, softmax and sums of tiles would lose too much in half precision; fused kernels also convert them.
         inputs = inputs.to(torch.promote_types(dtype, torch.float32))
-    return BACKENDS[backend].relative_attention(with_temperature(with_channels(inputs))).to(dtype)
+    return BACKENDS[backend].relative_attention(with_log_n_scaling(with_channels(inputs))).to(dtype)
 
 
 def attend_projected(

@@ -1,12 +1,11 @@
-"""Ranges of numbers as types: `Annotated[float, Range(0)]` says what an argument may be, `check_ranges` compares."""
+"""Ranges of numbers that an argument may have, and their comparison with the arguments given."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from numbers import Real
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
@@ -30,33 +29,12 @@ class Range(NamedTuple):
         return "positive" if self.above else f"{self.least:.12g} or more"
 
 
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
-PositiveFloat = Annotated[float, Range(0, above=True)]
-NonNegativeFloat = Annotated[float, Range(0)]
-Share = Annotated[float, Range(0, 1)]
-ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
-PositiveShare = Annotated[float, Range(0, 1, above=True)]
-OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
-# A larger number is a typing error, since no device can hold so many images.
-BatchSize = Annotated[int, Range(1, 65536)]
-# Each worker is a process, so a larger number is a typing error, too.
-Workers = Annotated[int, Range(0, 1024)]
-
-Port = Annotated[int, Range(0, 65535)]
-
-
-def check_ranges(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Check arguments, numbers or sequences of numbers, against the ranges in the types of a function's parameters.
+def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
+    """Compare arguments, each one number or a sequence of numbers, with the ranges of their names.
 
     Raises:
         ValueError: A number is out of its range.
     """
-    compare(ranges_of(function), given)
-
-
-def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
-    """Compare arguments with ranges by their names, see `check_ranges`."""
     for name, allowed in ranges.items():
         value = given.get(name)
         if value is None or isinstance(value, str):
@@ -64,18 +42,3 @@ def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, Real) and number not in allowed for number in numbers):
             raise ValueError(f"{name} must be {allowed}, got {value}")
-
-
-@cache
-def ranges_of(function: Callable[..., Any]) -> dict[str, Range]:
-    """Return the range of each parameter of a function whose type has one, also within a union or a list."""
-    hints = get_type_hints(function, include_extras=True)
-    return {name: found for name, hint in hints.items() if (found := _range_in(hint)) is not None}
-
-
-def _range_in(hint: Any) -> Range | None:
-    for part in (*getattr(hint, "__metadata__", ()), *get_args(hint)):
-        found = part if isinstance(part, Range) else _range_in(part)
-        if found is not None:
-            return found
-    return None

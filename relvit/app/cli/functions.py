@@ -14,7 +14,7 @@ from relvit.app.cli.mistakes import required
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.typed_words import Arguments, parts
 from relvit.app.data.registry import named_data_module
-from relvit.utils.ranges import check_ranges
+from relvit.app.utils.number_types import check_ranges
 
 
 def function_of(module: str, command: str) -> Callable[..., Any]:

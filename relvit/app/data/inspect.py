@@ -12,7 +12,7 @@ from relvit.app.data.class_labels import class_counts, label_text
 from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.modules.image_files import ImageFilesData
-from relvit.utils.ranges import PositiveInt, check_ranges
+from relvit.app.utils.number_types import PositiveInt, check_ranges
 
 _CHUNK = 32  # A process gets this number of files at a time.
 

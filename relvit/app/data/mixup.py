@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
-from relvit.utils.ranges import NonNegativeFloat, Range, Share, ShareBelowOne, check_ranges
+from relvit.app.utils.number_types import NonNegativeFloat, Share, ShareBelowOne, check_ranges
+from relvit.utils.ranges import Range
 
 
 class BatchMix(nn.Module):

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from relvit.app.data.field import FieldCrop, Fill
+from relvit.app.utils.number_types import NonNegativeFloat, PositiveShare, Share, check_ranges
 from relvit.utils.messages import check_choice
-from relvit.utils.ranges import NonNegativeFloat, PositiveShare, Share, check_ranges
 
 # Images are never resized to more pixels on a side, since JPEG files cannot have longer sides either.
 LONGEST_SIDE = 65_500

@@ -35,11 +35,7 @@ from relvit.app.training.optim.loss import ClassificationLoss, Loss
 from relvit.app.training.optim.optimizer import make_optimizer
 from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
 from relvit.app.training.training_output import training_output
-from relvit.app.utils.progress import rank_zero_print
-from relvit.app.utils.seeding import run_seed, seed_all
-from relvit.app.utils.shown_text import without_secrets
-from relvit.models import TransferReport, param_groups
-from relvit.utils.ranges import (
+from relvit.app.utils.number_types import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -49,6 +45,10 @@ from relvit.utils.ranges import (
     ShareBelowOne,
     check_ranges,
 )
+from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.seeding import run_seed, seed_all
+from relvit.app.utils.shown_text import without_secrets
+from relvit.models import TransferReport, param_groups
 
 
 class ImageClassifier(Answering):

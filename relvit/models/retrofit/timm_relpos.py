@@ -10,7 +10,7 @@ from timm.models.beit import Attention as BeitAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer_relpos import RelPosAttention
-from torch import Tensor, nn
+from torch import Tensor
 
 from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
 from relvit.ops import Grid
@@ -88,12 +88,3 @@ class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
         query, key, value = separate(projected)
         factor = self.logit_scale.clamp(max=math.log(100)).exp()
         return F.normalize(query, dim=-1) * factor, F.normalize(key, dim=-1), value
-
-
-# The class of timm's attention -> the class that `relvit.retrofit` gives to its modules.
-OWN_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
-    RelPosAttention: TimmRelativeRelPos,
-    BeitAttention: TimmRelativeBeit,
-    WindowAttention: TimmRelativeSwin,
-    WindowAttentionV2: TimmRelativeSwinV2,
-}

@@ -27,7 +27,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'trained', the default: offsets are clipped at max_distance patches, and nothing else changes.
     - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
       interpolated linearly for that, see `relvit.layers.positions.base.stretch`.
-    - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see `relvit.ops.temperature`.
+    - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see
+      `relvit.ops.log_n_scaling`.
     - 'stretch-logn': 'stretch' and 'logn'.
     - 'windows': tokens attend to the tokens of their own window of H0 x W0 patches, so time and memory grow in
       proportion to the image; only for models without prefix tokens and rotary embeddings.

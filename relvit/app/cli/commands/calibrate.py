@@ -13,9 +13,9 @@ from relvit.app.evaluation import ChosenThresholds
 from relvit.app.evaluation import calibrate as calibrate_checkpoint
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import is_address
+from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
-from relvit.utils.ranges import BatchSize
 
 # A temperature that is fitted to fewer images than this may be worse than no temperature.
 FEW = 200

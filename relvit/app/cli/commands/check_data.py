@@ -11,9 +11,9 @@ from relvit.app.cli.outputs import print_table
 from relvit.app.data import ImageData, ImageFolderData
 from relvit.app.data.inspect import check_data as inspect_data
 from relvit.app.utils.files import write_json
+from relvit.app.utils.number_types import PositiveInt
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import visible
-from relvit.utils.ranges import PositiveInt
 
 SHOWN = 10
 DUPLICATES = {"classes": "under different classes", "across": "in several splits", "within": "twice in a class"}

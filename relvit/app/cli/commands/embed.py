@@ -10,10 +10,10 @@ from relvit.app.evaluation import Predictor, Size, embed_folder, write_embedding
 from relvit.app.evaluation.embeddings import check_format
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import write_csv
+from relvit.app.utils.number_types import BatchSize, Workers
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import printable
 from relvit.models import Reach
-from relvit.utils.ranges import BatchSize, Workers
 
 
 def embed(

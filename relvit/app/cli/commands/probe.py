@@ -13,9 +13,9 @@ from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.plots import plot_probes
 from relvit.app.plots.style import short_labels
 from relvit.app.utils.devices import find_device
+from relvit.app.utils.number_types import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
-from relvit.utils.ranges import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 
 
 def probe(

@@ -12,10 +12,10 @@ from relvit.app.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.plots import plot_size_grid, plot_sizes
 from relvit.app.plots.style import short_labels
+from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
 from relvit.models import Reach
-from relvit.utils.ranges import BatchSize
 
 # Title of a column in the table -> the key of the rows that the column shows, and the format of its numbers.
 COLUMNS = {

@@ -30,9 +30,17 @@ from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, S
 from relvit.app.data.recorded_arguments import RecordedArguments
 from relvit.app.data.shape import ImageShape, image_shape
 from relvit.app.data.transforms import Augment, eval_transform, parse_size, train_transform
+from relvit.app.utils.number_types import (
+    BatchSize,
+    NonNegativeFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    Workers,
+    check_ranges,
+)
 from relvit.app.utils.seeding import run_seed
 from relvit.utils.messages import check_choice
-from relvit.utils.ranges import BatchSize, NonNegativeFloat, PositiveInt, PositiveShare, Share, Workers, check_ranges
 
 Split = Literal["train", "val", "test", "predict"]
 

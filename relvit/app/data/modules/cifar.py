@@ -17,7 +17,7 @@ from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.data.transforms import Augment
 from relvit.app.utils.files import kept_path
-from relvit.utils.ranges import OpenShare, check_ranges
+from relvit.app.utils.number_types import OpenShare, check_ranges
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """

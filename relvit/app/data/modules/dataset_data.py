@@ -15,7 +15,7 @@ from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
-from relvit.utils.ranges import OpenShare, check_ranges
+from relvit.app.utils.number_types import OpenShare, check_ranges
 
 
 class DatasetData(ImageData):

@@ -20,9 +20,9 @@ from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.data.transforms import Augment
 from relvit.app.utils.files import canonical_paths
+from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
 from relvit.utils.messages import check_choice, listing
-from relvit.utils.ranges import OpenShare, check_ranges
 
 
 class ImageFilesData(ImageData):

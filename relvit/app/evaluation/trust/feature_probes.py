@@ -25,8 +25,8 @@ from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.answering import answers, finite_features
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
-from relvit.utils.ranges import PositiveInt, PositiveShare, check_ranges
 
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from relvit.app.data import parse_size
 from relvit.app.models import check_model_size, described_model
+from relvit.app.models.hub import hub_access
 from relvit.app.models.model_names import model_hint
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
 from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_is_file, nearest_hint
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.utils.files import is_address
-from relvit.app.utils.hub import hub_access
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of

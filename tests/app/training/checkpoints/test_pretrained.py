@@ -74,7 +74,7 @@ def test_files_and_folders_of_weights(tmp_path):
 
 def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
     asked, state = [], timm.create_model("test_vit").state_dict()
-    monkeypatch.setattr("relvit.app.utils.hub._answers", lambda: True)
+    monkeypatch.setattr("relvit.app.models.hub._answers", lambda: True)
     download = "timm.models._builder.load_state_dict_from_hf"
     monkeypatch.setattr(download, lambda *args, **kwargs: asked.append(args) or state)
     weights = Pretrained("test_vit.r160_in1k").weights()

@@ -13,8 +13,8 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.evaluation import Predictor
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.exceptions import MissingPackageError
+from relvit.app.utils.number_types import Port, PositiveFloat, PositiveInt
 from relvit.models import Reach
-from relvit.utils.ranges import Port, PositiveFloat, PositiveInt
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 

@@ -1,7 +1,4 @@
-"""Log-n scaling of attention logits, for more or fewer keys than in training (`--reach logn`).
-
-This is no temperature of a classifier: `relvit/app/evaluation/trust/calibration.py` calibrates probabilities.
-"""
+"""Log-n scaling of attention logits, for more or fewer keys than in training (`relvit.models.set_reach`)."""
 
 import torch
 from torch import Tensor
@@ -10,7 +7,7 @@ from relvit.ops.grid import key_mask
 from relvit.ops.inputs import AttentionInputs, with_axis_factor
 
 
-def with_temperature(inputs: AttentionInputs) -> AttentionInputs:
+def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     """Multiply all logits, the bias included, by log(n) / log(trained_keys), with n the number of keys of a sample.
 
     Prefix tokens, and keys that a mask or causality hides, count as keys; padding does not. Numbers in `attn_mask` are

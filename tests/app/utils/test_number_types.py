@@ -11,7 +11,8 @@ from relvit.app.cli.functions import function_of
 from relvit.app.cli.trainer.lightning_cli import RANGES
 from relvit.app.data import DigitsData
 from relvit.app.training import ImageClassifier
-from relvit.utils.ranges import Range, Share, ShareBelowOne, check_ranges, ranges_of
+from relvit.app.utils.number_types import Share, ShareBelowOne, check_ranges, ranges_of
+from relvit.utils.ranges import Range
 
 
 def example(a: Share = 0.5, b: ShareBelowOne | None = None, *, c: list[Annotated[int, Range(2, 5, above=True)]] = ()):
