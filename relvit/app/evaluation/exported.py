@@ -112,7 +112,7 @@ class ExportedClassifier(Answering):
 
 
 def _as_checkpoint(path: Path, about: Mapping[str, Any]) -> Checkpoint:
-    """Describe the classifier as a checkpoint that was trained on datasets in Python."""
+    """Describe the classifier as a checkpoint whose data module is unknown."""
     shape = shape_of(about)
     images = {name: about[name] for name in ("class_names", "mean", "std")}
     images |= shape.arguments() | {"crop_pct": about.get("crop_pct", 1.0)}

@@ -67,6 +67,13 @@ def test_commands_that_need_the_checkpoint_say_so(tmp_path, monkeypatch, fails, 
     assert expected in fails([name, "a.onnx", *options])
 
 
+@pytest.mark.parametrize("command", ["test", "validate", "predict"])
+def test_commands_that_need_images_say_how_to_give_them(program, fails, command):
+    message = fails([command, program])
+    assert "a.pt2 is an exported file, which does not say where the images of the training are: give" in message
+    assert "--data ImageFolderData --root DIR; relvit predict takes images by their paths, too" in message
+
+
 def test_a_compiled_program_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt2", "w") as archive:
         archive.writestr("a/data/aotinductor/model/a.so", b"")

@@ -11,7 +11,6 @@ from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_ot
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
 from relvit.app.evaluation import MirrorAverage, PredictionTable
-from relvit.app.utils.files import is_exported
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -72,8 +71,6 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
     # One broken file must not stop the prediction of other files, even if the training stopped at broken files.
     changes: dict[str, Any] = {"on_error": "skip"}
     if not paths:
-        if is_exported(given.values.get("ckpt_path") or ""):
-            raise UsageError("an exported file holds no images: give their paths, as in relvit predict FILE PATH ...")
         evaluate(predict, given, **changes)
         return
     named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]

@@ -25,6 +25,7 @@ from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
 from relvit.app.training.checkpoints.file import read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
+from relvit.app.utils.files import is_exported
 from relvit.app.utils.masks import MASK, masked
 from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach
@@ -186,8 +187,10 @@ class Checkpoint:
         """Explain that the data module of the training is not known here, and what to do."""
         name, paths = self.data["class_path"], "relvit predict takes images by their paths, too"
         if name in ("", "relvit.app.data.DatasetData"):
-            others = f"give other images by --data NAME, such as --data ImageFolderData --root DIR; {paths}"
-            return f"{self.path} was trained on datasets in Python, which a checkpoint does not hold: {others}"
+            why = "was trained on datasets in Python, which a checkpoint does not hold"
+            if is_exported(self.path):
+                why = "is an exported file, which does not say where the images of the training are"
+            return f"{self.path} {why}: give images by --data NAME, such as --data ImageFolderData --root DIR; {paths}"
         return f"{self.path} was trained with the data module {name}: import it, or give --data {name}; {paths}"
 
     def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:

@@ -325,7 +325,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     for arguments, message in {
         (file, images, "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
         (file, images, "--img_size=8"): "multiples of 8 from 16 on",
-        (file,): "give their paths, as in relvit predict FILE PATH ...",
+        (file,): "is an exported file, which does not say where the images of the training are",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
         ("none.pt2", "photo.jpg"): "no file none.pt2: relvit export CKPT --output none.pt2",
