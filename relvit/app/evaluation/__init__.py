@@ -4,7 +4,6 @@ from relvit.app.evaluation.costs import count_macs, peak_memory
 from relvit.app.evaluation.deploy import ExportError, PublishError, export_model, publish_model, save_model
 from relvit.app.evaluation.embeddings import Embeddings, embed_folder, write_embeddings
 from relvit.app.evaluation.evaluate_sizes import PROTOCOLS, Size, evaluate_size, evaluate_sizes
-from relvit.app.evaluation.mirror import MirrorAverage
 from relvit.app.evaluation.prediction_table import PredictionTable
 from relvit.app.evaluation.predictor import Prediction, Predictor
 from relvit.app.evaluation.report import EvaluationReport
@@ -16,7 +15,7 @@ from relvit.app.evaluation.trust.calibration import (
     fit_temperature,
 )
 from relvit.app.evaluation.trust.feature_probes import probe_models
-from relvit.app.evaluation.trust.robustness import Corruptions, RestrictedClasses, evaluate_corruptions
+from relvit.app.evaluation.trust.robustness import Corruptions, absent_classes, evaluate_corruptions
 from relvit.app.training.class_metrics import ClassMetrics, calibration_error, class_metrics, confusion_matrix
 
 __all__ = [
@@ -31,8 +30,7 @@ __all__ = [
     "publish_model",
     "save_model",
     "PublishError",
-    "MirrorAverage",
-    "RestrictedClasses",
+    "absent_classes",
     "Corruptions",
     "evaluate_corruptions",
     "EvaluationReport",

@@ -40,12 +40,12 @@ def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
     """Return results in which the standard error of each accuracy, `NAME_se`, follows the accuracy `NAME`.
 
     Accuracies are those whose names end in acc1, acc5, knn or linear. Mean average precision is no share of images, and
-    has no such error.
+    has no such error. Without images there are no errors.
     """
     found: dict[str, float] = {}
     for name, value in results.items():
         found[name] = value
-        if name.endswith(("acc1", "acc5", "knn", "linear")):
+        if images and name.endswith(("acc1", "acc5", "knn", "linear")):
             found[f"{name}_se"] = accuracy_error(value, images)
     return found
 

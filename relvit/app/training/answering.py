@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from relvit.app.data.batches import ImageBatch, image_count, mirrored
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
-from relvit.app.training.metrics import EpochMetrics, count_batch
+from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
 from relvit.app.utils.shown_text import one_line
@@ -113,7 +113,7 @@ class Answering(EpochMetrics):
     def _evaluate(self, metrics: MetricCollection, batch: tuple[ImageBatch, Tensor]) -> Tensor:
         images, labels = batch
         logits = self.logits(images, self.mirror)
-        count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
+        self.count_evaluated(metrics, evaluation_loss(logits, labels), logits, labels)
         return logits
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from lightning import LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.labels import Labels
@@ -57,12 +57,14 @@ class EpochMetrics(LightningModule):
         val_metrics: The metrics of the validation.
         test_metrics: The metrics of the test.
         step_metrics: Means and sums over the optimiser steps of an epoch.
+        evaluated_images: The number of images of the last validation or test on all devices, without unreadable ones.
     """
 
     labels: Labels
     train_metrics: MetricCollection
     val_metrics: MetricCollection
     test_metrics: MetricCollection
+    evaluated_images: int = 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EpochMetrics:
         """Convert metrics with the module, but keep their sums in float32 where the weights become two-byte numbers."""
@@ -81,6 +83,7 @@ class EpochMetrics(LightningModule):
         )
         of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
+        self._images: SumMetric = SumMetric()
         # A training resumes from its last optimiser step, so checkpoints hold the epoch's metrics at that step.
         self._metrics_at_step: States = {}
 
@@ -117,11 +120,18 @@ class EpochMetrics(LightningModule):
         self.train_metrics.reset()
         self.step_metrics.reset()
 
+    def count_evaluated(self, metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch of a validation or test, see `count_batch`."""
+        count_batch(metrics, loss, logits, labels)
+        self._images.update(len(labels))
+
     def on_validation_epoch_start(self) -> None:
+        self._images.reset()
         self.val_metrics.reset()
         self.labels.choose_thresholds(self.val_metrics, choose=self._is_fitting)
 
     def on_test_epoch_start(self) -> None:
+        self._images.reset()
         self.test_metrics.reset()
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
@@ -147,11 +157,13 @@ class EpochMetrics(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self._log(self.val_metrics.compute())
+        self.evaluated_images = int(self._images.compute())
         if self._is_fitting and not self.trainer.sanity_checking:
             self.labels = self.labels.chosen(self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
         self._log(self.test_metrics.compute())
+        self.evaluated_images = int(self._images.compute())
 
     @property
     def _is_fitting(self) -> bool:

@@ -10,7 +10,7 @@ from relvit.app.cli.trainer.command_folder import new_folder
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
-from relvit.app.evaluation import MirrorAverage, PredictionTable
+from relvit.app.evaluation import PredictionTable
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -32,6 +32,7 @@ def predict(
     """
     evaluation.set_reach(reach)
     model = evaluation.model
+    model.mirror = mirror
     if step_maps and not getattr(model.net, "counts_steps", False):
         raise UsageError(
             f"--step_maps is not for {model.hparams.model}: it is for models that halt: relvit_universal_* trained "
@@ -41,8 +42,7 @@ def predict(
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
-        callbacks = [table, MirrorAverage()] if mirror else [table]
-        evaluation.run(callbacks, folder, lambda trainer: report(table, folder), return_predictions=False)
+        evaluation.run([table], folder, lambda trainer: report(table, folder), return_predictions=False)
 
 
 def report(table: PredictionTable, folder: Path) -> None:

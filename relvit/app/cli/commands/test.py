@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from lightning import Callback, Trainer
+from lightning import Trainer
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.outputs import print_table
 from relvit.app.cli.trainer.command_folder import SCORES, baseline, files_line, new_folder, write_summary
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
-from relvit.app.evaluation import Corruptions, EvaluationReport, MirrorAverage, RestrictedClasses
+from relvit.app.evaluation import Corruptions, EvaluationReport, absent_classes
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.training.class_metrics import AnyClassMetrics
 from relvit.app.utils.progress import rank_zero_print
@@ -48,15 +48,13 @@ def test(
         raise UsageError(f"{reason}; or test on the images of val, by --split val")
     data.evaluate_on(split)
     evaluation.set_reach(reach)
+    evaluation.model.mirror = mirror
+    if robustness is not None:
+        evaluation.model.absent = absent_classes(data)
     with new_folder(runs, "test") as folder:
         found = EvaluationReport(folder)
-        callbacks: list[Callback] = [found]
-        if mirror:
-            callbacks.append(MirrorAverage())
-        if robustness is not None:
-            callbacks.append(RestrictedClasses())
         path = evaluation.checkpoint.path
-        evaluation.run(callbacks, folder, lambda trainer: report(trainer, found, folder, path, reach), verbose=verbose)
+        evaluation.run([found], folder, lambda trainer: report(trainer, found, folder, path, reach), verbose=verbose)
 
 
 def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: str, reach: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning import Trainer
 
-from relvit.app.cli.trainer.command_folder import SCORES, baseline, class_counts, evaluated_images
+from relvit.app.cli.errors import UsageError
+from relvit.app.cli.trainer.command_folder import SCORES, baseline, class_counts
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
@@ -24,9 +25,15 @@ def validate(evaluation: Evaluation, *, reach: Reach = "trained", verbose: bool 
 
 
 def report(trainer: Trainer) -> None:
-    """Print the size and the number of the images, and the accuracy with its standard error, as `test` does."""
+    """Print the size and the number of the images, and the accuracy with its standard error, as `test` does.
+
+    Raises:
+        UsageError: no image could be read.
+    """
     data, score = trainer.datamodule, trainer.lightning_module.score
-    images, name = evaluated_images(trainer, "val"), f"val/{score}"
+    images, name = trainer.lightning_module.evaluated_images, f"val/{score}"
+    if not images:
+        raise UsageError("none of the images could be read")
     found = with_errors({name: float(trainer.callback_metrics[name])}, images)
     text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
     rank_zero_print(text + baseline(class_counts(data, "val")))

@@ -15,7 +15,6 @@ from relvit.app.cli.trainer.command_folder import (
     SCORES,
     baseline,
     class_counts,
-    evaluated_images,
     files_line,
     write_summary,
 )
@@ -65,7 +64,8 @@ def report_fit(
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
         "train/images": len(data.dataset("train")),
-        "val/images": evaluated_images(trainer, "val"),
+        # A training that is resumed after its last epoch runs no validation.
+        "val/images": model.evaluated_images or len(data.dataset("val")),
     }
     summary = with_errors(summary, summary["val/images"])
     lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
@@ -83,8 +83,7 @@ def report_fit(
     lines = []
     if data.has_test:
         results = trainer.test(model, data, ckpt_path=best, verbose=False)[0]
-        images = evaluated_images(trainer, "test")
-        summary |= with_errors(results, images) | {"test/images": images}
+        summary |= with_errors(results, model.evaluated_images) | {"test/images": model.evaluated_images}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
         more += baseline(class_counts(data, "test"))

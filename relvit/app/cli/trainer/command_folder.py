@@ -108,16 +108,6 @@ def class_counts(data: ImageData, split: Split) -> np.ndarray | None:
     return None if labels is None or np.ndim(labels[0]) else np.bincount(labels)
 
 
-def evaluated_images(trainer: Trainer, split: Split) -> int:
-    """Return how many images were evaluated: all, or those of the batches that `--trainer.limit_*_batches` left."""
-    images, limit = len(trainer.datamodule.dataset(split)), getattr(trainer, f"limit_{split}_batches")
-    # An integer 1 means one batch, but a float 1.0 means all batches.
-    if isinstance(limit, float) and limit == 1:
-        return images
-    batches = sum({"val": trainer.num_val_batches, "test": trainer.num_test_batches}[split])
-    return min(images, batches * trainer.datamodule.batch_size * trainer.world_size)
-
-
 def baseline(counts: np.ndarray | None) -> str:
     """Describe the accuracy of always naming the commonest class."""
     return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"

@@ -1,15 +1,17 @@
-"""Robustness sets: restrict a classifier to the classes of the test images; accuracy by corruption and severity."""
+"""Robustness sets: the classes that no test image has, to leave them out; accuracy by corruption and severity."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from relvit.app.data import ImageData
 
 # These are AlexNet's mean errors over five severities of ImageNet-C, in the authors' code (hendrycks/robustness).
 ALEXNET = {
@@ -32,23 +34,15 @@ ALEXNET = {
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-class RestrictedClasses(Callback):
-    """Let a classifier choose among the classes that the test images have, by logits of minus infinity for others.
+def absent_classes(data: ImageData) -> Tensor:
+    """Return the classes of the data that no test image has, bool (num_classes,), for the attribute `Answering.absent`.
 
-    The authors of ImageNet-A and ImageNet-R, which have 200 of the 1000 classes, evaluate in this way (Hendrycks et al.
-    2021, arXiv 1907.07174 and 2006.16241).
+    With it a classifier chooses among the classes of the test images alone, as the authors of ImageNet-A and
+    ImageNet-R evaluate, which have 200 of the 1000 classes (Hendrycks et al. 2021, arXiv 1907.07174 and 2006.16241).
     """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        absent = torch.ones(trainer.datamodule.num_classes, dtype=torch.bool)
-        absent[trainer.datamodule.dataset("test").targets] = False
-        pl_module.absent = absent
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.absent = None
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        pl_module.absent = None
+    absent = torch.ones(data.num_classes, dtype=torch.bool)
+    absent[data.dataset("test").targets] = False
+    return absent
 
 
 class Corruptions(NamedTuple):

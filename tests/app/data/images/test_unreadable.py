@@ -157,6 +157,27 @@ def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):
     assert summary["test/loss"] == pytest.approx(sum(losses) / 17, rel=1e-4)
 
 
+def test_numbers_of_images_and_standard_errors_leave_out_what_was_skipped(skipping, tmp_path, capsys):
+    root, folder = skipping
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["test/images"] == 17
+    assert summary["test/acc1_se"] == pytest.approx((summary["test/acc1"] * (1 - summary["test/acc1"]) / 17) ** 0.5)
+    assert summary["val/images"] == 6 - summary["unreadable"].get("val", 0)
+    shutil.copytree(root / "test", tmp_path / "val")
+    given = ["validate", f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}", f"--data.root={tmp_path}", *QUIET]
+    assert main(given) == 0
+    assert "\n17 images of val at 16 x 16 px, accuracy" in capsys.readouterr().out
+    assert main([*given, "--trainer.limit_val_batches=3"]) == 0
+    assert "\n6 images of val at" in capsys.readouterr().out
+
+
+def test_a_validation_without_a_readable_image_is_an_error(skipping, tmp_path, fails):
+    shutil.copytree(skipping[0] / "test", tmp_path / "val")
+    spoil(*tmp_path.rglob("*.jpg"))
+    best = skipping[1] / "checkpoints" / "best.ckpt"
+    assert "none of the images could be read" in fails(["validate", best, f"--data.root={tmp_path}", *QUIET])
+
+
 def test_validate_and_predict_report_it(skipping, tmp_path, capsys):
     root, folder = skipping
     shutil.copytree(root / "test", tmp_path / "photos" / "val")
