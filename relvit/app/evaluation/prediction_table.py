@@ -17,12 +17,10 @@ from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.images.file_datasets import NamedFiles
 from relvit.app.data.loading.eval_shards import rank_of
 from relvit.app.plots import picture_of, plot_steps
-from relvit.app.training.labels import Labels
+from relvit.app.training.labels import TOP, Labels
 from relvit.app.utils.files import atomic_write
 from relvit.app.utils.shown_text import printable
 
-# A row has at most this number of classes.
-TOP = 5
 # Up to this number of rows are printed.
 LISTED = 10
 
@@ -58,7 +56,6 @@ class PredictionTable(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path: Path = path
         self.class_names: list[str] = list(class_names)
-        self.shown: int = min(TOP, len(self.class_names))
         self.step_maps = step_maps
         self.count: int = 0
         self.classes: Counter[str] = Counter()
@@ -85,11 +82,10 @@ class PredictionTable(BasePredictionWriter):
         batch: tuple[ImageBatch, list[str]],
         *_: Any,
     ) -> None:
-        probabilities, names, writer = prediction["probabilities"], prediction["names"], csv.writer(self._part)
-        chosen = self._labels.classes(probabilities, self.shown)
+        names, writer = prediction["names"], csv.writer(self._part)
+        rows = self._labels.predicted(prediction["probabilities"], self.class_names)
         steps = self._draw_steps(trainer, pl_module, batch) if self.step_maps and names else [[]] * len(names)
-        for name, values, numbers, extra in zip(names, probabilities.tolist(), chosen, steps, strict=True):
-            found = [(self.class_names[number], values[number]) for number in numbers]
+        for name, found, extra in zip(names, rows, steps, strict=True):
             writer.writerow([printable(name), *self._labels.cells(found), *extra])
 
     def _draw_steps(
@@ -126,7 +122,7 @@ class PredictionTable(BasePredictionWriter):
         return self.path.with_name(f".{self.path.name}.{rank}.part")
 
     def _merge(self, dataset: Any, processes: int) -> None:
-        header = ["path", *self._labels.columns(self.shown), *["steps"] * self.step_maps]
+        header = ["path", *self._labels.columns(min(TOP, len(self.class_names))), *["steps"] * self.step_maps]
         parts = [self._part_of(rank) for rank in range(processes)]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))

@@ -210,18 +210,15 @@ class Predictor:
         if top is not None and top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
         items, form = _several(images)
-
-        def best(found: Tensor) -> list[tuple[list[float], list[int]]]:
-            most = min(top or 5, len(self.class_names))
-            classes = found.topk(most).indices.tolist() if top else self.labels.classes(found, most)
-            return [(row[chosen].tolist(), chosen) for row, chosen in zip(found, classes, strict=True)]
-
         found: list[Prediction | None] = []
         probabilities = partial(self.probabilities, mirror=mirror)
-        rows = self._map(probabilities, best, items, batch_size, num_workers, on_error)
+        predicted = partial(self.labels.predicted, names=self.class_names, top=top)
+        rows = self._map(probabilities, predicted, items, batch_size, num_workers, on_error)
         for item, row in zip(items, rows, strict=True):
             path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
-            found.append(row and Prediction([self.class_names[label] for label in row[1]], row[0], path))
+            if row is not None:
+                row = Prediction([name for name, _ in row], [probability for _, probability in row], path)
+            found.append(row)
         if form == "folder":
             return [prediction for prediction in found if prediction is not None]
         return found[0] if form == "one" else found

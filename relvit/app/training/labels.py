@@ -29,6 +29,9 @@ from relvit.app.training.class_metrics import (
     multi_label_metrics,
 )
 
+# Predictions of one label name at most this number of classes, unless a user gives the number.
+TOP = 5
+
 
 class Mistake(NamedTuple):
     """A wrong prediction.
@@ -80,6 +83,15 @@ class Labels(Protocol):
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
         """List the predicted classes of each image (B, C), most probable first; without thresholds these are `most`."""
+
+    def predicted(
+        self, probabilities: Tensor, names: Sequence[str], top: int | None = None
+    ) -> list[list[tuple[str, float]]]:
+        """List names and probabilities of the classes of each image (B, C): those of `classes`, or the first `top`."""
+        most = min(top or TOP, len(names))
+        chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
+        rows = zip(probabilities.tolist(), chosen, strict=True)
+        return [[(names[index], values[index]) for index in indices] for values, indices in rows]
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create the metrics of an epoch, apart from its loss; the images of a training may be mixed."""

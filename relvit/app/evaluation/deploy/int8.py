@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from relvit.app.data import ImageData
+from relvit.app.data.batches import ImageBatch
 from relvit.app.evaluation.predictor import Predictor
-from relvit.app.training.answering import Answering
+from relvit.app.training.answering import Answering, answers
 
 # An int8 file is compared with its model on this number of images, evenly spaced in val.
 COMPARED = 2000
@@ -86,12 +87,14 @@ def compare(predictor: Predictor, exported: Answering, data: ImageData) -> Compa
     Raises:
         ValueError, OSError: there is no val, or an image of it cannot be read.
     """
+
+    def of_both(images: ImageBatch) -> Tensor:
+        return torch.stack((predictor.probabilities(images), exported.probabilities(images)), dim=1)
+
     count = len(data.dataset("val"))
-    rows = []
-    for images, labels in data._loader("val", sampler=range(0, count, -(-count // COMPARED))):
-        if len(labels):
-            rows.append((labels, predictor.probabilities(images), exported.probabilities(images)))
-    labels, *both = (torch.cat(column) for column in zip(*rows, strict=True))
+    loader = data._loader("val", sampler=range(0, count, -(-count // COMPARED)))
+    found, labels = (torch.cat(part) for part in zip(*answers(of_both, loader, "val"), strict=True))
+    both = found.unbind(1)
     of = predictor.labels
     scores = [of.compute_score(of.keep(each, labels)) for each in both]
     ours, theirs = (of.classes(each, 1) for each in both)
