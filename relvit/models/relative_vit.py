@@ -9,7 +9,7 @@ from timm.models import DefaultCfg
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
-from relvit.layers.positions.by_name import accepts, numbered, position_factory
+from relvit.layers.positions.by_name import numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
@@ -45,7 +45,7 @@ class RelVisionTransformer(GridVisionTransformer):
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
         max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
             7 for tables, no clipping for slopes and 'xl'. All other positions have no such argument.
-        rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`.
+        rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`; None: its defaults.
         rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
             None: the default of the position, 0.1 for tables.
         pos_embed: additional absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch,
@@ -80,10 +80,10 @@ class RelVisionTransformer(GridVisionTransformer):
         rope: str = "",
         prefix_bias: bool = False,
         max_distance: int | Sequence[int] | None = None,
-        rel_terms: str = "kv",
-        shared_heads: bool = True,
-        layout: str = "separate",
-        bucketing: str = "clip",
+        rel_terms: str | None = None,
+        shared_heads: bool | None = None,
+        layout: str | None = None,
+        bucketing: str | None = None,
         rel_init_std: float | None = None,
         pos_embed: str = "",
         class_token: bool = False,
@@ -100,22 +100,13 @@ class RelVisionTransformer(GridVisionTransformer):
         check_arguments(type(self), kwargs)
         make_position = position_factory(
             position,
-            RelVisionTransformer,
+            max_distance=max_distance,
             rel_terms=rel_terms,
             shared_heads=shared_heads,
             layout=layout,
             bucketing=bucketing,
             rel_init_std=rel_init_std,
         )
-        if max_distance is not None:
-            if not isinstance(position, str):
-                raise ValueError(
-                    f"max_distance={max_distance!r} is for positions known by name; give it to your own one: "
-                    "position=functools.partial(YourPosition, max_distance=...)"
-                )
-            if not accepts(position, "max_distance"):
-                raise ValueError(f"max_distance is not for position {position!r}, which clips no offset")
-            make_position = partial(make_position, max_distance=max_distance)
         check_choice("rope", rope, ROPES)
         if prefix_bias and not (class_token or kwargs.get("reg_tokens")):
             raise ValueError("prefix_bias=True is for models with class_token=True or reg_tokens")

@@ -117,9 +117,9 @@ def test_a_mixer_of_the_users_takes_the_place_of_attention_with_the_model_around
     [
         ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .* \(did you mean 'slopes'\?\)"),
         ({"position": "slopes", "rel_terms": "k"}, "rel_terms is for position 'tables', got rel_terms='k' with"),
-        ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', got rel_init_std=0.5"),
+        ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', .* got rel_init_std=0.5"),
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
-        ({"position": "fire", "max_distance": 3}, "max_distance is not for position 'fire', which clips no offset"),
+        ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
         ({"mixer": Doubled, "backend": "fused"}, "backend 'fused' is for RelativeAttention, and not for mixer"),
         ({"backend": "fuse"}, r"unknown backend 'fuse' \(did you mean 'fused'\?\)"),

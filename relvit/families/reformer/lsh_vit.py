@@ -23,7 +23,7 @@ class LSHVisionTransformer(RelVisionTransformer):
     Args:
         rel_terms: 'b' (a learned bias) or '' (no bias). `position` may be 'slopes', or your own position if it returns
             only a bias.
-        bucket_size, rounds: see `LSHAttention`.
+        bucket_size, rounds: see `LSHAttention`; None: its defaults.
         **kwargs: see `RelVisionTransformer`, but for the arguments in `fixed`.
 
     Raises:
@@ -36,13 +36,17 @@ class LSHVisionTransformer(RelVisionTransformer):
         "mixer": "it is LSH attention in these models",
     }
 
-    def __init__(self, *, rel_terms: str = "b", bucket_size: int = 32, rounds: int = 4, **kwargs: Any) -> None:
+    def __init__(
+        self, *, rel_terms: str = "b", bucket_size: int | None = None, rounds: int | None = None, **kwargs: Any
+    ) -> None:
         for name in self.fixed.keys() & kwargs:
             raise ValueError(f"{name} cannot be chosen: {self.fixed[name]}")
-        # Other positions have no `rel_terms`, and refuse any value but the default of `RelVisionTransformer`.
+        # Other positions have no `rel_terms`, and refuse any value.
         if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
             kwargs["rel_terms"] = rel_terms
-        super().__init__(mixer=partial(LSHAttention, bucket_size=bucket_size, rounds=rounds), **kwargs)
+        hashing = {"bucket_size": bucket_size, "rounds": rounds}
+        hashing = {name: given for name, given in hashing.items() if given is not None}
+        super().__init__(mixer=partial(LSHAttention, **hashing), **kwargs)
         for block in self.blocks:
             check_position(block.attn.position)
 

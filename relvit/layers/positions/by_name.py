@@ -16,36 +16,39 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# `init_std` in `retrofit` and `rel_init_std` in models are the same argument, which all learned positions take.
-INIT_STD = ("init_std", "rel_init_std")
+# `init_std` in `retrofit` and `rel_init_std` in models are one argument of positions.
+ALIASES = {"rel_init_std": "init_std"}
 
 
-def position_factory(
-    position: str | Callable[..., nn.Module], owner: Callable[..., Any], **tables: Any
-) -> Callable[..., nn.Module]:
+def position_factory(position: str | Callable[..., nn.Module], **arguments: Any) -> Callable[..., nn.Module]:
     """Return the factory of position modules, for `make_position`.
 
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
-        owner: class or function that a user calls, whose signature has the defaults.
-        **tables: arguments of `owner`: names in `INIT_STD` for all learned positions, other names for 'tables' only.
+        **arguments: arguments of a position known by name, as models or `retrofit` call them. None keeps the position's
+            own default. Positions that learn nothing take an `init_std` of 0.
 
     Raises:
-        ValueError: an unknown name, or arguments for tables with another position.
+        ValueError: an unknown name, or an argument that the position lacks.
     """
-    if isinstance(position, str):
+    named = isinstance(position, str)
+    if named:
         check_choice("position", position, tuple(POSITIONS))
-    defaults = inspect.signature(owner).parameters
     taken: dict[str, Any] = {}
-    for name, given in tables.items():
-        if name in INIT_STD and isinstance(position, str) and accepts(position, "init_std"):
-            # With None, the position uses its own default.
-            taken |= {} if given is None else {"init_std": given}
-        elif position == "tables":
-            taken[name] = given
-        elif given != defaults[name].default:
-            raise ValueError(f"{name} is for position 'tables', got {name}={given!r} with position {position!r}")
-    made = POSITIONS[position] if isinstance(position, str) else position
+    for name, given in arguments.items():
+        own = ALIASES.get(name, name)
+        if given is None or (own == "init_std" and given == 0 and not (named and accepts(position, own))):
+            continue
+        if not named:
+            raise ValueError(
+                f"{name}={given!r} is for positions known by name; give it to your own one: "
+                f"position=functools.partial(YourPosition, {own}=...)"
+            )
+        if not accepts(position, own):
+            others = ", ".join(repr(other) for other in POSITIONS if accepts(other, own))
+            raise ValueError(f"{name} is for position {others}, got {name}={given!r} with position {position!r}")
+        taken[own] = given
+    made = POSITIONS[position] if named else position
     return partial(made, **taken) if taken else made
 
 

@@ -24,12 +24,12 @@ RETROFITTED_NAME = "retrofitted"
 
 def retrofit(
     model: nn.Module,
-    rel_terms: str = "kv",
+    rel_terms: str | None = None,
     *,
-    max_distance: int | Sequence[int] = 7,
-    shared_heads: bool = True,
-    layout: str = "separate",
-    bucketing: str = "clip",
+    max_distance: int | Sequence[int] | None = None,
+    shared_heads: bool | None = None,
+    layout: str | None = None,
+    bucketing: str | None = None,
     init_std: float = 0.0,
     position: str | Callable[..., nn.Module] | None = None,
     abs_pos: str = "keep",
@@ -64,7 +64,7 @@ def retrofit(
             `MultiScaleVit`. From other libraries: SAM's image encoders, `SamVisionEncoder` and `SamHQVisionEncoder` of
             `transformers` and `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of
             `transformers`. The model is changed in place.
-        rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`.
+        rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`; None: its defaults.
         init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay the same.
         position: a name as in `RelVisionTransformer`, instead of 'tables' (slopes change the outputs at once), or your
             own class, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
@@ -109,7 +109,7 @@ def retrofit(
             f"{name}={chosen[name]!r} is for models without relative positions; {type(model).__name__} keeps its own: "
             f"leave {name} out"
         )
-    factory = position_factory("tables" if position is None else position, retrofit, **tables)
+    factory = position_factory("tables" if position is None else position, **tables)
     layers = becomes.make_layers(model, factory)
 
     before = snapshot(model)

@@ -187,7 +187,7 @@ ARGUMENTS = [
     (
         {"position": SlopePosition2d, "rel_terms": "k"},
         ValueError,
-        "rel_terms is for position 'tables', got rel_terms='k'",
+        r"rel_terms='k' is for positions known by name; .*functools.partial\(YourPosition, rel_terms=\.\.\.\)",
     ),
     ({"position": nn.Linear}, TypeError, "position Linear cannot be called with a Grid"),
     ({"position": lambda *_args, **_kwargs: nn.Identity()}, TypeError, "Identity must return RelativeTerms, got Grid"),
