@@ -10,6 +10,7 @@ from relvit.app.cli.outputs import output_files, print_table, write_rows
 from relvit.app.data import ImageData, ImageFolderData
 from relvit.app.evaluation import probe_models
 from relvit.app.evaluation.standard_error import plus_minus
+from relvit.app.evaluation.trust.feature_probes import NEIGHBOURS, SHARES
 from relvit.app.plots import plot_probes
 from relvit.app.plots.style import short_labels
 from relvit.app.utils.devices import find_device
@@ -24,8 +25,8 @@ def probe(
     root: str | None = None,
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
-    shares: tuple[PositiveShare, ...] = (0.01, 0.1, 1.0),
-    k: PositiveInt = 20,
+    shares: tuple[PositiveShare, ...] = SHARES,
+    k: PositiveInt = NEIGHBOURS,
     seed: NonNegativeInt = 0,
     random: bool = False,
     batch_size: BatchSize | None = None,

@@ -18,7 +18,6 @@ from relvit.app.data.images.image_cache import decode_into_memory, in_units
 from relvit.app.data.images.manifest import ListedImage, file_size
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
-from relvit.app.data.transforms import Augment
 from relvit.app.utils.files import canonical_paths
 from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
@@ -33,8 +32,6 @@ class ImageFilesData(ImageData):
 
     Args:
         class_names: Name of each class; the position is the label.
-        img_size: Size of the images given to the model, one number or (height, width).
-        augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         val_fraction: Share of each class of train that is put aside where there is no val, in (0, 1).
         split_seed: Another seed puts other images aside; the seed of the training has no part in it.
@@ -57,8 +54,6 @@ class ImageFilesData(ImageData):
         self,
         class_names: Sequence[str],
         *,
-        img_size: int | tuple[int, int] = 224,
-        augment: Augment = "resized-crop",
         crop_pct: float = 0.9,
         val_fraction: OpenShare = 0.1,
         split_seed: int = 0,
@@ -73,7 +68,7 @@ class ImageFilesData(ImageData):
         self.on_error: OnError = on_error
         self.cache = cache
         self._own_samples: dict[Split, list[tuple[ImageSource, Label]]] = {}
-        super().__init__(class_names, 3, img_size=img_size, augment=augment, crop_pct=crop_pct, **options)
+        super().__init__(class_names, 3, crop_pct=crop_pct, **options)
 
     @abstractmethod
     def _has_own(self, split: Split) -> bool:

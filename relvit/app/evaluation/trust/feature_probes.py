@@ -28,6 +28,8 @@ from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
 
+# The shares of the labels that probes learn from, and DINO's number of neighbours.
+SHARES, NEIGHBOURS = (0.01, 0.1, 1.0), 20
 # The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
 # The votes of neighbours are weighted with DINO's temperature.
@@ -38,8 +40,8 @@ def probe_models(
     models: Sequence[str | os.PathLike[str]],
     data: ImageData | None = None,
     split: Literal["val", "test"] = "val",
-    shares: Sequence[PositiveShare] = (0.01, 0.1, 1.0),
-    k: PositiveInt = 20,
+    shares: Sequence[PositiveShare] = SHARES,
+    k: PositiveInt = NEIGHBOURS,
     seed: int = 0,
     pretrained: bool = True,
     batch_size: int | None = None,

@@ -149,12 +149,7 @@ def update_rates(scheduler: LambdaLR) -> None:
 
 
 def describe(
-    plan: Plan,
-    trainer: Trainer,
-    lr: float,
-    base_batch: int | None,
-    freeze_epochs: int = 0,
-    position_lr_scale: float = 1.0,
+    plan: Plan, trainer: Trainer, lr: float, base_batch: int | None, freeze_epochs: int, position_lr_scale: float
 ) -> str:
     """Describe a plan in a line, with the factors of batch and learning rate, and in further lines what may surprise.
 
