@@ -204,7 +204,17 @@ class GridForward(AbsoluteEmbedding):
 class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, GridForward, VisionTransformer):
     """timm's `VisionTransformer` for images of every size, whose blocks are `GridBlock`s.
 
-    Args: see `RelVisionTransformer`; `block_fn` as in timm's class, such as a `functools.partial` of `MixerBlock`.
+    Args:
+        pos_embed: absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch, interpolated at
+            other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one vector per row
+            plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix tokens.
+        class_token: prepend a class token, which has no position.
+        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
+        patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
+        reversible: training in memory that does not grow with the depth, see `relvit.families.reversible`.
+        mlp_chunk: number of tokens in a chunk of the MLP, see `relvit.layers.feed_forward`.
+        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
+            `block_fn` is a class of `GridBlock`s or a `functools.partial` of one, such as of `MixerBlock`.
 
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
@@ -218,10 +228,10 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
     def __init__(
         self,
         *,
-        pos_embed: str,
-        class_token: bool,
-        global_pool: str,
-        patch_drop_rate: float,
+        pos_embed: str = "",
+        class_token: bool = False,
+        global_pool: str = "avg",
+        patch_drop_rate: float = 0.0,
         reversible: bool = False,
         mlp_chunk: int | None = None,
         **kwargs: Any,

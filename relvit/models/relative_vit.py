@@ -48,21 +48,13 @@ class RelVisionTransformer(GridVisionTransformer):
         rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`; None: its defaults.
         rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
             None: the default of the position, 0.1 for tables.
-        pos_embed: additional absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch,
-            interpolated at other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one
-            vector per row plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix
-            tokens.
-        class_token: prepend a class token, which has no position.
-        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
-        patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
         mixer: your own attention, with an attribute `position`, see `RelativeBlock`; None: `RelativeAttention`.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
             bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
         memory_rows: rows of patches before a band that the memory holds; None: all.
-        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
-            `reversible`: training in memory that does not grow with the depth, see `relvit.families.reversible`;
-            `mlp_chunk`: number of tokens in a chunk of the MLP, see `relvit.layers.feed_forward`.
+        **kwargs: see `GridVisionTransformer` (pos_embed, class_token, global_pool, patch_drop_rate, reversible,
+            mlp_chunk) and `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim ...).
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen for this
@@ -85,10 +77,6 @@ class RelVisionTransformer(GridVisionTransformer):
         layout: str | None = None,
         bucketing: str | None = None,
         rel_init_std: float | None = None,
-        pos_embed: str = "",
-        class_token: bool = False,
-        global_pool: str = "avg",
-        patch_drop_rate: float = 0.0,
         mixer: Callable[..., nn.Module] | None = None,
         backend: str = "auto",
         band_rows: int | None = None,
@@ -108,13 +96,9 @@ class RelVisionTransformer(GridVisionTransformer):
             rel_init_std=rel_init_std,
         )
         check_choice("rope", rope, ROPES)
-        if prefix_bias and not (class_token or kwargs.get("reg_tokens")):
+        if prefix_bias and not (kwargs.get("class_token") or kwargs.get("reg_tokens")):
             raise ValueError("prefix_bias=True is for models with class_token=True or reg_tokens")
         super().__init__(
-            pos_embed=pos_embed,
-            class_token=class_token,
-            global_pool=global_pool,
-            patch_drop_rate=patch_drop_rate,
             block_fn=partial(
                 RelativeBlock,
                 position=numbered(make_position, kwargs.get("depth", DEPTH)),

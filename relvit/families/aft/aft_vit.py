@@ -52,13 +52,12 @@ class AFTVisionTransformer(GridVisionTransformer):
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
-        pos_embed, class_token: as in `RelVisionTransformer`; None selects the paper's choice for the mixer.
-        global_pool: as in `RelVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
-        patch_drop_rate: as in `RelVisionTransformer`.
+        pos_embed, class_token: as in `GridVisionTransformer`; None selects the paper's choice for the mixer.
+        global_pool: as in `GridVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
         backend: see `aft_full` and `aft_conv`.
-        **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...),
-            without those arguments of attention that `fixed` lists; `reversible` and `mlp_chunk` as in
-            `RelVisionTransformer`.
+        **kwargs: see `GridVisionTransformer` (patch_drop_rate, reversible, mlp_chunk) and
+            `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), without
+            those arguments of attention that `fixed` lists.
 
     Raises:
         ValueError: an unknown name, an argument that this class or this mixer does not have; in `forward` an
@@ -85,7 +84,6 @@ class AFTVisionTransformer(GridVisionTransformer):
         pos_embed: str | None = None,
         class_token: bool | None = None,
         global_pool: str | None = None,
-        patch_drop_rate: float = 0.0,
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
@@ -107,7 +105,6 @@ class AFTVisionTransformer(GridVisionTransformer):
             pos_embed=("learn" if in_paper else "") if pos_embed is None else pos_embed,
             class_token=class_token,
             global_pool=global_pool,
-            patch_drop_rate=patch_drop_rate,
             num_heads=num_heads,
             block_fn=partial(MixerBlock, mixer=made),
             **kwargs,
