@@ -16,6 +16,7 @@ import torch
 from benchmark_report import replaced
 from torch import nn
 
+from relvit.app.evaluation import count_macs
 from relvit.families.aft import AFTConv2d, AFTFull, AFTSimple, AFTVisionTransformer
 from relvit.families.reformer import LSHAttention
 from relvit.families.transformer_xl import TransformerXLPosition2d
@@ -49,8 +50,15 @@ def cost(model: nn.Module) -> Cost:
 
     MACs are multiply-accumulates, half the FLOPs, of all matrix products: the patch embedding, the linear layers, the
     mixers, the head; a universal model counts the products of all its steps. The method needs these products; a backend
-    may compute more. Lookups, sums, products by element, norms and softmax do not count.
+    may compute more. Lookups, sums, products by element, norms and softmax do not count. Models with a mixer that has
+    no function here are counted as PyTorch computes them, and the tensors that their mixers exempt from weight decay
+    count as relative parameters.
     """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    mixers = [block.attn for block in model.blocks]
+    if not all(isinstance(mixer, RelativeAttention | AFTSimple | LSHAttention) for mixer in mixers):
+        own = sum(mixer.get_parameter(name).numel() for mixer in mixers for name in mixer.no_weight_decay())
+        return Cost(parameters, count_macs(model, model.patch_embed.img_size), own, 0)
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens
     macs = patches * model.patch_embed.proj.weight.numel() + model.head.weight.numel()
@@ -63,11 +71,10 @@ def cost(model: nn.Module) -> Cost:
         count = next((count for kind, count in kinds.items() if isinstance(block.attn, kind)), attention)
         if isinstance(getattr(block.attn, "position", None), TransformerXLPosition2d):
             count = partial(transformer_xl, grid=model.patch_embed.grid_size)
-        mixed, parameters, relative = count(block.attn, tokens, patches)
+        mixed, learned, relative = count(block.attn, tokens, patches)
         macs += times * (tokens * weights + mixed + relative)
-        relative_parameters += parameters
+        relative_parameters += learned
         relative_macs += times * relative
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     return Cost(parameters, macs, relative_parameters, relative_macs)
 
 

@@ -1,10 +1,15 @@
 """The table of models: counts against PyTorch's own and by hand, and the documents' copies."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
 from scripts import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
+
+from relvit.layers import Mixer, MixerBlock
+from relvit.models import GridVisionTransformer
 
 model_table = load("model_table")
 
@@ -69,6 +74,27 @@ def test_products_of_windows_are_what_pytorch_counts_as_convolutions():
     cost = model_table.cost(model)
     assert cost.relative_macs == convolutions / 2 - 15 * model.patch_embed.proj.weight.numel()
     assert cost.relative_parameters == 6 * 2 * (5 * 5 + 2)
+
+
+class Decay(Mixer):
+    """Sums of values, weighted by a learned table of all pairs of 4 x 6 patches."""
+
+    def __init__(self, dim, num_heads, **_):
+        super().__init__()
+        self.pairs = torch.nn.Parameter(torch.zeros(24, 24))
+
+    def no_weight_decay(self):
+        return {"pairs"}
+
+    def forward(self, x, grid, attn_mask=None, is_causal=False):
+        return self.pairs @ x
+
+
+def test_a_mixer_without_a_function_of_its_own_is_counted_as_pytorch_does():
+    sizes = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
+    cost = model_table.cost(GridVisionTransformer(**sizes, block_fn=partial(MixerBlock, mixer=Decay)))
+    assert cost.macs == 24 * 192 * 12 + 2 * (24 * 24 * 12 + 24 * 2 * 12 * 48) + 12 * 5
+    assert cost.relative_parameters == 2 * 24 * 24
 
 
 @pytest.mark.slow
