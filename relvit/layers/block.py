@@ -46,7 +46,7 @@ class GridBlock(Block):
         Args:
             x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
             branch: 'mixer' or 'mlp': return only the output of this branch, without adding `x`, as `reversible_blocks`
-                needs it. None: return the block's output.
+                needs it. '': return the block's output.
             memory: (B, M, dim), earlier inputs of this block, to which the tokens of `RelativeAttention` attend, too.
         """
         if branch == "mlp":

@@ -90,3 +90,12 @@ def test_data_may_balance_the_loss():
     train(module, Unbalanced(), max_epochs=1, limit_train_batches=1)
     each = torch.nn.functional.cross_entropy(LOGITS, LABELS, reduction="none")
     torch.testing.assert_close(module.loss(LOGITS, LABELS), (Unbalanced.class_weights[LABELS] * each).mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_leave_class_weights_in_single_precision(dtype):
+    loss = ClassificationLoss(3, class_weights=[0.1, 0.2, 0.7])
+    before = {name: buffer.clone() for name, buffer in loss.named_buffers()}
+    loss.to(dtype)
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in loss.named_buffers())

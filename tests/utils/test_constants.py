@@ -10,7 +10,6 @@ from torch import nn
 from vits import images, small
 
 import relvit
-from relvit.app.training.optim.loss import ClassificationLoss
 from relvit.families.reformer import LSHAttention
 from relvit.layers import LookHerePosition2d, RelativeAttention, RotaryEmbedding2d, SlopePosition2d
 
@@ -18,7 +17,6 @@ MODULES = {
     "rope": lambda: RotaryEmbedding2d(8, 2, "axial"),
     "slopes": lambda: SlopePosition2d(8, 3),
     "lsh": lambda: LSHAttention(16, 2),
-    "loss": lambda: ClassificationLoss(3, class_weights=[0.1, 0.2, 0.7]),
 }
 CASTS = {
     "bfloat16": lambda module: module.bfloat16(),
