@@ -158,8 +158,11 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.steps = steps
         self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * steps
 
-    def set_ponder_training(self, enable: bool = True) -> None:
-        """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting."""
+    def set_training_losses(self, enable: bool = True) -> None:
+        """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.
+
+        A training calls the method of this name of every model that has additional losses.
+        """
         if enable and self.halting is None:
             raise ValueError("there is no ponder cost without halting='act'")
         self.returns_cost = enable
@@ -174,11 +177,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         """Whether `step_maps` counts steps."""
         return self.halting is not None
 
-    # The training loop calls a method of this name on every model that has additional losses.
-    set_training_losses = set_ponder_training
-
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute the logits (B, num_classes), or `Pondered` in training after `set_ponder_training`."""
+        """Compute the logits (B, num_classes), or `Pondered` in training after `set_training_losses`."""
         if self.training and self.returns_cost:
             return self.ponder(x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))

@@ -252,7 +252,7 @@ def test_groups_of_parameters_and_no_decay():
 
 def test_in_training_the_cost_is_returned_beside_the_logits_in_single_precision():
     model = build()
-    model.set_ponder_training()
+    model.set_training_losses()
     assert isinstance(model(doubles()), torch.Tensor)
     assert_same(tuple(model.train()(doubles())), tuple(model.ponder(doubles())), atol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -278,7 +278,7 @@ def test_errors(kwargs, message):
 
 def test_errors_of_calls():
     model = build(halting="")
-    for call in (lambda: model.ponder(doubles()), model.set_ponder_training):
+    for call in (lambda: model.ponder(doubles()), model.set_training_losses):
         with pytest.raises(ValueError, match="without halting='act'"):
             call()
     with pytest.raises(ValueError, match=r"number of steps \(depth\) must be an integer, 1 or more, got 0"):
