@@ -73,30 +73,42 @@ def write(file, lines):
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
 
-def test_report(tmp_path):
+PAGE_PARTS = ("own_size", "other_sizes", "retrofit")
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """The folder of a report on these lines."""
+    folder = tmp_path_factory.mktemp("study")
     lines = [*LINES, *(line(name, 0, 0.3, "one") for name in (LINES_OF.BASE, LINES_OF.OURS))]
     lines += [line(name, 1, 0.4 if name == LINES_OF.BASE else 0.44, "one") for name in (LINES_OF.BASE, LINES_OF.OURS)]
     # No run of the others has this seed.
     lines.append(line("none", 5, 0.3, "one"))
-    write(tmp_path / "runs" / "several.jsonl", lines)
+    write(folder / "runs" / "several.jsonl", lines)
     photographs = [photograph(part, "learned", 0, 0.5) for part in ("scratch", "field")]
     photographs += [photograph("scratch", "kv-2-learned", 0, 0.53), photograph("field", "kv-2-learned", 0, 0.55)]
     tuned = [part.split(",")[0] for part, _ in REPORT.study_questions.TUNED.values()]
     photographs += [photograph(part, "plain", seed, 0.5) for part in tuned for seed in (0, 1)]
     photographs += [photograph(tuned[0], "kv-4", seed, 0.51 + seed / 100) for seed in (0, 1)]
-    write(tmp_path / "photographs" / "imagenette.jsonl", photographs)
-    names = ("own_size", "other_sizes", "retrofit")
-    marks = (f"{name}\n<!-- {name}, written by tools/study/study_report.py -->old<!-- end -->\n" for name in names)
-    (tmp_path / "README.md").write_text("".join(marks))
-    REPORT.main(tmp_path)
-    page = (tmp_path / "README.md").read_text()
+    write(folder / "photographs" / "imagenette.jsonl", photographs)
+    marks = (f"{name}\n<!-- {name}, written by tools/study/study_report.py -->old<!-- end -->\n" for name in PAGE_PARTS)
+    (folder / "README.md").write_text("".join(marks))
+    REPORT.main(folder)
+    return folder
+
+
+def test_the_page_answers_three_questions_with_means_errors_and_differences(reported):
+    page = (reported / "README.md").read_text()
     assert "old" not in page
     # At 32 px `low` and two points; pairs of seeds differ by 0 and 4 points.
     assert "| learned alone | 37.0 ± 5.0 % | 50.0 % |" in page
     assert "| kv, `max_distance` 2, and learned | +2.0 ± 2.0 | +3.0 |" in page
     assert "| kv, `max_distance` 2, and learned | 53.0 | 53.0 | 53.0 | 53.0 | 53.0 | 55.0 | 100.0 |" in page
     assert "| its own size, 112 px | as the rest | 2 | 50.0 ± 0.0 | +1.5 ± 0.5 |" in page
-    tables = (tmp_path / "tables.md").read_text()
+
+
+def test_the_tables_have_every_model_and_every_reach(reported):
+    tables = (reported / "tables.md").read_text()
     # At 32 px 42 and 46 % against 45 and 47.
     assert "| learned | 2 | 44.0 ± 2.0 % |" in tables
     assert "| kv-3 | 2 | +2.0 ± 1.0 |" in tables
@@ -105,7 +117,10 @@ def test_report(tmp_path):
     assert "| none | 1 | 32.0 % |" in tables
     assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in tables
     assert "9 runs, 0.9 hours" in tables
-    assert min(Image.open(tmp_path / f"{name}.png").width for name in names) > 700
+
+
+def test_each_question_has_a_figure(reported):
+    assert min(Image.open(reported / f"{name}.png").width for name in PAGE_PARTS) > 700
 
 
 def test_a_page_without_marks_is_refused():

@@ -25,38 +25,68 @@ def chosen(options):
     return dict(option.removeprefix("--").split("=") for option in options[1:])
 
 
-def test_a_search_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
-    calls, kill = [], {2: KeyboardInterrupt, 4: subprocess.CalledProcessError(1, "fit")}
+@pytest.fixture
+def search(monkeypatch, tmp_path):
+    """Return a function that searches with six trials, and the list of trainings: folders and options.
+
+    The third training is killed and the fifth fails.
+    """
+    calls, ends = [], {2: KeyboardInterrupt, 4: subprocess.CalledProcessError(1, "fit")}
 
     def fit(folder, options):
         calls.append((folder.name, options))
-        if error := kill.pop(len(calls) - 1, None):
+        if error := ends.pop(len(calls) - 1, None):
             raise error
         return -abs(float(chosen(options)["model.lr"]) - 1e-3)
 
     monkeypatch.setattr(sweep, "fit", fit)
+    return lambda: sweep.search(SPACE, tmp_path, 6, ["--config=digits"]), calls
+
+
+@pytest.fixture
+def searched(search):
+    """The study and the trainings of a search that went on after a trial was killed."""
+    run, calls = search
     with pytest.raises(KeyboardInterrupt):
-        sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
-    # Killed once more, after the trial is queued again and before it starts.
-    with monkeypatch.context() as killed:
-        killed.setattr("optuna.study.Study.optimize", stop)
-        with pytest.raises(KeyboardInterrupt):
-            sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
-    study = sweep.search(SPACE, tmp_path, 6, ["--config=digits"])
-    # The third again, with the same options in the same folder, and one failure among six.
-    assert [name for name, _ in calls] == ["trial_0", "trial_1", "trial_2", "trial_2", "trial_4", "trial_5", "trial_6"]
-    assert calls[2] == calls[3]
-    for _, options in calls:
+        run()
+    return run(), calls
+
+
+def test_values_are_of_the_space(searched):
+    for _, options in searched[1]:
         assert options[0] == "--config=digits"
         values = chosen(options)
         assert 1e-4 <= float(values["model.lr"]) <= 1e-2
         assert values["model.weight_decay"] in ("0.0", "0.1")
         assert values["model.model_kwargs.max_distance"] in ("1", "2", "3")
-    assert sum(trial.value is not None for trial in study.trials) == 5
-    assert study.best_value == max(trial.value for trial in study.trials if trial.value is not None)
-    # There is nothing left to do.
-    assert len(sweep.search(SPACE, tmp_path, 6, []).trials) == len(study.trials)
-    assert len(calls) == 7
+
+
+def test_an_interrupted_trial_is_repeated_with_its_options_in_its_folder(search, monkeypatch):
+    run, calls = search
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    # Killed once more, after the trial is queued again and before it starts.
+    with monkeypatch.context() as killed:
+        killed.setattr("optuna.study.Study.optimize", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    run()
+    assert [name for name, _ in calls] == ["trial_0", "trial_1", "trial_2", "trial_2", "trial_4", "trial_5", "trial_6"]
+    assert calls[2] == calls[3]
+
+
+def test_a_training_that_fails_is_no_candidate(searched):
+    study, _ = searched
+    values = [trial.value for trial in study.trials if trial.value is not None]
+    assert len(values) == 5
+    assert study.best_value == max(values)
+
+
+def test_a_finished_search_trains_no_more(search, searched):
+    (run, calls), (study, _) = search, searched
+    trained = len(calls)
+    assert len(run().trials) == len(study.trials)
+    assert len(calls) == trained == 7
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ import io
 import shutil
 
 import pytest
-from matplotlib.figure import Figure
-from PIL import Image
+from command_line import without_figures
 
 from relvit.app.cli import main
 
@@ -23,6 +22,7 @@ def resumed(run, tmp_path_factory):
 
 
 @pytest.fixture
-def blank_figures(monkeypatch):
+def blank_figures():
     """Write a blank picture in the place of each figure. Runs that tests share are made before, with their figures."""
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: Image.new("RGB", (2, 2)).save(path, "PNG"))
+    with without_figures():
+        yield

@@ -1,14 +1,16 @@
 """Secrets of loggers: in no file of a run, and taken from the command line or the environment again."""
 
+import contextlib
 import functools
 import http.server
+import io
 import json
 import shutil
 import threading
 
 import pytest
 import yaml
-from command_line import fit
+from command_line import fit, without_figures
 from lightning import Callback
 from lightning.pytorch.loggers import CSVLogger
 
@@ -56,24 +58,43 @@ def everything_written(folder):
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def test_no_file_of_a_run_holds_a_key_and_a_resumed_run_takes_it_again(photos, tmp_path, monkeypatch, fails):
-    options = logger(Service, tmp_path, api_key="s3cr3t", monitor_keys="loss")
+@pytest.fixture(scope="module")
+def with_keys(photos, tmp_path_factory):
+    """The run of a training whose logger had a key and a token, with what the logger was given."""
+    place = tmp_path_factory.mktemp("keys")
+    options = logger(Service, place, api_key="s3cr3t", monitor_keys="loss")
     options[-2:-2] = ["--trainer.logger.dict_kwargs.hf_token=t0k3n", "--trainer.logger.dict_kwargs.team=blue"]
-    monkeypatch.setattr("sys.argv", ["relvit", "fit", *options])
-    SEEN.clear()
-    run = fit(photos, tmp_path / "runs", *options)
-    assert SEEN == [("s3cr3t", "loss", {"hf_token": "t0k3n", "team": "blue"})]
+    with pytest.MonkeyPatch.context() as patch, without_figures():
+        patch.setattr("sys.argv", ["relvit", "fit", *options])
+        run = fit(photos, place / "runs", *options)
+    return run, SEEN[-1]
+
+
+def test_a_logger_gets_its_key_and_no_file_of_the_run_holds_it(with_keys):
+    run, given = with_keys
+    assert given == ("s3cr3t", "loss", {"hf_token": "t0k3n", "team": "blue"})
     assert b"api_key" in (run / "checkpoints" / "last.ckpt").read_bytes()
     assert not [secret for secret in (b"s3cr3t", b"t0k3n") if secret in everything_written(run)]
+
+
+def test_a_key_is_masked_in_the_configuration_and_in_the_recorded_command(with_keys):
+    run, _ = with_keys
     config = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["logger"]
-    assert config["init_args"] == {"save_dir": str(tmp_path / "log"), "api_key": MASK, "monitor_keys": "loss"}
+    place = str(run.parents[1] / "log")
+    assert config["init_args"] == {"save_dir": place, "api_key": MASK, "monitor_keys": "loss"}
     assert config["dict_kwargs"] == {"hf_token": MASK, "team": "blue"}
     (session,) = json.loads((run / "run.json").read_text())["sessions"]
     assert f"--trainer.logger.init_args.api_key={MASK}" in session["command"]
-    # Without a key the logger looks for one itself.
+
+
+def test_without_a_key_the_logger_of_a_resumed_run_looks_for_one_itself(with_keys, tmp_path, fails):
+    run = shutil.copytree(with_keys[0], tmp_path / "run")
     assert "has reached its 1 epochs" in fails(["fit", f"--resume={run}"])
     assert SEEN[-1] == (None, "loss", {"team": "blue"})
-    # A new key is not recorded either.
+
+
+def test_a_resumed_run_takes_a_new_key_and_does_not_record_it(with_keys, tmp_path, monkeypatch):
+    run = shutil.copytree(with_keys[0], tmp_path / "run")
     again = [f"--resume={run}", "--trainer.max_epochs=2", "--trainer.logger.init_args.api_key=n3w"]
     monkeypatch.setattr("sys.argv", ["relvit", "fit", *again])
     assert main(["fit", *again, "--trainer.accelerator=cpu"]) == 0
@@ -123,7 +144,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         """The server's own log has the addresses as they are."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(best):
     """The host of a server of checkpoints."""
     handler = functools.partial(Quiet, directory=str(best.parent))
@@ -133,28 +154,52 @@ def server(best):
         server.shutdown()
 
 
-def test_no_file_and_no_line_holds_what_is_secret_in_addresses(photos, server, tmp_path, monkeypatch, capsys):
-    address = f"http://user:p4ss@{server}/best.ckpt?X-Signature=s1gn"
-    reporter = f"{Reporter.__module__}.Reporter"
-    options = [f"--model.pretrained={address}", f"--model.teacher={address}", f"--trainer.callbacks={reporter}"]
-    options += [f"--trainer.callbacks.url={address}", "--trainer.callbacks.token=t0k3n", "--trainer.logger=csv"]
-    monkeypatch.setattr("sys.argv", ["relvit", "fit", *options])
-    SEEN.clear()
-    run = fit(photos, tmp_path / "runs", *options)
-    # The callback itself and the download get them.
-    assert [(address, "t0k3n")] == SEEN
-    assert main(["publish", str(run / "checkpoints" / "best.ckpt"), f"--to={tmp_path / 'runs' / 'published'}"]) == 0
-    assert main(["test", address, f"--root={photos}", f"--runs={tmp_path / 'runs'}"]) == 0
-    assert main(["resolutions", address, "--sizes=16", f"--root={photos}", f"--output={tmp_path / 'runs'}"]) == 0
-    assert main(["show", address.replace("best", "no")]) == 2
-    written = everything_written(tmp_path / "runs") + "".join(capsys.readouterr()).encode()
+@pytest.fixture(scope="module")
+def signed(server):
+    """The address of a checkpoint with a password and a signature."""
+    return f"http://user:p4ss@{server}/best.ckpt?X-Signature=s1gn"
+
+
+@pytest.fixture(scope="module")
+def from_address(photos, signed, tmp_path_factory):
+    """A training from an address, by a teacher there, with a callback that has it: run, printed lines, what it got."""
+    options = [f"--model.pretrained={signed}", f"--model.teacher={signed}", "--trainer.logger=csv"]
+    options += [f"--trainer.callbacks={Reporter.__module__}.Reporter", f"--trainer.callbacks.url={signed}"]
+    options += ["--trainer.callbacks.token=t0k3n"]
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, without_figures(), contextlib.redirect_stdout(printed):
+        patch.setattr("sys.argv", ["relvit", "fit", *options])
+        with contextlib.redirect_stderr(printed):
+            run = fit(photos, tmp_path_factory.mktemp("addresses"), *options)
+    return run, printed.getvalue(), SEEN[-1]
+
+
+def test_a_callback_gets_an_address_whole(from_address, signed):
+    assert from_address[2] == (signed, "t0k3n")
+
+
+def test_no_file_and_no_line_holds_what_is_secret_in_addresses(from_address, photos, signed, tmp_path, capsys):
+    run, printed, _ = from_address
+    assert main(["publish", str(run / "checkpoints" / "best.ckpt"), f"--to={tmp_path / 'published'}"]) == 0
+    assert "`best.ckpt`, whose licence" in (tmp_path / "published" / "README.md").read_text()
+    assert main(["test", signed, f"--root={photos}", f"--runs={tmp_path}"]) == 0
+    assert main(["resolutions", signed, "--sizes=16", f"--root={photos}", f"--output={tmp_path / 'sizes'}"]) == 0
+    assert main(["show", signed.replace("best", "no")]) == 2
+    written = everything_written(run) + everything_written(tmp_path)
+    written += (printed + "".join(capsys.readouterr())).encode()
     for secret in (b"p4ss", b"s1gn", b"t0k3n"):
         assert secret not in written, written[written.index(secret) - 300 :][:600]
-    config = yaml.safe_load((run / "config.yaml").read_text())
+
+
+def test_the_configuration_names_addresses_without_their_secrets(from_address, server):
+    config = yaml.safe_load((from_address[0] / "config.yaml").read_text())
     assert config["model"]["pretrained"] == config["model"]["teacher"] == f"http://{server}/best.ckpt"
-    assert "`best.ckpt`, whose licence" in (tmp_path / "runs" / "published" / "README.md").read_text()
-    # A training that goes on needs no pretrained weights; the teacher's address is given again.
-    again = [f"--resume={run}", "--trainer.max_epochs=2", f"--model.teacher={address}"]
+
+
+def test_a_resumed_run_takes_the_address_of_its_teacher_again(from_address, server, signed, tmp_path, monkeypatch):
+    """It needs no pretrained weights."""
+    run = shutil.copytree(from_address[0], tmp_path / "run")
+    again = [f"--resume={run}", "--trainer.max_epochs=2", f"--model.teacher={signed}"]
     monkeypatch.setattr("sys.argv", ["relvit", "fit", *again])
     assert main(["fit", *again]) == 0
     assert SEEN[-1] == (f"http://{server}/best.ckpt", None)

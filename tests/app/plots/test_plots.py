@@ -87,40 +87,63 @@ def test_sheet(tmp_path):
     assert centres[5][1] == pytest.approx(centres[0][1], abs=15)
 
 
-def test_three_panels_with_epochs_from_one_and_the_best_of_them(tmp_path, figures):
+def curves(axes):
+    """The points of each line, by its label."""
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+
+
+def draw_curves(text, tmp_path, *title):
+    (tmp_path / "metrics.csv").write_text(text)
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png", *title)
+
+
+@pytest.fixture
+def panels(tmp_path, figures):
+    """The panels of loss, accuracy and learning rate of a training of three epochs."""
+    draw_curves(METRICS, tmp_path, "train (labels smoothed by 0.1)")
+    return figures[0].axes
+
+
+def test_metrics_are_read_by_epoch(tmp_path):
     (tmp_path / "metrics.csv").write_text(METRICS)
-    columns = read_metrics(tmp_path / "metrics.csv")
-    assert columns["val/acc1"] == [(0, 0.25), (1, 0.5), (2, 0.5)]
-    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png", "train (labels smoothed by 0.1)")
-    loss, accuracy, rate = figures[0].axes
+    assert read_metrics(tmp_path / "metrics.csv")["val/acc1"] == [(0, 0.25), (1, 0.5), (2, 0.5)]
 
-    def curves(axes):
-        return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
 
+def test_three_panels_have_the_metrics_with_epochs_from_one(panels):
+    loss, accuracy, rate = panels
     assert curves(loss)["train (labels smoothed by 0.1)"] == ([1, 2, 3], [2.2, 1.75, 1.5])
     assert curves(loss)["val"] == ([1, 2, 3], [2.0, 1.5, 1.6])
-    # Two accuracies are equal: the best checkpoint has the lower loss.
-    assert curves(accuracy)["best: 0.5, epoch 2"][0] == [2, 2]
     assert curves(accuracy)["val"] == ([1, 2, 3], [0.25, 0.5, 0.5])
     assert list(curves(rate).values()) == [([1, 2, 3], [0.1, 0.05, 0.01])]
-    assert [axes.get_ylabel() for axes in (loss, accuracy, rate)] == ["loss", "top-1 accuracy", "learning rate"]
-    # Letters are legible at half the size.
+    assert [axes.get_ylabel() for axes in panels] == ["loss", "top-1 accuracy", "learning rate"]
+
+
+def test_of_equal_accuracies_the_best_has_the_lower_loss(panels):
+    assert curves(panels[1])["best: 0.5, epoch 2"][0] == [2, 2]
+
+
+def test_with_two_validations_in_an_epoch_accuracy_and_loss_are_of_the_same(tmp_path, figures):
+    draw_curves("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n", tmp_path)
+    assert "best: 0.5, epoch 1" in curves(figures[0].axes[1])
+
+
+def test_without_metrics_the_panels_are_empty(tmp_path, figures):
+    draw_curves("epoch,lr,step\n", tmp_path)
+    assert [len(axes.lines) for axes in figures[0].axes] == [0, 0, 0]
+
+
+def test_letters_are_legible_at_half_the_size_and_legends_cover_no_curve(panels):
+    loss, accuracy, _ = panels
     texts = [*loss.get_xticklabels(), loss.xaxis.label, *loss.get_legend().get_texts()]
-    assert min(text.get_fontsize() for text in texts) * figures[0].dpi / 72 / 2 > 8
-    assert figures[0].get_size_inches().tolist() == [15, 5.5]
-    # The legends cover no curve.
-    figures[0].draw_without_rendering()
+    assert min(text.get_fontsize() for text in texts) * loss.figure.dpi / 72 / 2 > 8
+    assert loss.figure.get_size_inches().tolist() == [15, 5.5]
+    loss.figure.draw_without_rendering()
     assert all(axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 for axes in (loss, accuracy))
-    # With two validations in each epoch, an accuracy belongs to the loss of the same validation.
-    (tmp_path / "metrics.csv").write_text("epoch,val/acc1,val/loss\n0,0.5,1.6\n0,0.4,9.0\n1,0.5,1.7\n1,0.3,1.0\n")
-    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
-    assert "best: 0.5, epoch 1" in curves(figures[1].axes[1])
-    (tmp_path / "metrics.csv").write_text("epoch,lr,step\n")
-    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
-    assert [len(axes.lines) for axes in figures[2].axes] == [0, 0, 0]
 
 
-def test_curves_by_image_size(tmp_path, figures):
+@pytest.fixture
+def by_size(tmp_path, figures):
+    """The panels of accuracy, loss and calibration error of two models, trained at 16 and at 32 px, at other sizes."""
     rows = []
     for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
         for height, width in sizes:
@@ -128,26 +151,39 @@ def test_curves_by_image_size(tmp_path, figures):
             score = height * width / 2048 + trained / 64
             rows.append(row | {"acc1": score, "acc1_se": score / 50, "loss": 1 - score, "calibration_error": score / 2})
     plot_sizes(rows, ["a", "a", "a", "$b$", "$b$"], tmp_path / "sizes.png", "field")
-    accuracy, loss, calibration = figures[0].axes
-    for axes, value in ((accuracy, lambda x: x), (loss, lambda x: 1 - x), (calibration, lambda x: x / 2)):
-        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    return figures[0].axes
+
+
+def test_each_model_has_a_line_over_sizes_and_its_trained_size_in_the_same_colour(by_size):
+    for axes, value in zip(by_size, (lambda x: x, lambda x: 1 - x, lambda x: x / 2), strict=True):
+        lines = curves(axes)
         assert lines["a"] == ([16, 16, 32], [value(0.375), value(0.375), value(0.75)])
         assert lines[r"\$b\$"] == ([8, 32], [value(0.53125), value(1)])
-        assert axes.get_xscale() == "log"
         assert [line.get_xdata() for line in axes.lines if list(line.get_ydata()) == [0, 1]] == [[16, 16], [32, 32]]
         of_a, trained_a, of_b, trained_b = (line.get_color() for line in axes.lines[:4])
         assert trained_a == of_a != of_b == trained_b
-        # The image of 8 x 32 pixels has as many as the one of the trained size.
+
+
+def test_sizes_with_as_many_pixels_as_in_training_but_another_shape_have_rings(by_size):
+    for axes in by_size:
         rings = [part for part in axes.collections if isinstance(part, PathCollection)]
+        # The image of 8 x 32 pixels has as many as the one of the trained size.
         assert [[bool(size) for size in part.get_sizes()] for part in rings] == [[True, False, False], [False, True]]
+
+
+def test_accuracies_alone_have_bars_of_two_standard_errors(by_size):
+    lengths = []
+    for axes in by_size:
         bars = [part.get_segments() for part in axes.collections if isinstance(part, LineCollection)]
-        lengths = [[np.ptp(segment[:, 1]) for segment in segments] for segments in bars]
-        assert lengths == (
-            [pytest.approx([0.015, 0.015, 0.03]), pytest.approx([0.02125, 0.04])] if axes is accuracy else []
-        )
-    assert [text.get_text() for text in accuracy.get_xticklabels()] == ["8", "8 x 32, 16", "32"]
-    assert [axes.get_ylabel() for axes in figures[0].axes] == ["top-1 accuracy", "loss", "calibration error"]
-    assert figures[0].get_size_inches().tolist() == [15, 5.5]
+        lengths.append([[np.ptp(segment[:, 1]) for segment in segments] for segments in bars])
+    assert lengths == [[pytest.approx([0.015, 0.015, 0.03]), pytest.approx([0.02125, 0.04])], [], []]
+
+
+def test_sizes_are_named_on_a_logarithmic_axis(by_size):
+    assert {axes.get_xscale() for axes in by_size} == {"log"}
+    assert [text.get_text() for text in by_size[0].get_xticklabels()] == ["8", "8 x 32, 16", "32"]
+    assert [axes.get_ylabel() for axes in by_size] == ["top-1 accuracy", "loss", "calibration error"]
+    assert by_size[0].figure.get_size_inches().tolist() == [15, 5.5]
 
 
 def test_tables_are_drawn_whole_layer_below_layer():

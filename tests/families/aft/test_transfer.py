@@ -1,5 +1,7 @@
 """Weights into attention-free models: from attention, from their own kind at other sizes, and what is refused."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -27,37 +29,51 @@ def weights_of(net, size=SIZE):
 ABSENT = {"cls_token", "pos_embed", "norm.weight", "norm.bias"}
 
 
-@pytest.mark.parametrize(
-    ("mixer", "filters", "absent"),
-    [
-        ({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], ABSENT),
-        # A head for each channel: projections of attention's own shape, which could be taken for all of it.
-        ({**CONV, "num_heads": 12}, ["kernel", "gamma", "beta"], ABSENT),
-        ({"mixer": "full", "bias_dim": 5}, ["u", "v"], set()),
-    ],
-    ids=["conv", "conv-heads", "full"],
-)
-def test_all_of_deit_but_positions_class_token_queries_and_keys(mixer, filters, absent):
-    there, here = deit(), make(**mixer)
+class Case(NamedTuple):
+    mixer: dict
+    filters: list
+    absent: set
+
+
+CASES = {
+    "conv": Case({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], ABSENT),
+    # A head for each channel: projections of attention's own shape, which could be taken for all of it.
+    "conv-heads": Case({**CONV, "num_heads": 12}, ["kernel", "gamma", "beta"], ABSENT),
+    "full": Case({"mixer": "full", "bias_dim": 5}, ["u", "v"], set()),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_all_of_deit_but_positions_class_token_queries_and_keys(case):
+    there, here = deit(), make(**case.mixer)
     before = {name: tensor.clone() for name, tensor in here.state_dict().items()}
-    report = transfer_weights(here, weights_of(there))
+    transfer_weights(here, weights_of(there))
     given, found = there.state_dict(), here.state_dict()
     for name, tensor in found.items():
         if ".attn.qkv." in name:
             assert torch.equal(tensor[-12:], given[name][24:])
             assert torch.equal(tensor[:-12], before[name][:-12])
-        elif name.rpartition(".")[2] in filters:
+        elif name.rpartition(".")[2] in case.filters:
             assert torch.equal(tensor, before[name])
         else:
             # Pooled by average, the same norm has another name.
             assert torch.equal(tensor, given[name.replace("fc_norm", "norm")]), name
-    assert given.keys() - found.keys() == absent
-    said = report.plain()
-    assert said["in_part"] == [f"the values of {name}" for name in PROJECTIONS]
-    assert said["new"] == [f"blocks.*.attn.{name} (2)" for name in filters]
-    assert said["skipped"] == sorted(name for name in absent if "norm" not in name)
-    assert said["resized"] == []
-    assert said["loaded"] == len(found) - 2 * len(filters)
+    assert given.keys() - found.keys() == case.absent
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_report_says_what_is_taken_in_part_what_is_new_and_what_is_skipped(case):
+    here = make(**case.mixer)
+    report = transfer_weights(here, weights_of(deit())).plain()
+    assert report == {
+        "source": "there",
+        "reordered": False,
+        "loaded": len(here.state_dict()) - 2 * len(case.filters),
+        "in_part": [f"the values of {name}" for name in PROJECTIONS],
+        "new": [f"blocks.*.attn.{name} (2)" for name in case.filters],
+        "skipped": sorted(name for name in case.absent if "norm" not in name),
+        "resized": [],
+    }
 
 
 def test_simple_takes_all_of_attention_since_its_own_tensors_look_the_same():

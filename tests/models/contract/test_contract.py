@@ -10,24 +10,36 @@ from vits import ATTENTION_FREE, NAMES, UNIVERSAL, assert_same, bias_for, images
 from relvit.models.entry_points import FIXED
 
 
-@pytest.mark.parametrize("name", [*NAMES, *ATTENTION_FREE, *UNIVERSAL])
-def test_default_cfgs(name):
-    model = timm.create_model(name, depth=1, device="meta")
-    cfg = model.pretrained_cfg
+@pytest.fixture(scope="module", params=[*NAMES, *ATTENTION_FREE, *UNIVERSAL])
+def registered(request):
+    """A registered name, and its model with one block."""
+    return request.param, timm.create_model(request.param, depth=1, device="meta")
+
+
+def test_default_cfgs_describe_the_model_that_they_build(registered):
+    name, model = registered
+    cfg, state = model.pretrained_cfg, model.state_dict()
     assert cfg is model.default_cfg
     assert cfg["architecture"] == name
     assert cfg["input_size"] == (3, *model.patch_embed.img_size)
-    for_cifar = name.endswith("_32")
+    assert state[f"{cfg['first_conv']}.weight"].shape[1] == 3
+    assert state[f"{cfg['classifier']}.weight"].shape == (cfg["num_classes"], model.num_features)
+
+
+def test_default_cfgs_have_the_classes_and_the_normalisation_of_cifar_or_of_imagenet(registered):
+    name, model = registered
+    cfg, for_cifar = model.pretrained_cfg, name.endswith("_32")
+    assert cfg["num_classes"] == (10 if for_cifar else 1000)
     assert cfg["mean"] == ((0.4914, 0.4822, 0.4465) if for_cifar else (0.485, 0.456, 0.406))
     assert cfg["std"] == ((0.2470, 0.2435, 0.2616) if for_cifar else (0.229, 0.224, 0.225))
+
+
+def test_default_cfgs_allow_any_size_with_the_usual_crop(registered):
+    cfg = registered[1].pretrained_cfg
     assert (cfg["interpolation"], cfg["license"]) == ("bicubic", "apache-2.0")
-    assert cfg["num_classes"] == (10 if for_cifar else 1000)
     assert 0.87 < cfg["crop_pct"] <= 1
     assert cfg.get("fixed_input_size", False) is False
     assert cfg.get("pool_size") is None
-    state = model.state_dict()
-    assert state[f"{cfg['first_conv']}.weight"].shape[1] == 3
-    assert state[f"{cfg['classifier']}.weight"].shape == (cfg["num_classes"], model.num_features)
 
 
 def test_state_is_described_as_timm_describes_it():

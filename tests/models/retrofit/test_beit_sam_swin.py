@@ -120,26 +120,37 @@ def test_weights_come_back_from_checkpoints_of_both(case):
 
 
 def test_modules_are_relvits():
-    frozen = imported(build("beit").requires_grad_(False))
-    assert not any(parameter.requires_grad for parameter in frozen.parameters())
-    relpos, beit, sam, swin = (imported(build(case)) for case in ("srelpos", "beit", "sam", "swinv2"))
+    relpos, beit, swin = (imported(build(case)) for case in ("srelpos", "beit", "swinv2"))
     position = relpos.blocks[0].attn.position
     assert position is relpos.blocks[1].attn.position
     assert (position.rel_terms, position.layout, position.max_distance) == ("b", "joint", (2, 1))
     assert beit.blocks[0].attn.prefix_bias.weight.shape == (3, 2)
-    # Those of SAM stay at the source's scale, under the source's names.
+    assert isinstance(swin.layers[0].blocks[0].attn.position, ContinuousPosition2d)
+
+
+def test_tables_of_sam_stay_at_the_scale_and_under_the_names_of_the_source():
+    sam = imported(build("sam"))
     assert [block.attn.table_grid for block in sam.blocks] == [(3, 3), (5, 7)]
     assert {"blocks.0.attn.rel_pos_h", "blocks.1.attn.rel_pos_w"} <= sam.no_weight_decay()
-    assert isinstance(swin.layers[0].blocks[0].attn.position, ContinuousPosition2d)
-    assert "blocks.0.attn.position.bias_table" in beit.no_weight_decay()
-    assert {
-        "layers.1.blocks.0.attn.position.mlp.fc2.weight",
-        "layers.0.blocks.1.attn.logit_scale",
-    } <= swin.no_weight_decay()
-    assert [plan.terms for plan in relvit.explain(beit)] == ["bc", "bc"]
+
+
+def test_frozen_models_stay_frozen():
+    frozen = imported(build("beit").requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def test_tables_networks_and_scales_take_no_weight_decay():
+    beit, swin = (imported(build(case)).no_weight_decay() for case in ("beit", "swinv2"))
+    assert "blocks.0.attn.position.bias_table" in beit
+    assert {"layers.1.blocks.0.attn.position.mlp.fc2.weight", "layers.0.blocks.1.attn.logit_scale"} <= swin
+
+
+def test_explain_names_terms_and_widths():
+    beit, sam, swin = (relvit.explain(imported(build(case))) for case in ("beit", "sam", "swinv2"))
+    assert [plan.terms for plan in beit] == ["bc", "bc"]
     # Two patches more than a window: windows of 3 x 3, a global layer of 5 x 7.
-    assert [plan.width for plan in relvit.explain(sam)] == [(12, 18), (12, 24)]
-    assert {plan.terms for plan in relvit.explain(swin)} == {"b"}
+    assert [plan.width for plan in sam] == [(12, 18), (12, 24)]
+    assert {plan.terms for plan in swin} == {"b"}
 
 
 def test_what_timm_offers_for_vits_works():
@@ -182,11 +193,11 @@ def test_reaches_leave_windows_of_blocks_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["beit", "sam"])
-def test_compiled_for_several_sizes(case):
+@pytest.mark.parametrize(("case", "backend"), [("beit", "inductor"), ("sam", "aot_eager")])
+def test_compiled_for_several_sizes(case, backend):
     torch.compiler.reset()
-    model = imported(build(case)).float()
-    compiled = torch.compile(model)
+    model = imported(build(case, depth=1) if case == "beit" else build(case)).float()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
     for size in SIZES[:1] + SIZES[2:]:
         torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
 

@@ -1,9 +1,14 @@
 """The measurement on a GPU, at toy sizes on the CPU: its steps run, one that fails or hangs stops no other."""
 
+import contextlib
+import io
 import json
 import re
+import shutil
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,38 +19,66 @@ from relvit.ops.attention import BACKENDS
 hour, benchmark, report = map(load, ("hour", "benchmark", "benchmark_report"))
 
 
-@pytest.mark.slow
-def test_all_steps_at_toy_sizes(tmp_path, capsys):
+class Run(NamedTuple):
+    """What one measurement left: its exit status, its folder, its steps by name, and what it printed."""
+
+    status: int
+    folder: Path
+    steps: dict
+    printed: str
+
+
+def measure(folder, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = hour.main(["--toy", "--output", str(folder), *arguments])
+    return Run(status, folder, json.loads((folder / "summary.json").read_text())["steps"], printed.getvalue())
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """All steps at toy sizes on the CPU."""
     pytest.importorskip("triton")
-    assert hour.main(["--toy", "--minutes", "20", "--output", str(tmp_path)]) == 0, capsys.readouterr().out
-    found = json.loads((tmp_path / "summary.json").read_text())["steps"]
-    assert list(found) == ["checks", "models", "compiled", "layers", "retrofit", "rope", "tune"]
-    assert {step["status"] for step in found.values()} <= {"passed", "left out"}
-    assert "FAIL" not in found["checks"]["remark"]
-    rows = report.read(tmp_path / "speed.jsonl")
-    assert {row["name"] for row in rows if row["level"] == "model"} == set(hour.MODELS) - {"relvit_small_triton"}
-    assert {row["status"] for row in rows} == {"ok"}
-    assert {row["compiled"] for row in rows} == ({False, True} if found["compiled"]["status"] == "passed" else {False})
-    retrofits = [json.loads(line) for line in (tmp_path / "retrofit.jsonl").open()]
-    for row in retrofits:
-        assert all(each["difference"] < 1e-5 for each in row["variants"].values() if each["status"] == "ok")
-    # The CPU has no backward of FlexAttention.
-    failed = [
-        (row["action"], name) for row in retrofits for name, each in row["variants"].items() if each["status"] != "ok"
-    ]
-    assert failed == [("step", "flex")]
-    tuned = [json.loads(line) for line in (tmp_path / "tune.jsonl").open()]
-    assert [row["status"] for row in tuned] == ["ok"] * 6
-    text = (tmp_path / "summary.md").read_text()
-    assert text in capsys.readouterr().out
-    for part in ("| layer, 64 px, train | relvit_auto |", "timm-sam, 48 px, batch 1, step: source", "BLOCKS = {"):
-        assert part in text
-    # What a machine gives back may be few files.
-    assert len(list(tmp_path.iterdir())) <= 8
+    return measure(tmp_path_factory.mktemp("toy"), "--minutes", "20")
 
 
-def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hour, "LEAST", 0.1)
+@pytest.mark.slow
+class TestAllStepsAtToySizes:
+    def test_each_step_passes_or_is_left_out(self, toy):
+        assert toy.status == 0, toy.printed
+        assert list(toy.steps) == ["checks", "models", "compiled", "layers", "retrofit", "rope", "tune"]
+        assert {step["status"] for step in toy.steps.values()} <= {"passed", "left out"}
+        assert "FAIL" not in toy.steps["checks"]["remark"]
+
+    def test_every_model_but_the_interpreted_one_is_measured(self, toy):
+        rows = report.read(toy.folder / "speed.jsonl")
+        measured = {row["name"] for row in rows if row["level"] == "model"}
+        assert measured == set(hour.MODELS) - {"relvit_small_triton"}
+        assert {row["status"] for row in rows} == {"ok"}
+        compiles = toy.steps["compiled"]["status"] == "passed"
+        assert {row["compiled"] for row in rows} == ({False, True} if compiles else {False})
+
+    def test_retrofits_compute_the_same_and_only_flex_attention_has_no_backward_on_the_cpu(self, toy):
+        retrofits = [json.loads(line) for line in (toy.folder / "retrofit.jsonl").open()]
+        variants = [(row["action"], name, each) for row in retrofits for name, each in row["variants"].items()]
+        assert all(each["difference"] < 1e-5 for _, _, each in variants if each["status"] == "ok")
+        assert [(action, name) for action, name, each in variants if each["status"] != "ok"] == [("step", "flex")]
+
+    def test_all_tiles_are_tuned(self, toy):
+        tuned = [json.loads(line) for line in (toy.folder / "tune.jsonl").open()]
+        assert [row["status"] for row in tuned] == ["ok"] * 6
+
+    def test_the_summary_is_printed_and_has_layers_retrofits_and_tiles(self, toy):
+        text = (toy.folder / "summary.md").read_text()
+        assert text in toy.printed
+        for part in ("| layer, 64 px, train | relvit_auto |", "timm-sam, 48 px, batch 1, step: source", "BLOCKS = {"):
+            assert part in text
+
+    def test_few_files_are_left_since_a_machine_may_give_back_few(self, toy):
+        assert len(list(toy.folder.iterdir())) <= 8
+
+
+def commands():
+    """Steps of which one fails, one hangs and one is left out."""
     codes = {
         "checks": "print('FAIL cross, triton'); print('3 ok, 1 FAIL')",
         "models": "raise ValueError('no | kernel')",
@@ -56,24 +89,47 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, capsys
         hour.Step(name, [sys.executable, "-c", code], 0.01 if name == "layers" else 1) for name, code in codes.items()
     ]
     made.insert(3, hour.Step("compiled", [], 1, "no compiler"))
-    monkeypatch.setattr(hour, "steps", lambda *_, **__: made)
-    assert hour.main(["--toy", "--output", str(tmp_path), "--minutes", "2"]) == 1
-    found = json.loads((tmp_path / "summary.json").read_text())["steps"]
-    assert [step["status"] for step in found.values()] == ["passed", "FAILED", "FAILED", "left out", "passed"]
-    assert found["checks"]["remark"] == "3 ok, 1 FAIL"
-    assert found["models"]["remark"] == "exit status 1: ValueError: no | kernel"
-    assert found["layers"]["remark"] == "stopped after 1 seconds: begun"
-    text = (tmp_path / "summary.md").read_text()
+    return made
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hour, "LEAST", 0.1)
+        patch.setattr(hour, "steps", lambda *_, **__: commands())
+        return measure(tmp_path_factory.mktemp("disturbed"), "--minutes", "2")
+
+
+def test_a_step_that_fails_or_hangs_stops_no_other(disturbed):
+    assert disturbed.status == 1
+    assert [(step["status"], step["remark"]) for step in disturbed.steps.values()] == [
+        ("passed", "3 ok, 1 FAIL"),
+        ("FAILED", "exit status 1: ValueError: no | kernel"),
+        ("FAILED", "stopped after 1 seconds: begun"),
+        ("left out", "no compiler"),
+        ("passed", ""),
+    ]
+
+
+def test_the_summary_has_errors_and_the_last_lines_of_the_steps(disturbed):
+    text = (disturbed.folder / "summary.md").read_text()
     assert "ValueError: no / kernel |" in text
     assert "## checks\n\nFAIL cross, triton\n\n## tune\n\n| best |\n" in text
-    # The steps that are run again replace what they gave before, others stay.
-    made[1] = hour.Step("models", [sys.executable, "-c", "print(2)"], 1)
-    assert hour.main(["--toy", "--output", str(tmp_path), "--steps", "models"]) == 0
-    found = json.loads((tmp_path / "summary.json").read_text())["steps"]
-    assert [step["status"] for step in found.values()] == ["passed", "passed", "FAILED", "left out", "passed"]
-    # Without time no step begins.
-    assert hour.main(["--toy", "--output", str(tmp_path), "--minutes", "0"]) == 0
-    found = json.loads((tmp_path / "summary.json").read_text())["steps"]
+
+
+def test_a_step_that_is_run_again_replaces_its_own_result_alone(disturbed, tmp_path, monkeypatch):
+    shutil.copy(disturbed.folder / "summary.json", tmp_path)
+    monkeypatch.setattr(hour, "LEAST", 0.1)
+    again = [hour.Step("models", [sys.executable, "-c", "print(2)"], 1)]
+    monkeypatch.setattr(hour, "steps", lambda *_, **__: commands()[:1] + again)
+    run = measure(tmp_path, "--steps", "models")
+    assert run.status == 0
+    assert [step["status"] for step in run.steps.values()] == ["passed", "passed", "FAILED", "left out", "passed"]
+
+
+def test_without_time_no_step_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(hour, "steps", lambda *_, **__: commands())
+    found = measure(tmp_path, "--minutes", "0").steps
     assert {step["remark"] for step in found.values()} == {"no time was left", "no compiler"}
 
 

@@ -1,9 +1,15 @@
 """A user's own data module on the command line, with ``**options``, with typed arguments and with none."""
 
+import contextlib
+import functools
+import io
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
-from command_line import QUIET, evaluate, only, rows, summary
+from command_line import QUIET, evaluate, only, rows, summary, without_figures
 from photos import TINY
 
 from relvit.app.cli import main
@@ -70,96 +76,114 @@ class Untransformed(ImageData):
     def build(self, split):
         return TensorDataset(IMAGES[..., :16, :16], torch.arange(24) % 3)
 """
-pytestmark = pytest.mark.usefixtures("blank_figures")
-
+NAME = "own_data_of_a_user"
 MODEL = [option for option in TINY if not option.startswith("--data.")]
 SIZES = ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0"]
+SECRET = ["--data.password=p4ss", "--data.token=t0k3n", '--data.storage={"headers": {"X": "h3ad"}, "user": "me"}']
+# The options that a training on each class needs.
+OPTIONS = {"Handed": SIZES, "Typed": ["--img_size=16"], "Private": [*SIZES, *SECRET]}
+CLASSES = ["Handed", "Defaults", "Typed", "Nothing"]
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch, request):
-    """The name of a fresh module with these classes, which nothing has imported yet."""
-    name = f"own_data_{abs(hash(request.node.name))}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield name
-    # The tests after these shall not be offered the classes.
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    """The working directory, with a module of these classes, which nothing has imported yet."""
+    place = tmp_path_factory.mktemp("own_data")
+    (place / f"{NAME}.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch, without_figures():
+        patch.syspath_prepend(place)
+        patch.chdir(place)
+        yield place
+    # The tests of other files shall not be offered the classes.
     for cls in data_modules():
-        if cls.__module__ == name:
+        if cls.__module__ == NAME:
             cls.__abstractmethods__ = frozenset({"build"})
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "larger"),
-    [
-        ("Handed", SIZES, ["--img_size=24"]),
-        ("Defaults", [], ["--img_size=24"]),
-        ("Typed", ["--img_size=16"], ["--img_size=24"]),
-        ("Nothing", [], []),
-    ],
-)
-def test_every_command_works(cls, options, larger, module, photos, tmp_path, capsys):
-    data = f"--data={module}.{cls}"
-    assert main(["fit", data, *MODEL, *options, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]) == 0
-    run = only(tmp_path / "runs")
-    out = capsys.readouterr().out
-    assert "16 x 16 px" in out
-    assert f"relvit validate {run.relative_to(tmp_path)}/checkpoints/best.ckpt --img_size 24 --data {module}" in out
-    assert summary(run)["test/images"] == 9
-    best = run / "checkpoints" / "best.ckpt"
-    checkpoint = Checkpoint.read(best)
-    assert (checkpoint.class_names(), checkpoint.transforms().img_size) == (["ant", "bee", "cat"], (16, 16))
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["data"]["class_path"] == f"{module}.{cls}"
+@pytest.fixture(scope="module")
+def trained(place):
+    """Return a function that trains on a class, once, and returns the run's folder and what was printed."""
 
+    @functools.cache
+    def train(cls):
+        arguments, printed = ["fit", f"--data={NAME}.{cls}", *MODEL, *OPTIONS.get(cls, [])], io.StringIO()
+        arguments += ["--trainer.max_epochs=1", f"--runs={place / cls}"]
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr("sys.argv", ["relvit", *arguments])
+            assert main(arguments) == 0
+        return only(place / cls), printed.getvalue()
+
+    return train
+
+
+@pytest.fixture
+def best(trained):
+    """Return a function from a class to its best checkpoint."""
+    return lambda cls: trained(cls)[0] / "checkpoints" / "best.ckpt"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_training_names_its_class_and_records_it(cls, trained, best):
+    run, out = trained(cls)
+    assert "16 x 16 px" in out
+    assert f"relvit validate {run.relative_to(Path.cwd())}/checkpoints/best.ckpt --img_size 24 --data {NAME}" in out
+    assert summary(run)["test/images"] == 9
+    checkpoint = Checkpoint.read(best(cls))
+    assert (checkpoint.class_names(), checkpoint.transforms().img_size) == (["ant", "bee", "cat"], (16, 16))
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["class_path"] == f"{NAME}.{cls}"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_training_goes_on_without_naming_the_class(cls, trained, tmp_path):
+    run = shutil.copytree(trained(cls)[0], tmp_path / "run")
     assert main(["fit", "--resume", str(run), "--epochs", "2"]) == 0
     assert len(rows(run / "metrics.csv")) == 2
-    tested = evaluate("test", best, tmp_path / "tested", data, *larger)
-    assert summary(tested)["images"] == 9
-    assert summary(tested)["img_size"] == ([24, 24] if larger else [16, 16])
-    assert main(["validate", str(best), data, *QUIET]) == 0
-    sizes = ["resolutions", str(best), "--sizes", "16", "24", "--data", f"{module}.{cls}", "--accelerator", "cpu"]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_evaluation_takes_the_images_of_the_class_at_a_size_that_it_allows(cls, best, tmp_path, capsys):
+    data, size = f"--data={NAME}.{cls}", 16 if cls == "Nothing" else 24
+    larger = [] if cls == "Nothing" else ["--img_size=24"]
+    tested = summary(evaluate("test", best(cls), tmp_path / "tested", data, *larger))
+    assert (tested["images"], tested["img_size"]) == (9, [size, size])
+    assert main(["validate", str(best(cls)), data, *QUIET]) == 0
     capsys.readouterr()
-    assert main(sizes) == 0
+    assert main(["resolutions", str(best(cls)), "--sizes", "16", "24", *data.split("="), "--accelerator", "cpu"]) == 0
     assert "12 images of val" in capsys.readouterr().out
-    assert len(rows(evaluate("predict", best, tmp_path / "test", data) / "predictions.csv")) == 9
-    others = rows(evaluate("predict", best, tmp_path / "files", photos / "val") / "predictions.csv")
-    assert len(others) == 18
-    assert {row["class"] for row in others} <= {"ant", "bee", "cat"}
-    assert main(["calibrate", str(best), data, "--output", str(tmp_path / "c.ckpt")]) in (0, 1)
+    assert main(["calibrate", str(best(cls)), data, "--output", str(tmp_path / "c.ckpt")]) in (0, 1)
 
 
-def test_images_of_other_classes_are_refused(module, photos, tmp_path, fails):
-    data = f"--data={module}.Defaults"
-    assert main(["fit", data, *MODEL, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]) == 0
-    best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
+@pytest.mark.parametrize("cls", CLASSES)
+def test_predict_takes_the_images_of_the_class(cls, best, tmp_path):
+    found = evaluate("predict", best(cls), tmp_path, f"--data={NAME}.{cls}")
+    assert len(rows(found / "predictions.csv")) == 9
+
+
+def test_predict_takes_images_that_are_named(best, photos, tmp_path):
+    found = rows(evaluate("predict", best("Defaults"), tmp_path, photos / "val") / "predictions.csv")
+    assert len(found) == 18
+    assert {row["class"] for row in found} <= {"ant", "bee", "cat"}
+
+
+def test_images_of_other_classes_are_refused(best, photos, fails):
     folder = ["--data=ImageFolderData", f"--data.root={photos}"]
-    assert "known are 'ant', 'bee', 'cat'" in fails(["test", best, *folder, *QUIET])
+    assert "known are 'ant', 'bee', 'cat'" in fails(["test", best("Defaults"), *folder, *QUIET])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("Typed", ["--img_size=16"]), ("Nothing", [])])
-def test_export(module, tmp_path, capsys, name, size):
+@pytest.mark.parametrize("cls", ["Typed", "Nothing"])
+def test_export(cls, best, tmp_path, capsys):
     """A class without an argument `img_size` is not asked to take one."""
-    data = f"--data={module}.{name}"
-    arguments = ["fit", data, *MODEL, *size, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]
-    assert main(arguments) == 0
-    best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
+    file, data = str(best(cls)), f"--data={NAME}.{cls}"
     capsys.readouterr()
-    assert main(["export", str(best), data, "--output", str(tmp_path / "m.onnx"), "--int8"]) == 0
+    assert main(["export", file, data, "--output", str(tmp_path / "m.onnx"), "--int8"]) == 0
     assert "on 12 images of val" in capsys.readouterr().out
 
 
-def test_a_checkpoint_chooses_no_module(module, tmp_path, fails):
+def test_a_checkpoint_chooses_no_module(best, tmp_path, fails):
     """The class has to be named, since importing it runs code; `--resume` has it from the run's own configuration."""
-    content = f"{module}.Handed"
-    assert main(["fit", f"--data={content}", *MODEL, *SIZES, "--trainer.max_epochs=1", f"--runs={tmp_path / 'r'}"]) == 0
-    run = only(tmp_path / "r")
-    other = tmp_path / "never.py"
-    other.write_text("raise SystemExit('imported')")
-    path = run / "checkpoints" / "last.ckpt"
-    stored = torch.load(path, weights_only=True)
+    Path("never.py").write_text("raise SystemExit('imported')")
+    stored = torch.load(best("Handed"), weights_only=True)
     stored["relvit"]["data"]["class_path"] = "never.Mine"
     torch.save(stored, tmp_path / "foreign.ckpt")
     for command in ("test", "validate", "predict", "resolutions", "calibrate"):
@@ -170,82 +194,87 @@ def test_a_checkpoint_chooses_no_module(module, tmp_path, fails):
     assert "never.Mine" in fails(["fit", f"--ckpt_path={tmp_path / 'foreign.ckpt'}", "--epochs=2"])
 
 
-def test_what_a_class_cannot_do_is_said(module, tmp_path, fails):
-    data = f"--data={module}.Untransformed"
-    assert main(["fit", data, *MODEL, "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]) == 0
-    best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
-    message = fails(["resolutions", best, "--sizes=24", data])
+def test_what_a_class_cannot_do_is_said(best, tmp_path, fails):
+    data, file = f"--data={NAME}.Untransformed", best("Untransformed")
+    message = fails(["resolutions", file, "--sizes=24", data])
     assert "Untransformed builds a TensorDataset, whose images cannot get another size" in message
-    message = fails(["predict", best, data, *QUIET, f"--runs={tmp_path / 'p'}"], 1)
+    message = fails(["predict", file, data, *QUIET, f"--runs={tmp_path / 'p'}"], 1)
     assert "items to predict are pairs of an image and its name" in message
     assert "unknown option --img_size" in fails(["fit", data, "--img_size=8"])
-    # A class is looked for in the module that was named.
+
+
+def test_a_class_is_looked_for_in_the_module_that_was_named(best, fails):
     missing = "relvit.app.data.Untransformed: module 'relvit.app.data' has no attribute 'Untransformed'"
     assert missing in fails(["fit", "--data=relvit.app.data.Untransformed"])
-    assert "no data module 'mine.Data'" in fails(["resolutions", best, "--sizes=24", "--data=mine.Data"])
+    file = best("Defaults")
+    assert "no data module 'mine.Data'" in fails(["resolutions", file, "--sizes=24", "--data=mine.Data"])
 
 
-def test_secrets_are_recorded_nowhere_and_asked_for_again(module, photos, tmp_path, monkeypatch, fails, capsys):
-    data, runs = f"--data={module}.Private", tmp_path / "runs"
-    options = ["--data.password=p4ss", "--data.token=t0k3n", '--data.storage={"headers": {"X": "h3ad"}, "user": "me"}']
-    start = ["fit", data, *MODEL, *SIZES, *options, "--trainer.max_epochs=1", f"--runs={runs}"]
-    monkeypatch.setattr("sys.argv", ["relvit", *start])
-    assert main(start) == 0
-    run = only(runs)
-    best = run / "checkpoints" / "best.ckpt"
+def test_secrets_are_recorded_as_stars(trained, best):
+    run, _ = trained("Private")
     recorded = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]
-    for arguments in (recorded, Checkpoint.read(best).data_args):
+    for arguments in (recorded, Checkpoint.read(best("Private")).data_args):
         names = ("password", "token", "api_key", "storage")
         known = {"headers": "***", "user": "me"}
         assert [arguments[name] for name in names] == ["***", "***", None, known]
 
+
+def test_secrets_that_no_file_records_are_asked_for(trained, best, tmp_path, fails):
+    (run, _), file, data, runs = trained("Private"), best("Private"), f"--data={NAME}.Private", f"--runs={tmp_path}"
     asked = "Private had 'password', 'token', 'storage', which no file of the training records: give --data.password"
     for again in (
         ["fit", f"--resume={run}", "--epochs=2"],
-        ["fit", f"--config={run / 'config.yaml'}", f"--runs={runs}"],
-        ["fit", f"--ckpt_path={best}", data, "--epochs=2", f"--runs={runs}"],
-        *([command, best, data, f"--runs={runs}"] for command in ("test", "predict")),
-        ["validate", best, data],
+        ["fit", f"--config={run / 'config.yaml'}", runs],
+        ["fit", f"--ckpt_path={file}", data, "--epochs=2", runs],
+        *([command, file, data, runs] for command in ("test", "predict")),
+        ["validate", file, data],
     ):
         assert asked in fails(again)
-    named = ["--data", data.partition("=")[2]]
-    others = (["calibrate", best], ["resolutions", best, "--sizes=16", "--accelerator=cpu"])
-    for again in others:
-        assert "trained with 'password', 'storage' of Private" in fails([*again, *named])
-    Checkpoint.read(best).data_module(password="p4ss", storage={"headers": {"X": "h3ad"}, "user": "me"})
-    # No data module is built for images that are named.
-    assert len(rows(evaluate("predict", best, tmp_path / "files", photos / "val") / "predictions.csv")) == 18
+    for again in (["calibrate", file], ["resolutions", file, "--sizes=16", "--accelerator=cpu"]):
+        assert "trained with 'password', 'storage' of Private" in fails([*again, data])
 
-    # Another token may be given.
-    resumed = ["fit", f"--resume={run}", "--epochs=2", options[0], "--data.token=n3w", options[2]]
-    monkeypatch.setattr("sys.argv", ["relvit", *resumed])
-    assert main(resumed) == 0
-    assert main(["test", str(best), data, *options, *QUIET, f"--runs={runs}"]) == 0
-    assert main(["validate", str(best), data, *options, *QUIET]) == 0
-    for again in others:
-        assert main([*map(str, again), *named, *options]) in (0, 1)
-    assert "12 images of val" in capsys.readouterr().out
-    assert main(["probe", str(best), *named, *options, *SIZES, "--shares=1", "--k=2"]) == 0
-    assert main(["publish", str(best), "--to", str(runs / "published")]) == 0
-    written = b"".join(path.read_bytes() for path in runs.rglob("*") if path.is_file())
-    written += "".join(capsys.readouterr()).encode()
+
+def test_images_that_are_named_need_no_secret_since_no_data_module_is_built(best, photos, tmp_path):
+    found = evaluate("predict", best("Private"), tmp_path, photos / "val")
+    assert len(rows(found / "predictions.csv")) == 18
+
+
+def test_secrets_that_are_given_again_are_accepted_and_written_nowhere(trained, place, tmp_path, monkeypatch, capsys):
+    run, printed = trained("Private")
+    run = shutil.copytree(run, tmp_path / "run")
+    best, data, runs = str(run / "checkpoints" / "best.ckpt"), f"--data={NAME}.Private", f"--runs={tmp_path}"
+    Checkpoint.read(best).data_module(password="p4ss", storage={"headers": {"X": "h3ad"}, "user": "me"})
+    for arguments in (
+        # Another token may be given.
+        ["fit", f"--resume={run}", "--epochs=2", SECRET[0], "--data.token=n3w", SECRET[2]],
+        ["test", best, data, *SECRET, *QUIET, runs],
+        ["validate", best, data, *SECRET, *QUIET],
+        ["resolutions", best, "--sizes=16", "--accelerator=cpu", data, *SECRET],
+        ["probe", best, data, *SECRET, *SIZES, "--shares=1", "--k=2"],
+        ["publish", best, "--to", str(tmp_path / "published")],
+    ):
+        monkeypatch.setattr("sys.argv", ["relvit", *arguments])
+        assert main(arguments) == 0
+    assert main(["calibrate", best, data, *SECRET]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert "12 images of val" in out
+    folders = (place / "Private", tmp_path)
+    written = b"".join(path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file())
+    written += (printed + out + err).encode()
     for secret in (b"p4ss", b"t0k3n", b"3nv1r0n", b"h3ad", b"n3w"):
         assert secret not in written, written[written.index(secret) - 300 :][:600]
 
 
-def test_options_of_a_class_are_typed_and_named(module, tmp_path, fails):
+def test_options_of_a_class_are_typed_and_named(best, fails):
     """Commands whose `--data` is a name take the arguments of the class's constructor, too."""
-    data = f"--data={module}.Typed"
-    start = ["fit", data, *MODEL, "--img_size=16", "--trainer.max_epochs=1", f"--runs={tmp_path / 'runs'}"]
-    assert main(start) == 0
-    again = ["resolutions", only(tmp_path / "runs") / "checkpoints" / "best.ckpt", "--sizes=16", "--accelerator=cpu"]
-    assert main([*map(str, again), data, "--data.crop=0.5"]) == 0
+    again, data = ["resolutions", str(best("Typed")), "--sizes=16", "--accelerator=cpu"], f"--data={NAME}.Typed"
+    assert main([*again, data, "--data.crop=0.5"]) == 0
     assert "--data.crop must be a number, got much" in fails([*again, data, "--data.crop=much"])
     assert "unknown option --data.corp (did you mean '--data.crop'?)" in fails([*again, data, "--data.corp=1"])
     assert "--data.crop is for --data NAME" in fails([*again, "--data.crop=0.5"])
 
 
 def test_no_argument_of_relvits_own_data_is_a_secret():
-    for cls in data_modules():
+    for cls in (cls for cls in data_modules() if cls.__module__ != NAME):
         arguments = dict.fromkeys(cls.argument_names(), "x")
         assert mask_secrets(arguments, cls.public_names()) == arguments

@@ -335,21 +335,41 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes(best, tmp_path, monkeypatch, fails):
-    def message(name, *option):
-        return fails(["export", best, f"--output={tmp_path / name}", *option])
+@pytest.fixture
+def refused(best, tmp_path, fails):
+    """Return a function that exports to a name in the folder of the test with options, and returns the error."""
+    return lambda name, *options: fails(["export", best, f"--output={tmp_path / name}", *options])
 
-    assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in message("model.onxx")
+
+def test_an_output_that_cannot_be_written_is_refused_and_leaves_no_folder(refused, tmp_path):
+    assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in refused("model.onxx")
     (tmp_path / "file").touch()
-    assert "file, which is no folder" in message("file/more/model.onnx")
+    assert "file, which is no folder" in refused("file/more/model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert "int8 is for files that end in .onnx" in message("model.pt2", "--int8")
-    assert "aot is for files that end in .pt2" in message("model.onnx", "--aot")
-    assert "calibration images are for int8" in message("model.onnx", "--calibration", str(tmp_path))
-    assert "no image below" in message("model.onnx", "--int8", "--calibration", str(tmp_path))
-    assert "no file or folder 'nowhere'" in message("model.onnx", "--int8", "--calibration", "nowhere")
-    with monkeypatch.context() as without:
-        without.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
-        assert "aot needs a C++ compiler, and there is none" in message("model.pt2", "--aot")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("model.pt2", ["--int8"], "int8 is for files that end in .onnx"),
+        ("model.onnx", ["--aot"], "aot is for files that end in .pt2"),
+        ("model.onnx", ["--calibration", "."], "calibration images are for int8"),
+        ("model.onnx", ["--int8", "--calibration", "."], "no image below"),
+        ("model.onnx", ["--int8", "--calibration", "nowhere"], "no file or folder 'nowhere'"),
+    ],
+)
+def test_options_that_do_not_fit_the_file_or_its_images_are_refused(
+    name, options, message, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(name, *options)
+
+
+def test_a_missing_compiler_is_named(refused, monkeypatch):
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", raise_no_compiler)
+    assert "aot needs a C++ compiler, and there is none" in refused("model.pt2", "--aot")
+
+
+def test_a_missing_package_is_named_with_its_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in message("model.onnx")
+    assert 'ONNX needs the package onnxscript: pip install "relvit[onnx]"' in refused("model.onnx")
