@@ -356,7 +356,7 @@ def _math_alone() -> bool:
 
 def _adds_pair_bias(inputs: AttentionInputs) -> bool:
     """Return True where a bias between rasters is the only joint table, which a tile or a mask adds as a whole."""
-    *others, bias = (isinstance(term, JointTable) for term in inputs.terms[:4])
+    *others, bias = (isinstance(term, JointTable) for term in (*inputs.terms,)[:4])
     return bias and not any(others) and inputs.grid.coords is None and inputs.key_grid.coords is None
 
 

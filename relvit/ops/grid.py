@@ -10,8 +10,10 @@ from torch import Tensor
 
 from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.tracing import knows_values, may_remember
+from relvit.utils.old_torch import compiled_replace
 
 
+@compiled_replace
 class Grid(NamedTuple):
     """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
 

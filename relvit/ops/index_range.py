@@ -33,7 +33,7 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
         pairs = batch * heads * min(gathered.tile_queries(inputs.query, inputs.key), queries) * keys
     else:
         pairs = batch * heads * queries * keys
-    entries = max(_entries(*term) for term in zip(RelativeTerms._fields[:4], inputs.terms[:4], strict=True))
+    entries = max(_entries(*term) for term in zip(RelativeTerms._fields[:4], (*inputs.terms,)[:4], strict=True))
     by_token = batch * heads * max(queries, keys) * max(per_token, entries)
     # `reference` has a product of head_dim numbers for each pair.
     return max(by_token, pairs * max(dims) if backend == "reference" else pairs)

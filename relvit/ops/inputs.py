@@ -14,11 +14,13 @@ from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
 from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.old_torch import compiled_replace
 
 # Dividing or multiplying by a scale in this range does not overflow, even in half precision.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
+@compiled_replace
 class AttentionInputs(NamedTuple):
     """The arguments of `relvit.ops.relative_attention`.
 

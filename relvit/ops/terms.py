@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relvit.utils.old_torch import compiled_replace
+
 
 class AxisTables(NamedTuple):
     """One table per axis. Row r of a table belongs to the offset r - k, with k = (number of rows - 1) / 2.
@@ -87,6 +89,7 @@ class AxisLogits(NamedTuple):
     cols: Tensor
 
 
+@compiled_replace
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
@@ -130,7 +133,7 @@ class RelativeTerms(NamedTuple):
 
 def is_stock(terms: RelativeTerms) -> bool:
     """Return whether all pairs of tokens have the logits of stock attention, apart from free channels."""
-    return terms.axis_logits is None and all(term is None for term in terms[:4])
+    return terms.axis_logits is None and all(term is None for term in (*terms,)[:4])
 
 
 def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, RelativeTerms]:

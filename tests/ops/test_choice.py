@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import attention, choose, relative_attention
 from relvit.ops.inputs import AttentionInputs, checked
+from relvit.utils.old_torch import BUILDS_KERNELS
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -67,7 +68,8 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
     def attend(q, k, v):
         return relative_attention(q, k, v, terms, grid, backend="tiled")
 
-    with pytest.raises(Exception, match="backend 'tiled' can be no part of graphs"):
+    # The compiler of PyTorch 2.8 does not repeat the message.
+    with pytest.raises(Exception, match=r"backend 'tiled' can be no part of graphs|Observed exception"):
         torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
     with pytest.raises(ValueError, match="backend 'tiled' can be no part of graphs"):
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
@@ -80,6 +82,7 @@ def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0, which="
     return attention._choose(checked(inputs), "cuda")[field]
 
 
+@pytest.mark.skipif(not BUILDS_KERNELS, reason="PyTorch >= 2.9")
 def test_kernels_of_our_own_where_stock_ones_end():
     pytest.importorskip("triton")
     reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 256)}
@@ -89,6 +92,7 @@ def test_kernels_of_our_own_where_stock_ones_end():
     assert on_a_gpu(width=257, dtype=torch.float64) == on_a_gpu(width=257, which="qkv") == "tiled"
 
 
+@pytest.mark.skipif(not BUILDS_KERNELS, reason="PyTorch >= 2.9")
 def test_a_joint_bias_takes_kernels_of_its_own_on_gpus(monkeypatch):
     pytest.importorskip("triton")
     assert on_a_gpu(layout="joint", which="b") == "triton"

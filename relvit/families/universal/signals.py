@@ -14,6 +14,8 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 
 
+# Symbolic tracing (torch.fx) keeps a call of this function as one node.
+@torch.fx.wrap
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width); `width` is even.
 

@@ -113,7 +113,7 @@ class RelativePosition2d(Position):
     ) -> AxisTables | JointTable:
         # The axis of the offsets is the last axis of a bias table, and the last but one of a table of vectors.
         axis = -1 if term == "bias" else -2
-        down, across = ((size, before, self.bucketing) for size, before in zip(grid[:2], trained, strict=True))
+        down, across = ((size, before, self.bucketing) for size, before in zip((*grid,)[:2], trained, strict=True))
         if isinstance(tables, JointTable):
             return JointTable(stretch(stretch(tables.table, axis - 1, *down), axis, *across))
         return AxisTables(stretch(tables.rows, axis, *down), stretch(tables.cols, axis, *across))

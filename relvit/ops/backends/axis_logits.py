@@ -20,6 +20,7 @@ from relvit.ops.grid import Grid, once_per_raster, rows_and_columns
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, RelativeTerms, with_width
 from relvit.ops.tracing import knows_values, without_autocast
+from relvit.utils.old_torch import compiled_replace
 
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
@@ -28,6 +29,7 @@ WIDTH_MULTIPLE = 8
 Distances = tuple[int, int]
 
 
+@compiled_replace
 class AxisRange(NamedTuple):
     """Consecutive rows, or columns, of a grid."""
 
@@ -262,6 +264,7 @@ class View(NamedTuple):
     first: int
 
 
+@compiled_replace
 class Entries(NamedTuple):
     """Joined tables of one term, with zero vectors at the end, and the entries that each token looks up in them.
 

@@ -35,7 +35,7 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     if not isinstance(bias, JointTable):
         return None
     table = bias.table.expand(inputs.query.shape[1], -1, -1)
-    for axis, queries, keys in zip((1, 2), inputs.grid[:2], inputs.key_grid[:2], strict=True):
+    for axis, queries, keys in zip((1, 2), (*inputs.grid,)[:2], (*inputs.key_grid,)[:2], strict=True):
         distance = (table.shape[axis] - 1) // 2
         # A table of exactly these offsets is used unchanged.
         if bucketing != "clip" or not queries - 1 == keys - 1 == distance:

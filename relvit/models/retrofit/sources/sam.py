@@ -49,10 +49,10 @@ class SamRowsAttention(SamAttention):
         if exceeds_window(grid, self.window, None, False):
             windows, inner = to_windows(x.flatten(1, 2), grid, self.window)
             windows = self.attend_rows(windows.unflatten(1, inner[:2]), inner).flatten(1, 2)
-            return from_windows(windows, grid, self.window).unflatten(1, grid[:2])
+            return from_windows(windows, grid, self.window).unflatten(1, (grid.height, grid.width))
         qkv = self.qkv(x).flatten(1, 2).unflatten(-1, (3 * self.num_heads, self.head_dim))
         mixed = attend_with(self, x.flatten(1, 2), qkv, grid)
-        return self.proj(mixed.unflatten(1, grid[:2]))
+        return self.proj(mixed.unflatten(1, (grid.height, grid.width)))
 
 
 class SamPatchEmbed(PatchSizes):

@@ -89,7 +89,7 @@ class PooledOffsets(LayerTables):
     def terms(self, query: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""
         # In memory tokens come before heads, as after pooling.
-        query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, grid[:2])
+        query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, (grid.height, grid.width))
         of_rows, of_cols = (self.vectors(axis, table, grid, key_grid) for axis, table in enumerate(self.parameters()))
         products = torch.einsum("byxhc,ykc->byxhk", query, of_rows), torch.einsum("byxhc,xkc->byxhk", query, of_cols)
         logits = (part.flatten(1, 2).transpose(1, 2) for part in products)
@@ -166,7 +166,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         mixed = attend_with(self, query, (query, key, value), grid, key_grid)
         if self.residual_pooling:
             mixed = mixed + query.transpose(1, 2).flatten(2)
-        return self.proj(mixed), list(grid[:2])
+        return self.proj(mixed), [grid.height, grid.width]
 
     def pooled(self, x: Tensor, size: Size, pool: nn.Module | None, norm: nn.Module | None) -> tuple[Tensor, Grid]:
         """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
@@ -190,7 +190,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
 
     def example(self, grid: Grid) -> AttentionInputs:
         weight = self.proj.weight
-        grids = [Grid(*size, grid.prefix) for size in self.sizes(self.tokens_of(grid[:2]))]
+        grids = [Grid(*size, grid.prefix) for size in self.sizes(self.tokens_of((grid.height, grid.width)))]
         query, key = (
             torch.empty(1, self.num_heads, num_tokens(part), self.head_dim, device=weight.device, dtype=weight.dtype)
             for part in grids

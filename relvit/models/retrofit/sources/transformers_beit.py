@@ -24,6 +24,7 @@ from relvit.layers.prefix_bias import prefix_channels
 from relvit.models.retrofit.source import Classes, Exchange, check_part
 from relvit.models.retrofit.sources.hugging_face import TransformersModel, attend_and_show
 from relvit.ops import Channels, Grid, JointTable, RelativeTerms
+from relvit.utils.old_torch import compiled_replace
 
 TABLE = "relative_position_bias_table"
 
@@ -67,6 +68,7 @@ class ClassTokenBias(NamedTuple):
         return prefix_channels(self.weight, grid, key_grid)
 
 
+@compiled_replace
 class GridBias(NamedTuple):
     """The grid and a mask, which layers pass on in place of a bias of N x N.
 

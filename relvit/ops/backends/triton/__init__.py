@@ -19,6 +19,7 @@ from relvit.ops.grid import key_mask
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.terms import JointTable
 from relvit.ops.tracing import without_autocast
+from relvit.utils.old_torch import BUILDS_KERNELS
 
 LARGEST_DIM = 128
 
@@ -65,6 +66,8 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     interpreted = query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if (device or query.device.type) != "cuda" and not interpreted:
         return f"needs a GPU, the query is on {query.device} (its tests set TRITON_INTERPRET=1): use 'auto'"
+    if not (interpreted or BUILDS_KERNELS):
+        return f"needs PyTorch 2.9, which brings Triton 3.5, got PyTorch {torch.__version__}: use 'auto'"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {query.dtype}: use 'tiled'"
     if max(dims) > LARGEST_DIM:
