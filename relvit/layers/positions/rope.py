@@ -11,7 +11,6 @@ from timm.layers import (
     RotaryEmbeddingDinoV3,
     apply_rot_embed_cat,
     freq_bands,
-    is_exporting,
 )
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
@@ -127,29 +126,32 @@ class AnySizeRope:
     precisions other than float32 the result differs from the stored embedding.
     """
 
-    def get_embed(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def get_embed(self, shape: Sequence[int] | None = None, **dtype: torch.dtype | None) -> Tensor:
         """Return sines and cosines (rows * columns, 2 head_dim) of a shape (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
-            return super().get_embed(shape, dtype)
+            return super().get_embed(shape, **dtype)
         # A traced or exported graph must also work for other sizes than the stored one.
-        traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
+        traced = torch.compiler.is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
-            return super().get_embed(None, dtype)
-        return self._make_embed(shape, dtype)
+            return super().get_embed(None, **dtype)
+        return self._make_embed(shape, **dtype)
 
 
 class AnySizeRopeCat(AnySizeRope, RotaryEmbeddingCat):
     """timm's `RotaryEmbeddingCat` for every size, see `AnySizeRope`."""
 
-    def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+    def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        # timm before 1.0.31 names its method otherwise, and keeps no bands beside a stored embedding.
+        if not hasattr(self, "_build_embed_cat"):
+            return self._get_pos_embed_values(shape, self.pos_embed.device, self.pos_embed.dtype)
         return self._build_embed_cat(shape, self.bands, dtype=dtype, augment=self.training and self.aug_active)
 
 
 class AnySizeRopeDinoV3(AnySizeRope, RotaryEmbeddingDinoV3):
     """timm's `RotaryEmbeddingDinoV3` for every size, see `AnySizeRope`."""
 
-    def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-        return RotaryEmbeddingDinoV3.get_embed(self, shape, dtype)
+    def _make_embed(self, shape: Sequence[int], **dtype: torch.dtype | None) -> Tensor:
+        return RotaryEmbeddingDinoV3.get_embed(self, shape, **dtype)
 
 
 # timm's class -> the class that `relvit.retrofit` gives to modules of timm's class. All other rotary embeddings of timm

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
@@ -218,7 +217,18 @@ def _adapt_channels(state: dict[str, Tensor], net: nn.Module, own: dict[str, Ten
     first = getattr(net, "pretrained_cfg", {}).get("first_conv") or ()
     for name in (f"{module}.weight" for module in ((first,) if isinstance(first, str) else first)):
         if name in state and name in own and state[name].dim() == own[name].dim() == 4:
-            state[name] = adapt_input_conv(own[name].shape[1], state[name], base_chans=state[name].shape[1])
+            state[name] = _of_channels(state[name], own[name].shape[1])
+
+
+def _of_channels(weight: Tensor, number: int) -> Tensor:
+    """Repeat or sum up a convolution's input channels as timm's `adapt_input_conv`, which before 1.0.31 takes RGB."""
+    given = weight.shape[1]
+    if number == given:
+        return weight
+    if number == 1:
+        return weight.float().sum(dim=1, keepdim=True).to(weight.dtype)
+    repeated = weight.float().repeat(1, -(-number // given), 1, 1)[:, :number]
+    return (repeated * (given / number)).to(weight.dtype)
 
 
 def _fit_classifier(
