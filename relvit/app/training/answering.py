@@ -26,8 +26,10 @@ from relvit.models import Reach, set_reach
 class Answering(EpochMetrics):
     """A classifier that answers, by the model `net` unless a subclass has none: `forward` computes logits.
 
-    Lightning's Trainer runs the steps of validation, test and prediction on any number of devices; `answers` is the
-    loop of everything else.
+    Lightning's Trainer runs the steps of validation, test and prediction on any number of devices, for `relvit fit`,
+    `validate`, `test` and `predict`; the callbacks `EvaluationReport` and `PredictionTable` write down what the steps
+    return. `answers` is the loop of everything else: `relvit.load`, `embed`, `demo`, `resolutions`, `probe`,
+    `calibrate` and `export --int8`.
 
     Attributes:
         average: The averaged weights, in a training that keeps some.

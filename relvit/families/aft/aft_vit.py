@@ -19,6 +19,7 @@ from relvit.families.aft.mixers import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.layers import MixerBlock, resample_embedding
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
+from relvit.models.relative_vit import PATCH4_32, TEST
 from relvit.models.weights import convert
 from relvit.utils.messages import check_choice, listing
 
@@ -193,7 +194,6 @@ def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
 
 TINY = {"embed_dim": 192, "depth": 12}
 SMALL = {"embed_dim": 384, "depth": 12}
-PATCH4_32 = {"patch_size": 4, "img_size": 32}
 
 
 def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # For images of 32 px such as CIFAR's.
     "relvit_aft_conv_tiny_patch4_32": TINY | _conv(11, 192) | PATCH4_32,
     "relvit_aft_conv_small_patch4_32": SMALL | _conv(11, 384) | PATCH4_32,
-    "test_relvit_aft": {"img_size": 160, "embed_dim": 64, "depth": 6, "mlp_ratio": 3} | _conv(5, 2),
+    "test_relvit_aft": TEST | _conv(5, 2),
 }
 
 

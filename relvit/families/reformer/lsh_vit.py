@@ -10,7 +10,7 @@ from timm.models import DefaultCfg
 
 from relvit.families.reformer.lsh_attention import LSHAttention, check_position
 from relvit.models.entry_points import default_cfgs_of, entry_point
-from relvit.models.relative_vit import SMALL, RelVisionTransformer
+from relvit.models.relative_vit import SMALL, TEST, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 
 
@@ -54,7 +54,7 @@ class LSHVisionTransformer(RelVisionTransformer):
 # The models by name, with the arguments of `LSHVisionTransformer` that make them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_lsh_small": SMALL,
-    "test_relvit_lsh": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+    "test_relvit_lsh": TEST,
 }
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 for _name, _own in VARIANTS.items():

@@ -18,7 +18,7 @@ from relvit.families.universal.running_tokens import put_tokens, run_gathered, t
 from relvit.families.universal.signals import PositionStepSignals
 from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point
-from relvit.models.relative_vit import BASE, SMALL, TINY, RelVisionTransformer
+from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
 from relvit.ops.grid import keep_patches
@@ -324,7 +324,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_universal_tiny": TINY,
     "relvit_universal_small": SMALL,
     "relvit_universal_base": BASE,
-    "test_relvit_universal": {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3},
+    "test_relvit_universal": TEST,
 }
 
 
