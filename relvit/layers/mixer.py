@@ -44,7 +44,9 @@ class Leaf(nn.Module):
 class Mixer(FillConstants, Leaf):
     """Base of mixers: modules whose `forward(x, grid, attn_mask, is_causal)` maps (B, N, dim) tokens to the same shape.
 
-    Your own mixer need not be a subclass of `Mixer`.
+    Your own mixer need not be a subclass of `Mixer`. A mixer that initialises parameters of its own does so in
+    `init_weights`, and has `relvit.utils.constants.KeepConstants` as a second base, as `AFTSimple` has: through that
+    class PyTorch and timm initialise modules that were made on the meta device.
 
     Examples:
         >>> class RowMean(Mixer):  # every token becomes the mean of its row
