@@ -1,4 +1,4 @@
-"""Callbacks that write the files of a test: tables of classes and mistakes, the figure of the confusion matrix."""
+"""Callback that writes the files of a test: tables of classes and mistakes, the figure of the confusion matrix."""
 
 from __future__ import annotations
 
