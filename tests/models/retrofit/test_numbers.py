@@ -154,6 +154,11 @@ def test_convolutional_stems():
     assert (grid.height, grid.width) == (4, 5)
 
 
+def test_a_clip_distance_is_for_every_position_that_clips():
+    model = relvit.retrofit(build("clip"), position="slopes", max_distance=(2, 3))
+    assert {block.attn.position.max_distance for block in model.blocks} == {(2, 3)}
+
+
 def test_slopes_are_the_biases_that_they_are():
     model = retrofitted(build("clip"), trained=False, position="slopes")
     assert not tables(model)
