@@ -19,7 +19,8 @@ from typing import Any
 _COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
 # Command -> (the module that runs it, one line of help). A module has a function of the command's name, whose arguments
-# are the options and whose docstring begins with that line; `fit` is Lightning's command line.
+# are the options and whose docstring begins with that line; `fit` is Lightning's command line. A new command also
+# needs a line of use in `LINES` of tests/app/cli/test_usage.py.
 COMMANDS = {
     "fit": ("relvit.app.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
     "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),

@@ -277,8 +277,8 @@ class RelativeAttention(GridAttention, Attention):
         """Map (B, N, dim) tokens to (B, N, dim).
 
         Where the computation happens: `position.terms` makes the terms; in `ops/attention.py` `attend_projected`
-        computes the usual case by `backends/lean.py`, and `attend` all other cases, such as large grids on a CPU by
-        `backends/tiled.py`.
+        computes the usual case by `backends/lean.py`, and `attend` all other cases. A CPU with more than
+        `lean.MOST_PAIRS` pairs of tokens, as in `relvit_small` at 224 px, takes `backends/tiled.py`.
 
         Args:
             x: the tokens.

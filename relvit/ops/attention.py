@@ -328,7 +328,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     usual = lean.refusal(inputs, device) is None
     # The CPU's rules come from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     if device == "cpu" and usual and lean.pays_on_cpu(inputs):
-        return Choice("lean", "on the CPU, where grids are small, few operations cost less than narrow ones", keeps)
+        return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)

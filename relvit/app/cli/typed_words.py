@@ -1,4 +1,7 @@
-"""Read the words of a command line: short names, names of other libraries (`--gpus`), positional arguments, lists."""
+"""Read the words of a command line: short names, names of other libraries (`--gpus`), positional arguments, lists.
+
+`mistakes.py` explains the words that are refused.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class ImageClassifier(Answering):
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
             grows in proportion to the batch over all devices and accumulated steps. None uses `lr` itself.
         layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
-        position_lr_scale: The factor on the learning rate of relative positions, for new tables after a `retrofit`.
+        position_lr_scale: The factor on the learning rate of relative positions, for new tables after a `retrofit`
+            (10 in the recipe `retrofit`).
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end.

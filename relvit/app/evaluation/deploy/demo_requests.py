@@ -42,6 +42,7 @@ class OwnPageOnly:
             machine are the page's own.
         uploads: the folder of uploaded files.
         most_bytes: number of bytes that all files of that folder together may have; more uploads are refused.
+            `build_app` limits the size of each file by its `max_mb`.
     """
 
     def __init__(self, app: ASGIApp, host: str, uploads: str | os.PathLike[str], most_bytes: int = 2**30) -> None:

@@ -12,6 +12,8 @@ KEY = "relvit"
 # The format that this version writes. It grows when `read_checkpoint` becomes unable to read earlier checkpoints.
 FORMAT = 1
 # For each earlier format: a function that changes the content of a checkpoint, in place, to the next format.
+# Parameters are named in 'state_dict' and 'ema_state_dict' ('net.' and timm's name) and in 'state_dict_ema' (timm's
+# name). Published folders do not pass here: `checkpoint_filter_fn` of `relvit/models/weights/convert.py` reads them.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 

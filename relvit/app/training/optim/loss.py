@@ -14,6 +14,8 @@ from torch import Tensor
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
+# A new name needs a branch in `ClassificationLoss.forward`, a line in `_training_legend` of `callbacks/history.py`, and
+# a word in the docstring of `ImageClassifier`.
 Loss = Literal["ce", "bce", "asl"]
 
 
