@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
     [
         ({}, {"attn_mask": torch.ones(54, 54, dtype=torch.bool), "dropout_p": 0.1}, "tiled", "on the CPU"),
         ({"batch": 40}, {}, "tiled", "passes over a tile"),
-        ({}, {}, "lean", "grids are small"),
+        ({}, {}, "lean", "so few pairs"),
         ({"layout": "joint"}, {}, "gathered", "joint tables"),
         ({"layout": "joint", "which": "b", "per_head": "b"}, {}, "fused", "small grid"),
         (
