@@ -76,4 +76,4 @@ def lack(model: nn.Module, need: str) -> str | None:
         if part is not None and need in part.lacks:
             return part.lacks[need]
     mixers = (getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ())
-    return next((reason for mixer in mixers if (reason := lack_of(mixer, need))), None)
+    return ([reason for mixer in mixers if (reason := lack_of(mixer, need))] or [None])[0]

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from timm.layers import Attention, LayerNorm
+from timm_versions import needs_timm
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -17,7 +18,7 @@ from relvit.ops import make_grid
 @pytest.mark.parametrize(
     "options",
     [
-        {"qkv_bias": True, "gated": True},
+        pytest.param({"qkv_bias": True, "gated": True}, marks=needs_timm("1.0.28")),
         {"qk_norm": True, "norm_layer": LayerNorm, "proj_bias": False},
         {"scale_norm": True, "norm_layer": LayerNorm, "attn_head_dim": 4, "dim_out": 7},
     ],

@@ -6,6 +6,7 @@ import timm
 import torch
 from retrofit_cases import build, retrofitted
 from timm.utils import AttentionExtract
+from timm_versions import since
 from vits import bias_for, images, small, twins
 
 import relvit
@@ -45,6 +46,9 @@ def check(maps, expected, grid, prefix, atol=1e-6):
     "case", ["dinov2", "deit distilled", "qk_norm", "eva", "eva02", "rope mixed", "dinov3", "grouped", "naflex"]
 )
 def test_models_of_timm_before_and_after_a_retrofit(case):
+    if case == "rope mixed":
+        # At other sizes older versions mix single with double precision.
+        since("1.0.31")
     model, x = build(case), images(dtype=torch.float64)
     before = model(x)
     expected = timms(model, x)

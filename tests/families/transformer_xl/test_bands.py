@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from retrofit_cases import build as build_timm
 from retrofit_cases import retrofitted
 from vits import band_mask, images, small
@@ -165,6 +166,7 @@ def test_reach_in_bands_of_the_trained_height():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="PyTorch >= 2.11: a graph of generators")
 def test_compiled_training_step():
     model, x = small(position="xl", band_rows=2, memory_rows=1), images(HEIGHT, WIDTH)
     torch._dynamo.reset()

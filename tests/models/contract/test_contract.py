@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm_versions import since
 from torch import nn
 from vits import ATTENTION_FREE, NAMES, UNIVERSAL, assert_same, bias_for, images, precision, small, twins
 
@@ -89,6 +90,7 @@ def test_options_give_timms_numbers(options):
     [("avg", 7, None), ("avg", 7, "max"), ("avg", 7, "token"), ("avg", 0, ""), ("map", 4, "avg")],
 )
 def test_reset_classifier(before, num_classes, pool):
+    since("1.0.29")
     model, plain = twins(class_token=True, global_pool=before)
     x = images(16, 40, dtype=torch.float64)
     for net in (model, plain):

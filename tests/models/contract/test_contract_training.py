@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
+from timm_versions import needs_timm
 from vits import DEFAULTS, SMALL, assert_same, bias_for, groups_of, images, small
 
 from relvit.models import param_groups
@@ -21,6 +22,7 @@ def tables_of(model):
     return {name: p for name, p in model.named_parameters() if ".position." in name}
 
 
+@needs_timm("1.0.28")
 def test_layer_decay_reaches_the_tables_of_each_block():
     model = small(rel_terms="qkvb", class_token=True, pos_embed="learn")
     assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token", "dist_token", *tables_of(model)}

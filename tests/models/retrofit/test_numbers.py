@@ -9,6 +9,7 @@ import torch
 from retrofit_cases import CASES, EACH, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
 from timm.layers import HybridEmbed
 from timm.models.vision_transformer import VisionTransformer
+from timm_versions import since
 from torch import nn
 
 import relvit
@@ -34,6 +35,9 @@ def test_untrained_it_computes_what_it_did_at_every_size(case):
 
 @pytest.mark.parametrize("case", {**VITS, **EVAS})
 def test_a_model_for_one_size_keeps_its_outputs_there_and_takes_others(case):
+    if case == "rope mixed":
+        # At other sizes older versions mix single with double precision.
+        since("1.0.31")
     original = build(case)
     model = retrofitted(original, trained=False)
     torch.testing.assert_close(model(images()), original(images()), rtol=0, atol=1e-12)

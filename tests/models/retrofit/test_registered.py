@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
+from timm_versions import needs_timm
 
 import relvit
 
@@ -30,6 +31,7 @@ def folder(trained, tmp_path_factory):
     return f"local-dir:{folder}"
 
 
+@needs_timm("1.0.31")
 def test_saved_and_loaded(trained, folder):
     again = timm.create_model(folder, pretrained=True).eval()
     x = torch.randn(2, 1, 48, 80)
@@ -40,6 +42,7 @@ def test_saved_and_loaded(trained, folder):
     assert again.pretrained_cfg["architecture"] == again.default_cfg["architecture"] == "retrofitted"
 
 
+@needs_timm("1.0.31")
 def test_loaded_for_other_classes_channels_and_sizes(trained, folder):
     other = timm.create_model(folder, pretrained=True, num_classes=3, in_chans=3, img_size=(48, 80)).eval()
     assert other.head.out_features == 3
@@ -52,6 +55,7 @@ def test_loaded_for_other_classes_channels_and_sizes(trained, folder):
     torch.testing.assert_close(other.forward_features(x.expand(-1, 3, -1, -1)), expected, rtol=1e-4, atol=1e-4)
 
 
+@needs_timm("1.0.31")
 def test_features_only_of_a_published_model_are_its_intermediates(trained, folder):
     x = torch.randn(2, 1, 48, 80)
     for options in ({}, {"out_indices": (0, 2)}, {"out_indices": 2}):
@@ -85,6 +89,7 @@ def test_made_by_name_from_weights_without_tables(tmp_path):
     assert type(made) is type(by_hand)
 
 
+@needs_timm("1.0.31")
 def test_what_cannot_be_saved_or_made(tmp_path):
     own = relvit.retrofit(timm.create_model("test_vit"), position=relvit.layers.SlopePosition2d)
     with pytest.raises(ValueError, match="Model argument 'retrofit' is not serializable"):

@@ -6,6 +6,7 @@ from draws import all_places
 from oracles import relative_attention as oracle
 from timm.layers import Attention, AttentionRope, LayerNorm, RotaryEmbeddingCat
 from timm.models.eva import EvaAttention
+from timm_versions import since
 from torch import nn
 
 from relvit.layers import RelativePosition2d
@@ -38,6 +39,8 @@ KINDS = {
 def build(kind, **kwargs):
     torch.manual_seed(0)
     cls, arguments, half = KINDS[kind]
+    if half is not None or {"gated", "num_kv_heads"} & arguments.keys():
+        since("1.0.31")
     if cls is EvaAttention and half:
         arguments = {**arguments, "rotate_half": True}
     attn = cls(DIM, **{"num_heads": HEADS, **arguments})
@@ -83,7 +86,7 @@ def expected(attn, x, terms, places, rope=None, half=False, mask=None):
     q, k, v, contents = projected(attn, x, rope, half)
     out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
     out = attn.norm(out.transpose(1, 2).flatten(2))
-    if attn.gate is not None:
+    if getattr(attn, "gate", None) is not None:
         out = out * torch.sigmoid(attn.gate(x))
     return attn.proj(out)
 

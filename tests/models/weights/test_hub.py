@@ -8,9 +8,13 @@ import timm
 import torch
 from huggingface_hub.utils import EntryNotFoundError
 from timm.models import _hub
+from timm_versions import needs_timm
 from vits import SMALL, assert_same, images, small
 
 from relvit.layers import RelativePosition2d
+
+# Only since 1.0.31 timm records the arguments of models.
+pytestmark = needs_timm("1.0.31")
 
 KINDS = [
     {"rel_terms": "qkvb", "max_distance": (1, 2), "class_token": True, "global_pool": "token"},

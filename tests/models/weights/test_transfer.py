@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from timm.layers import resample_abs_pos_embed
+from timm_versions import needs_timm
 from transfers import SIZE, make, pictures, weights_of
 
 from relvit.models import retrofit
@@ -45,6 +46,7 @@ def test_the_classifier_of_other_classes_is_not_taken(theirs, ours, classes, kep
     assert not report.reordered
 
 
+@needs_timm("1.0.31")
 def test_timm_models_are_adapted_as_timm_does_it():
     there = make("vit_tiny_patch16_224", classes=5)
     here = make("vit_tiny_patch16_224", size=(32, 16), patch_size=8, seed=1)

@@ -12,6 +12,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from timm.models.vision_transformer_sam import VisionTransformerSAM
+from timm_versions import since
 
 import relvit
 
@@ -78,8 +79,14 @@ OWN = {
 }
 
 
+# Arguments, or windows that are no squares, which timm takes since 1.0.31 at the latest.
+NEW = ("grouped", "mrope", "naflex axial", "naflex mixed", "swinv2")
+
+
 def build(case, **kwargs):
     """An original model in double precision; weights are large, so that what is wrong is visible."""
+    if case in NEW:
+        since("1.0.31")
     torch.manual_seed(0)
     cls, own = (CASES | OWN)[case]
     arguments = {**(SMALL if case in CASES else {}), **own, **kwargs}
