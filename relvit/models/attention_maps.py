@@ -79,7 +79,7 @@ def _record_weights(
         raise ValueError("there are no N x N weights in windows: set_reach(model, 'trained') first")
     if any(getattr(attentions[index], "block_window", None) for index in chosen):
         raise ValueError(
-            f"there are no N x N weights where blocks of {type(model).__name__} cut windows: give layers without"
+            f"there are no N x N weights where blocks of {type(model).__name__} cut windows: give layers without them"
         )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")

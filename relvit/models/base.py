@@ -135,7 +135,7 @@ class GridForward(AbsoluteEmbedding):
             if keep is not None:
                 name = type(self.segmenter).__name__
                 raise ValueError(
-                    f"keep is for whole images, and this model computes them in parts ({name}): see set_reach"
+                    f"keep is for whole images; this model computes them in parts ({name}): set_reach(model, 'trained')"
                 )
             # An exported graph serves all sizes, so it masks other parts of an image instead of cutting the image.
             if not is_exporting():

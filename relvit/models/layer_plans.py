@@ -24,7 +24,7 @@ def explain(
     device: str | None = None,
     training: bool = True,
 ) -> list[LayerPlan]:
-    """List what each attention layer computes: position, terms, backend with its reason, width, stored tensors.
+    """Describe how each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
     Only position tables are computed, no attention.
 

@@ -59,8 +59,8 @@ def param_groups(
         if others:
             found.append(group | {"params": others, "lr": rate})
         if positions:
-            # This group keeps its rate in `lr` and the factor in an entry of its own, so that the highest `lr` of the
-            # other groups stays the last layer's.
+            # The entry `position_lr_scale` marks this group. Of all groups without this entry, the last layer's has the
+            # highest `lr`.
             own = {"params": positions, "lr": rate * position_lr_scale, "position_lr_scale": position_lr_scale}
             found.append(group | own)
     return found

@@ -58,8 +58,8 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen for this
-            class or for this position; in `forward`, an image whose sides are no multiples of the patch. TypeError: an
-            unknown argument, a `position` that makes no modules.
+            class or for this position; in `forward`, an image whose sides are no multiples of the patch.
+        TypeError: an unknown argument, a `position` that makes no modules.
     """
 
     segmenter: Segmenter | None

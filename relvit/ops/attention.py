@@ -144,7 +144,7 @@ def attend_projected(
     attn_mask: Tensor | None = None,
     prefix_bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Compute attention of what a layer's projection returns in the fewest operations, where there is such a way.
+    """Compute attention of a projection's output in the fewest operations, if a backend can; otherwise return None.
 
     Args:
         projected: queries, keys and values of one grid.

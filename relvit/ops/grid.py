@@ -77,7 +77,7 @@ def make_grid(
 
 
 def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
-    """Build the `Grid` of a batch of images of different sizes from what timm's NaFlex data loader yields.
+    """Build the `Grid` of a batch of images of different sizes, as timm's NaFlex data loader yields them.
 
     Padding moves to row 0, column 0. The size of each image is not needed, because attention depends only on offsets.
     The backend 'fused' appends a channel for each row and column of the bounds.

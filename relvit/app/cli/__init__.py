@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("relvit: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The program that reads the output has ended (`relvit ... | head`).
+        # The program that reads the output has ended (`relvit ... | head`): discard the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if debug:
-            # Python's own traceback would show the passwords of addresses.
+            # Print the traceback without the passwords in addresses, which Python itself would show.
             print(visible_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
             return 2 if is_users_mistake(error) else 1
         message = visible_lines(given.as_typed(describe(error, command)))
@@ -93,7 +93,7 @@ def _without(arguments: list[str], option: str) -> tuple[list[str], str | None]:
 
 
 def quieten() -> None:
-    """Silence warnings that a user of the command line can do nothing about, and shorten relvit's own.
+    """Silence warnings about which a user of the command line can do nothing, and shorten relvit's warnings.
 
     Lightning advertises products, hints at numbers of workers and warns of calls that Lightning itself makes.
     Matplotlib warns of characters in class names that the font lacks.

@@ -36,7 +36,8 @@ def load_config(text: str) -> Any:
     """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: not YAML, a tag that stands for code, or a key that comes twice in one mapping.
+        yaml.YAMLError: not YAML, the text is not YAML, has a tag that stands for code, or has a key twice in one
+            mapping.
         ValueError: an alias contains itself, or aliases stand for too many values.
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
@@ -47,7 +48,7 @@ def read_config(config: str) -> dict[str, Any]:
     """Load a configuration: the path of a file, or YAML in one line.
 
     Raises:
-        UsageError: there is no such file, or it does not hold options by their names.
+        UsageError: there is no such file, or its content is no mapping of options.
     """
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from relvit.app.utils.exceptions import LostProcessError, MissingPackageError
 from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
 
-# PyTorch's message has these words where a process of a data loader has ended.
+# PyTorch's message has these words if a process of a data loader has ended.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
 
 
@@ -56,7 +56,7 @@ def describe(error: Exception, command: str = "fit") -> str:
     if isinstance(error, UnreadableImageError):
         skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""
         text = f"{text.strip()} (relvit check-data finds all such files{skip})"
-    # The constructors of Lightning's loggers raise this error where their package is missing.
+    # The constructors of Lightning's loggers raise this error if their package is missing.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
     if LOST_WORKER.search(text):

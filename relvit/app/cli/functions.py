@@ -23,7 +23,7 @@ def function_of(module: str, command: str) -> Callable[..., Any]:
 
 
 def run_function(command: str, function: Callable[..., Any], given: Arguments) -> None:
-    """Call the function of a command with the options that were given, or the `main` beside the function.
+    """Call the function of a command (or `main` in the function's module) with the given options.
 
     Raises:
         UsageError: an option is missing, unknown or of the wrong type.
@@ -57,10 +57,10 @@ def takes_data_args(function: Callable[..., Any]) -> bool:
 
 
 def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
-    """Parse the options `--data.OPTION=VALUE` of a data module that `--data` names, by the types of its constructor.
+    """Parse the options `--data.OPTION=VALUE` by the types in the constructor of the data module that `--data` names.
 
     Raises:
-        UsageError: nothing names the data module, or an option is unknown or of the wrong type.
+        UsageError: no option names the data module, or an option is unknown or has the wrong type.
     """
     if (cls := named_data_module(name)) is None:
         option = words[0].partition("=")[0]

@@ -39,7 +39,7 @@ FIT: dict[str, tuple[str, ...]] = {
     ),
     "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
 }
-# These options have no docstring in relvit, or one that is too long for a command line.
+# These options have no docstring in relvit, or a docstring that is too long for a command line.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
@@ -77,7 +77,7 @@ METAVARS: dict[str, str] = {
     "curve": "FILE.json",
     "X": "VALUE",
 }
-# The signature of a function does not show these ways to use a command.
+# Commands whose usage cannot be derived from the signature of a function.
 USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],
@@ -169,7 +169,7 @@ def _text(command: str, name: str, action: argparse.Action | None) -> str:
     allowed = choices(getattr(action, "_typehint", None))
     if any(each not in text for each in allowed):
         text = f"{text} One of {', '.join(allowed)}."
-    # The default of a command that uses a checkpoint is what the checkpoint was trained with.
+    # Commands that use a checkpoint have its options as defaults, so no default is shown for them.
     if action.default not in (None, False, "") and (command == "fit" or not name.startswith("data.")):
         text += f" Default: {action.default}."
     return text

@@ -1,6 +1,7 @@
-"""Explain what a parser refuses in one line: the option or value that is wrong, and the nearest right name.
+"""Explain in one line why a parser refuses a command line: the wrong option or value, and the nearest right name.
 
-`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has other libraries' names.
+`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has names of options in other
+libraries.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Given(NamedTuple):
 
 
 def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
-    """Find the first option that a parser does not have, or whose value is of another type than the option.
+    """Find the first option that the parser does not know, or whose value has the wrong type.
 
     If there is no such option, return the parser's own message, which reports all types that the parser has tried.
-    `namespace` holds the values that options had before the command line was read, such as those of a checkpoint.
+    `namespace` holds the values of options before the command line is read, such as the values in a checkpoint.
 
     Raises:
         UsageError: a configuration cannot be read.
@@ -55,7 +56,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
     given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
-    # A configuration may give null for an option, which then still needs a value.
+    # A configuration may give null for an option; such an option still needs a value.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
@@ -148,7 +149,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return None
     parent = max((other for other in known if name.startswith(f"{other}.") and known[other]), key=len, default=None)
     if parent is not None and not any(other.startswith(f"{parent}.") for other in known):
-        # The option is inside a dictionary, or belongs to a class that only the parser finds.
+        # The option is part of a dictionary, or belongs to a class that only the parser finds.
         if subclasses(known[parent]) or accepts(known[parent], {}):
             return None
         return f"--{parent}{place} must be {in_words(known[parent])}, got a mapping"
@@ -161,7 +162,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     of_fit = "resume" in known
-    # Commands other than `fit` take the model from the checkpoint and train nothing: suggest no options for that.
+    # Commands other than `fit` take the model from the checkpoint and do not train: suggest no options of model or
+    # training.
     names = {
         f"{dashes}{other}": other
         for other in known
@@ -186,11 +188,11 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
 
 
 def _meant(typed: str, names: Mapping[str, str]) -> str | None:
-    """Return the option that the user likely means, by its own name or by that of another library.
+    """Return the option that the user likely means, by its name here or by its name in another library.
 
     Args:
-        typed: what the user gave, such as '--model.learningrate'.
-        names: the full name of each option, by each name of the option that a message may show.
+        typed: the option that the user typed, such as '--model.learningrate'.
+        names: each name of an option that a message may show -> the full name of the option.
     """
     group, _, last = typed.rpartition(".")
     last = last.lstrip("-").replace("-", "_")
@@ -209,9 +211,9 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
 
 
 def _of_same_words(typed: str, names: Collection[str]) -> str | None:
-    """Return the only name that begins or ends with the typed words, of which some are empty words such as `use`.
+    """Return the only name that begins or ends with the typed words, without empty words such as `use`.
 
-    Any other word that is added, such as `lr` in `warmup_lr`, makes the name of another option, which may not exist.
+    With any other added word, such as `lr` in `warmup_lr`, the user means a different option, which may not exist.
     """
     bare = "_".join(word for word in re.split("[_-]", typed) if word not in EMPTY_WORDS)
     ends = [each for each in names if each.startswith(bare) or each.endswith(bare)]

@@ -71,10 +71,10 @@ def in_words(hint: Any) -> str:
 def subclasses(hint: Any) -> dict[str, type]:
     """Return by their names the classes that an option takes, with all subclasses; none where it takes plain values."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
-    # `Any` is a class from Python 3.11 on.
+    # From Python 3.11 on `Any` is a class, too.
     classes = [part for part in parts if inspect.isclass(part) and part is not Any and not get_args(part)]
     classes = [part for part in classes if part.__module__ != "builtins"]
-    # The list grows while the loop runs.
+    # The loop also visits the subclasses that it appends to the list.
     for cls in classes:
         classes += cls.__subclasses__()
     return {cls.__name__: cls for cls in classes}

@@ -34,7 +34,7 @@ SHARED: dict[str, str] = {
 
 
 class Parser(LightningArgumentParser):
-    """Raise `UsageError` where the stock parser prints its usage and exits.
+    """Parser that raises `UsageError` where jsonargparse's parser prints its usage and exits.
 
     Options must be spelt out, because an abbreviation may become ambiguous when a new option is added.
     """
@@ -71,10 +71,10 @@ class Parser(LightningArgumentParser):
                 action.help = SHARED[action.dest]
 
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
-        """Make the objects of a configuration whose record may hide secrets as `***`.
+        """Build the objects of a configuration in which secrets may be hidden as `***`.
 
-        Loggers and callbacks find hidden secrets elsewhere, but the user has to give the secrets of a data module
-        again.
+        Loggers and callbacks read hidden secrets from the environment, but the user has to give the secrets of a data
+        module again.
         """
         check_data_given(cfg.get("data"))
         if "trainer" in cfg:

@@ -19,7 +19,7 @@ from relvit.app.utils.masks import MASK, fields_of, masked
 from relvit.app.utils.shown_text import without_secrets
 from relvit.utils.messages import listing
 
-# These arguments of the trainer are classes with arguments of their own.
+# The values of these arguments of the trainer are classes with arguments.
 CLASSES = ("logger", "callbacks")
 
 
@@ -27,16 +27,16 @@ def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]
     """Return a command line without the texts of a configuration that its record does not hold, wherever they stand."""
     command = [without_secrets(argument) for argument in command]
     secrets = {*_texts(given)} - {*_texts(recorded)}
-    # JSON may write a secret in other characters. The longest form comes first, because it may contain another one.
+    # JSON may escape characters of a secret. The longest form comes first, because it may contain another form.
     forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
     return [pattern.sub(MASK, argument) for argument in command]
 
 
 def without_masks(logger: Any, kind: str = "logger") -> Any:
-    """Return the configuration of a logger or callback without the secrets that are `***`, which it finds elsewhere.
+    """Return the configuration of a logger or callback without secrets that are `***`.
 
-    A logger takes such secrets from the environment. `kind` is the trainer's argument that holds the class.
+    A logger then reads these secrets from the environment. `kind` is the trainer's argument that contains the class.
 
     Raises:
         UsageError: the logger needs one of these secrets as an argument.

@@ -102,7 +102,7 @@ _ELSEWHERE = {
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
 }
-# Only a training uses these options, which other commands have as well because they are the Trainer's or the data's.
+# Only a training uses these options. All commands have them, because they belong to the Trainer or to the data.
 ONLY_IN_TRAINING = {
     f"trainer.{name}" for name in ["max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches"]
 }
@@ -156,9 +156,9 @@ class Arguments(NamedTuple):
     """The options of a command line, by the names that the command's parser knows.
 
     Attributes:
-        words: one for each option, as '--name=value', or '--name' where an option has no value.
+        words: one word for each option: '--name=value', or '--name' if the option has no value.
         values: the last value of each option; a list where positional arguments are the values.
-        typed: the name that the user gave, for each option that the parser knows by another name.
+        typed: name of an option in the parser -> the name that the user typed, if they differ.
     """
 
     words: list[str]
@@ -182,15 +182,15 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
     names = {"model.model": "model"} if command == "explain" else {}
-    # `data` may be a data module with options of its own, or the name of one.
+    # The type of `data` may be a data module, with options, or the name of a data module.
     with_options = type_hints(function).get("data", str | None) != str | None
     return names if with_options else names | {f"data.{name}": name for name in own}
 
 
 def parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Return the functions whose arguments are the options of a command: its own, after `main` of its module.
+    """Return the functions whose arguments are the options of a command: `main` of its module, then its function.
 
-    Options that are needed before the others are parsed, such as the run to resume, belong to `main`.
+    Options that are needed before the remaining options are parsed, such as the run to resume, belong to `main`.
     """
     main = getattr(inspect.getmodule(function), "main", None)
     return [function] if main is None else [main, function]
@@ -209,7 +209,7 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that positional arguments stand for, with their types: parameters before the `*`.
+    """Return the options for which positional arguments stand, with their types: the parameters before the `*`.
 
     The first parameter of a command that runs a Trainer is built from a checkpoint, so it stands for no option.
     """
@@ -225,8 +225,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     Options of the data come last: the parser takes them only after `--data NAME`.
 
     Raises:
-        UsageError: a positional argument too many, two different values for one option under two names, or an option
-            that another command has.
+        UsageError: there are too many positional arguments, an option has two different values under two names, or an
+            option belongs to another command.
     """
     short, places = short_names(command, function), positionals(function)
     bare: list[str] = []

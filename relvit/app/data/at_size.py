@@ -21,12 +21,12 @@ def at_size(
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
-    The dataset of val or test is built once, in `data`, and shared; images of train are shared if they are in memory.
-    Native images get this one size, too.
+    The dataset of val or test is built once, in `data`, and shared with the copy; images of train are shared if they
+    are in memory. If the images of `data` keep their shapes (`native`), the copy's images all have this one size.
 
     Args:
-        data: a data module, whose `img_size` is the trained one; its own loaders stay as they are.
-        img_size: one number or (height, width); with `squash` images have that size in the end.
+        data: a data module, whose `img_size` is the size in training; its loaders do not change.
+        img_size: one number or (height, width); with `squash`, images are resized to `squash` at the end.
         split: 'train' (without augmentation), 'val' or 'test'.
         protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
 

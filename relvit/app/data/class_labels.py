@@ -22,10 +22,10 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 def as_label(value: Any) -> str | None:
-    """Parse a label to text, a name or a number; None for None, '' and negative numbers, which mean no label.
+    """Convert a label, a name or a number, to text; None, '' and negative numbers mean no label and return None.
 
     Raises:
-        TypeError: Neither text nor an integer.
+        TypeError: The label is neither text nor an integer.
     """
     if not isinstance(value, str | int | None):
         raise TypeError(f"{reprlib.repr(value)} is neither the name nor the number of a class")
@@ -131,7 +131,8 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(name) < 3 or re.search(r"\d", name):
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
-        # This cutoff allows one letter too many, missing, wrong or in another place; in long names a little more.
+        # This cutoff allows one letter that is added, missing, wrong or in another place, and a little more in long
+        # names.
         for other in difflib.get_close_matches(name, larger, 1, min(1 - 1 / len(name), 0.85) - 1e-9):
             doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
     return doubts
@@ -158,7 +159,7 @@ def checked_classes(class_names: Sequence[str]) -> list[str]:
 
 
 def check_printable(class_names: Iterable[str], source: str) -> None:
-    """Refuse names of classes that are not UTF-8 or hold control characters, which a terminal would obey.
+    """Refuse names of classes that are not UTF-8, or contain control characters, which a terminal would execute.
 
     Args:
         class_names: The names.
@@ -180,7 +181,7 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
 
 
 def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:
-    """Refuse other class names than those that the data have by themselves.
+    """Refuse given class names that differ from the data's class names.
 
     Raises:
         ValueError: `given` is not None and differs from `own`.

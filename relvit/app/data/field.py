@@ -16,14 +16,14 @@ Fill = Literal["reflect", "grey"]
 
 
 class FieldCrop(v2.Transform):
-    """Crop (height, width) from the centre of a PIL image; where the image is smaller it is continued.
+    """Crop (height, width) from the centre of a PIL image, and fill the area beyond the edges of a smaller image.
 
-    The crop and the place of a smaller image are the same as in torchvision's CenterCrop.
+    The crop, and the place of a smaller image in the result, are the same as in torchvision's CenterCrop.
 
     Args:
         size: Output size (height, width).
-        fill: 'reflect' mirrors the image at its outermost pixels, again and again where that is needed, as
-            ``numpy.pad(mode='reflect')``; 'grey' is `mean`, rounded to 8 bits.
+        fill: 'reflect' mirrors the image at its outermost pixels, repeatedly if necessary, as
+            ``numpy.pad(mode='reflect')``; 'grey' fills with `mean`, rounded to 8 bits.
         mean: Mean of each channel, in units of the range 0..1.
 
     Raises:

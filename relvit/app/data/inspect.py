@@ -29,8 +29,8 @@ class Inspected(NamedTuple):
 def inspect_image(source: ImageSource) -> Inspected:
     """Decode one file completely.
 
-    The hash is of the pixels as a model would see them: copies in other formats without loss, or with other metadata,
-    are the same image.
+    The hash is computed from the pixels that a model would see. So lossless copies in another format, or with other
+    metadata, have the same hash.
     """
     try:
         image = load_rgb(source)
@@ -56,15 +56,15 @@ def check_data(
         Plain types, fit for JSON:
 
         - 'splits': for each split 'images', 'classes' (images of each), 'height' and 'width' (each 'min', 'median' and
-          'max' of the readable images, in pixels; None where there are none)
+          'max' of the readable images, in pixels; None if no image is readable)
         - 'bad': 'split', 'path' and 'reason' of each file that cannot be read
-        - 'duplicates_classes': groups of images with equal pixels under different classes; of each image 'split',
+        - 'duplicates_classes': groups of images with equal pixels under different classes; for each image 'split',
           'class' and 'path'
         - 'duplicates_across': groups of images with equal pixels in several splits, under any classes
         - 'duplicates_within': groups of images with equal pixels in one split, under one class
 
     Raises:
-        ValueError: No images from files, no labelled split, or a number of processes below one.
+        ValueError: The data have no image files or no labelled split, or the number of processes is below one.
     """
     check_ranges(check_data, {"processes": processes})
     if not isinstance(data, ImageFilesData):

@@ -14,18 +14,18 @@ from relvit.utils.ranges import Range
 class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
-    ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors, float of the same
-    shape and float32 (B, num_classes) whose rows sum to one; their order stays. Labels of multi-label images are bool
-    (B, num_classes), and the rows sum to anything. The partner j of image i is random, never i itself where there is
-    another. One proportion, drawn from Beta(alpha, alpha), holds for the batch:
+    ``(images, labels) -> (images, targets)``: float (B, C, H, W) and int64 (B,) become new tensors in the same order:
+    float of the same shape, and float32 (B, num_classes) whose rows sum to one. Labels of multi-label images are bool
+    (B, num_classes), and the rows of their targets can have any sum. Each image i is mixed with a random other image j
+    of the batch. The proportion lam is drawn from Beta(alpha, alpha) once for the whole batch:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
-      the border, is replaced by the same rectangle of x_j; lam is then the share of x_i that is left
+      the border, is replaced by the same rectangle of x_j; lam is then set to the share of x_i that is left
 
-    The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), mixed or not: the share `label_smoothing` is
-    spread over all classes. The work is torchvision's, on the device of the images; random numbers come from PyTorch's
-    generator of the CPU. The defaults are DeiT's. For training only:
+    The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), whether the batch is mixed or not: the share
+    `label_smoothing` is spread over all classes. torchvision does the work, on the device of the images; random numbers
+    come from PyTorch's CPU generator. The defaults are the same as in DeiT. Use this in training only.
 
     Examples:
         >>> mix = BatchMix(num_classes=10)

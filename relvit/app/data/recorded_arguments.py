@@ -10,7 +10,8 @@ from lightning import LightningDataModule
 
 from relvit.app.utils.masks import MASK, mask_secrets
 
-# A subclass passes these arguments to `ImageData` or `ImageFilesData` itself.
+# A subclass computes these arguments of `ImageData` and `ImageFilesData` itself, so they are not part of its
+# `**options`.
 _OF_SUBCLASS = ("class_names", "in_chans")
 _LEFT_OUT = object()
 
@@ -39,8 +40,8 @@ class RecordedArguments(LightningDataModule):
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
         A user's class has the arguments that it was given and the defaults of its constructor. If the module has an
-        attribute of the same name, such as an absolute path or the value that None stands for, the attribute is
-        returned. An argument of another type, such as a dataset, is left out.
+        attribute of an argument's name (an absolute path, say, or the value that replaced None), the attribute's value
+        is returned. An argument of another type, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -48,9 +49,9 @@ class RecordedArguments(LightningDataModule):
         return plain_values({name: _kept(value, getattr(self, name, value)) for name, value in given.items()})
 
     def recorded_args(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`init_args` as files record them: a secret that was given is `***`.
+        """Return the arguments of :meth:`init_args` as files record them: with `***` in place of each given secret.
 
-        A secret that was given as None, and that the module has found itself, is recorded as None.
+        If a secret was given as None and the module found it by itself, None is recorded.
         """
         given, recorded = vars(self).get("_given") or {}, mask_secrets(self.init_args(), self.public_names())
         found = [name for name, value in recorded.items() if value == MASK and name in given and given[name] is None]
@@ -91,7 +92,8 @@ class RecordedArguments(LightningDataModule):
     def names_to_restore(cls) -> list[str]:
         """Names of the arguments that a class takes from a checkpoint of other data.
 
-        How a user's class uses its ``**options`` is not known, so only its own arguments are returned.
+        For a user's class only the arguments in its own signature are returned, since the use of its ``**options`` is
+        unknown.
         """
         found = cls.arguments()
         return [name for name, (_, part) in found.items() if not cls.is_of_user() or part.__init__ is cls.__init__]

@@ -20,7 +20,7 @@ def data_modules() -> list[type[ImageData]]:
 
 
 def imported_data_module(class_path: str) -> type[ImageData] | None:
-    """Return the data module that a checkpoint names, if relvit or the user has imported it already, else None.
+    """Return the data module that a checkpoint names if relvit or the user has already imported it, otherwise None.
 
     Nothing is imported, because a file must not choose which code runs.
     """
@@ -44,7 +44,7 @@ def import_data_module(name: str) -> type[ImageData] | None:
 
 
 def named_data_module(name: str | None) -> type[ImageData] | None:
-    """Return the data module that a user names, see `import_data_module`; None where there is no name.
+    """Return the data module that a user names, see `import_data_module`; None if no name is given.
 
     Raises:
         ValueError: There is no such data module.

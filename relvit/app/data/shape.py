@@ -83,7 +83,8 @@ class NativeShapes(ImageShape):
     """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
 
     Attributes:
-        img_size: (height, width) of the largest square within the budget, or the size that gave the budget.
+        img_size: (height, width) of the largest square with at most `max_tokens` patches, or the size from which
+            `max_tokens` was computed.
         patch_size: (height, width) of a patch.
         max_tokens: Number of patches that no image exceeds.
     """
@@ -105,18 +106,17 @@ class NativeShapes(ImageShape):
     def adapt(self, transform: v2.Compose) -> v2.Compose:
         """Replace the resizing by timm's `ResizeToSequence` and divide the image into patches.
 
-        Each image gets the largest size, in whole patches, that has its own aspect ratio (but for the rounding to
-        patches) and `max_tokens` patches or fewer. Small images are enlarged, so all sequences are nearly as long as
-        the budget and batches have little padding. Random resized crops keep their random area and their random aspect
-        ratio, relative to the image's; shifts by up to an eighth stay shifts; centre crops are left out: evaluation
-        sees the whole image.
+        Each image is resized, with its own aspect ratio up to rounding, to the largest size in whole patches that has
+        at most `max_tokens` patches. Small images are enlarged, so all sequences have nearly `max_tokens` patches, and
+        batches have little padding. Random resized crops keep their random area and aspect ratio, both relative to the
+        image; random shifts by up to an eighth stay; centre crops are left out, so evaluation sees the whole image.
 
         Args:
             transform: A transform of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
 
         Returns:
             A transform from a PIL image to timm's dictionary of one image: 'patches' float32 (N, height, width, C),
-            'patch_coord' int64 (N, 2), row and column of each, and 'patch_valid' bool (N,), all True.
+            'patch_coord' int64 (N, 2), row and column of each patch, and 'patch_valid' bool (N,), all True.
 
         Raises:
             ValueError: The transform has the crop of 'three-augment-crop', which has no form for native shapes.
@@ -140,12 +140,12 @@ class NativeShapes(ImageShape):
         return v2.Compose([*steps, Patchify(self.patch_size, flatten_patches=False)])
 
     def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:
-        """Make a batch by timm's `NaFlexCollator`, padded to its longest sequence.
+        """Make a batch with timm's `NaFlexCollator`, padded to the batch's longest sequence.
 
         Returns:
-            A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64
-            (B, N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', rows and columns that
-            no image of the batch exceeds. Then the labels or names.
+            A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64 (B,
+            N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', rows and columns that no
+            image of the batch exceeds. The second part of the batch is the labels or names.
         """
         images, targets = zip(*items, strict=True)
         longest = max(len(image["patches"]) for image in images)
@@ -193,7 +193,7 @@ class NativeShapes(ImageShape):
 
 
 def shape_of(values: Mapping[str, Any]) -> ImageShape:
-    """Return the shape that the arguments of a data module give, or what `ImageShape.record` returned.
+    """Return the shape that the arguments of a data module, or a record of `ImageShape.record`, describe.
 
     Raises:
         KeyError, TypeError, ValueError: The values do not describe a shape.
@@ -213,7 +213,7 @@ def image_shape(
     """Return the shape that the arguments of `relvit.app.data.ImageData` describe.
 
     Raises:
-        ValueError: A size is invalid, or a budget is below 1 or given without native images.
+        ValueError: A size is invalid, `max_tokens` is below 1, or it is given without `native`.
     """
     size, patch = parse_size(img_size), parse_size(patch_size, "patch_size")
     if not native:

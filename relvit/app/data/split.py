@@ -11,8 +11,8 @@ def stratified_split(
     """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
     Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
-    class with a single image stays in the larger part. The choice follows a hash of the seed and the names. It depends
-    on no random state, machine or location, and an added image moves few other images to the other part.
+    class with a single image stays in the larger part. A hash of the seed and the names decides. So the split does not
+    depend on random state, machine or location, and adding an image moves few images to the other part.
 
     Args:
         names: Name of each image, without the location of the data.

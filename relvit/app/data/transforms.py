@@ -17,7 +17,7 @@ from relvit.app.data.field import FieldCrop, Fill
 from relvit.app.utils.number_types import NonNegativeFloat, PositiveShare, Share, check_ranges
 from relvit.utils.messages import check_choice
 
-# Images are never resized to more pixels on a side, since JPEG files cannot have longer sides either.
+# No side of an image is resized to more pixels than this, the longest side of a JPEG file.
 LONGEST_SIDE = 65_500
 
 SizeProtocol = Literal["crop", "resize", "field"]
@@ -25,8 +25,8 @@ SizeProtocol = Literal["crop", "resize", "field"]
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 """Augmentation of training images, see `train_transform`."""
 
-# Each augmentation has these defaults of colour jitter and of the probability of erasing. DeiT uses no colour jitter
-# with RandAugment: timm switches it off, whatever its --color-jitter is.
+# Augmentation -> its default colour jitter and its default probability of erasing. DeiT uses no colour jitter with
+# RandAugment: timm switches the jitter off, whatever its option --color-jitter says.
 _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
     "deit": (0.0, 0.25),
     "three-augment": (0.3, 0.0),
@@ -36,16 +36,16 @@ _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
 # An image size with a longer side, in pixels, is taken for a mistake.
 LARGEST_SIDE = 2**14
 
-# The ends of an image are left out where its aspect ratio is more than this number of times the output's: a line of
-# 30,000 pixels would otherwise become gigabytes.
+# If an image is this many times longer than the output's aspect ratio, its ends are left out: a line of 30,000 pixels
+# would otherwise become gigabytes.
 LONGEST = 64
 
 
 def parse_size(img_size: int | Sequence[int], name: str = "img_size") -> tuple[int, int]:
-    """Parse an image size (or another one, of that name), one number (a square) or two, to (height, width).
+    """Convert a size, one number (a square) or two, to (height, width); messages call the size `name`.
 
     Raises:
-        ValueError: Not a positive integer, nor two of them, or a side beyond LARGEST_SIDE.
+        ValueError: The size is neither a positive integer nor two of them, or a side is above LARGEST_SIDE.
     """
     sizes = (img_size, img_size) if isinstance(img_size, int) else img_size
     ok = isinstance(sizes, Sequence) and len(sizes) == 2
@@ -59,8 +59,9 @@ def parse_size(img_size: int | Sequence[int], name: str = "img_size") -> tuple[i
 class ResizeToCover(v2.Transform):
     """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width), as timm does.
 
-    Bicubic with antialiasing; smaller images are enlarged. One side of the result is exact, the other is at least
-    as long as asked. If that side is more than 64 times as long as asked, only its middle is computed.
+    The interpolation is bicubic with antialiasing; smaller images are enlarged. One side of the result has exactly the
+    requested length, the other side is at least as long as requested. If it is more than 64 times as long, only its
+    middle is computed.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -114,22 +115,22 @@ def eval_transform(
     """Bring an image to a size for evaluation, by default as timm does, and normalise.
 
     ============  ==================================================================================================
-    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre
-    ``'resize'``  the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1)
-    ``'field'``   resize as 'crop' does for ``trained_size``, whatever ``size`` is, so that objects keep the scale they
-                  have there, then crop ``size`` from the centre; beyond its edges the image is continued, see ``fill``
-    ============  ==================================================================================================
+    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre ``'resize'``
+    the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1) ``'field'``   resize as 'crop'
+    does for ``trained_size``, whatever ``size`` is, so that objects keep the scale they have there, then crop ``size``
+    from the centre; beyond its edges the image is continued, see ``fill`` ============
+    ==================================================================================================
 
     Args:
         size: Output size, one number or (height, width).
         mean: Mean of each channel, in units of the range 0..1.
         std: Standard deviation of each channel, in the same units.
-        crop_pct: Share of the resized image's side that the crop keeps; 'resize' keeps all.
+        crop_pct: Share of the resized image's side that the crop keeps; without effect for 'resize'.
         protocol: One of the names above.
-        trained_size: Image size of the training; needed by 'field' alone.
+        trained_size: Image size in training; only 'field' needs it.
         fill: What 'field' shows beyond the image: 'reflect' (the image mirrored; the default) or 'grey' (``mean``).
-        squash: Another size, to which the result is squashed: what a model that takes squares alone is given instead of
-            an image of ``size``. None: nothing is squashed.
+        squash: Another size, to which the result is squashed, for models that only take squares. None: the result has
+            ``size``.
 
     Returns:
         A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width), of
@@ -146,7 +147,7 @@ def eval_transform(
         raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
     squashed = [] if squash is None else [_squash(parse_size(squash, "squash"))]
     if protocol == "resize":
-        # The whole image is resized directly to the last size: resampling it twice would blur it.
+        # Resize the whole image directly to the final size, because resampling it twice would blur it.
         steps, squashed = squashed or [_squash(size)], []
     elif protocol == "field":
         if trained_size is None:
@@ -168,8 +169,8 @@ def _before_crop(size: tuple[int, int], crop_pct: float) -> tuple[int, int]:
     before = math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
     if max(before) > LONGEST_SIDE:
         raise ValueError(
-            f"crop_pct {crop_pct:g} resizes images to {max(before):,} pixels before the crop, the most are "
-            f"{LONGEST_SIDE:,}; usual are 0.8 to 1"
+            f"crop_pct {crop_pct:g} resizes images to {max(before):,} pixels before the crop, allowed are up "
+            f"to {LONGEST_SIDE:,}; usual values are 0.8 to 1"
         )
     return before
 
@@ -200,8 +201,8 @@ def train_transform(
                               cover ``size``, pad by four mirrored pixels, crop at random, flip
     ========================  ======================================================================================
 
-    The random numbers are PyTorch's, and Python's for RandAugment and the three augmentations of DeiT III, which are
-    timm's.
+    Random numbers come from PyTorch's generator, but from Python's generator for RandAugment and the three
+    augmentations of DeiT III, which timm implements.
 
     Args:
         size, mean, std: See :func:`eval_transform`.
@@ -238,7 +239,8 @@ def train_transform(
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     steps += _to_tensor(mean, std)
     if erasing > 0:
-        # The bounds are timm's and the paper's; 'random' draws noise for every pixel, as in DeiT.
+        # These limits of area and aspect ratio are the same as in timm and the paper; 'random' draws noise for every
+        # pixel, as in DeiT.
         steps.append(v2.RandomErasing(erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"))
     return v2.Compose(steps)
 
@@ -266,8 +268,8 @@ def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> 
         "translate_const": int(min(size) * 0.45),
         "img_mean": grey,
         "interpolation": Image.Resampling.BICUBIC,
-        # Magnitudes are normal around 9 and clipped at 10, where timm asks to posterize to 0 bits: new versions of
-        # Pillow refuse, older ones gave a black image.
+        # Magnitudes are normally distributed around 9, and clipped below 10: at 10 timm would posterize to 0 bits,
+        # which new versions of Pillow refuse and old versions turn into a black image.
         "magnitude_max": 9.99,
     }
     return rand_augment_transform("rand-m9-mstd0.5-inc1", settings)
@@ -284,16 +286,16 @@ def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform
 
 @dataclass(eq=False)
 class BatchTransform:
-    """Transform a batch at once as a transform does image by image, see :meth:`like`.
+    """Transform a whole batch at once, with the same result as a transform of single images, see :meth:`like`.
 
     Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures the difference in speed.
 
     Args:
         resized: Height and width to which the images are resized first.
-        field: A crop that follows, and continues images beyond their edges; None: there is none.
+        field: A crop after the resizing that continues images beyond their edges; None: there is no such crop.
         size: Height and width of the result.
-        padding: Columns left and right, rows above and below that are added before a random crop; None: the centre is
-            cropped.
+        padding: Numbers of columns added at the left and the right, and of rows added at the top and the bottom, before
+            a random crop; None: the centre is cropped.
         flip: Probability that an image is mirrored.
         mean: Mean of red, green and blue, in units of pixels, (3, 1, 1).
         std: Standard deviation of red, green and blue, in units of pixels, (3, 1, 1).
@@ -312,7 +314,7 @@ class BatchTransform:
         """Build the equivalent of a transform for batches of colour images of the size `stored`.
 
         Return None if there is no equivalent: for transforms other than `eval_transform` and `train_transform` with
-        'none', 'shift' or 'crop-flip', and for images longer than `ResizeToCover` takes.
+        'none', 'shift' or 'crop-flip', and for images so long that `ResizeToCover` would leave out their ends.
         """
         match getattr(transform, "transforms", None):
             case [*steps, v2.PILToTensor(), v2.ToDtype(scale=True), v2.Normalize() as normalise]:
@@ -363,7 +365,7 @@ class BatchTransform:
         pixels = _pack(images)
         free = pixels.shape[1] - H, pixels.shape[2] - W
         if self.padding is None:
-            # torchvision's CenterCrop rounds in this way.
+            # Round as torchvision's CenterCrop does.
             rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)
         else:
             left, above = self.padding

@@ -18,7 +18,7 @@ def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[in
     return 2 * math.prod(left) * right[-1]
 
 
-# PyTorch counts these products only in their forms that are not in place.
+# PyTorch's counter knows the out-of-place forms of these products only.
 IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
 
 
@@ -27,8 +27,8 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
     """Count the multiply-accumulates of all matrix products and convolutions for one image: half the FLOPs.
 
     The pass has no data (PyTorch's device 'meta'), so the number is the same on every device. With relative positions
-    the products of the augmented queries, keys and values count, as GPUs compute them. The count is a few percent
-    higher than the method needs; `tools/model_table.py` counts what the method needs.
+    the products of augmented queries, keys and values count, as GPUs compute them: a few percent more than the method
+    needs. `tools/model_table.py` counts only the products that the method needs.
 
     Args:
         net: a model of timm or relvit; not changed.
@@ -55,6 +55,7 @@ def peak_memory(net: nn.Module, images: Tensor) -> int | None:
     if images.device.type != "cpu":
         return None
     there = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers(), images))
-    # The first pass at a size keeps indices of position tables for later passes, which do not compute them again.
+    # Do not measure the first pass at a size: it also computes indices of position tables and keeps them for later
+    # passes.
     net(images)
     return there + peak_bytes(lambda: net(images))

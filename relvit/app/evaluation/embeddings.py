@@ -47,7 +47,7 @@ def embed_folder(
     num_workers: int = 0,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> Embeddings:
-    """Compute features of all images below a folder in the order of their paths, without those that cannot be read.
+    """Compute features of all readable images below a folder, in the order of their paths.
 
     Args:
         predictor: see `relvit.load`.
@@ -58,7 +58,7 @@ def embed_folder(
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: no images below it.
+        ValueError: there are no images below the folder.
     """
     root = os.fspath(root)
     if not os.path.isdir(root):
@@ -87,16 +87,16 @@ def check_format(output: str | os.PathLike[str]) -> None:
     """Check, before hours of work, that embeddings can be written to a file of this name.
 
     Raises:
-        ValueError: another ending than .npz, .csv or .parquet.
-        FileNotFoundError: its folder does not exist.
-        ModuleNotFoundError: Parquet without pyarrow.
+        ValueError: the name does not end in .npz, .csv or .parquet.
+        FileNotFoundError: the folder of the file does not exist.
+        ModuleNotFoundError: the name ends in .parquet, and pyarrow is not installed.
     """
     if check_output(output, FORMATS) == ".parquet":
         _pyarrow()
 
 
 def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> None:
-    """Write embeddings by the ending of the file's name; `class` is left out where no image has one.
+    """Write embeddings in the format of the file's ending; `class` is left out if no image has a class.
 
     - .npz: arrays `path` (str), `class` (str), `features` (float32 (N, num_features)), without pickles;
     - .csv: columns path, class, 0, 1, ..., with nine digits, which float32 needs to be read back exactly;

@@ -77,30 +77,33 @@ def evaluate_sizes(
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.app.data.eval_transform`.
         fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
         progress: wraps the batches of each evaluation, such as in a progress bar.
-        reach: how models treat other sizes than the trained one, see `relvit.models.set_reach`.
-        squares: evaluate each size that is not square a second time, on the same images squashed to the square of as
-            many patches (as nearly as whole patches allow), to show whether the images' own shape helps.
-        data: the name of the data module whose images are used, such as my_module.Mine; needed if it is not part of
-            relvit or not the training's. None: the data module of the training, which has to be imported already.
-        data_args: arguments of the data module that replace those of the training, such as a password.
+        reach: how models treat sizes other than the size in training, see `relvit.models.set_reach`.
+        squares: whether to evaluate each size that is not square a second time, on the same images squashed to the
+            square with (nearly) the same number of patches, to show whether the images' shape helps.
+        data: the name of the data module whose images are used, such as my_module.Mine; needed if the data module is
+            not part of relvit, or is not the training's. None: the data module of the training, which has to be
+            imported already.
+        data_args: arguments of the data module, such as a password, that replace arguments of the training's data
+            module.
 
     Returns:
-        Per checkpoint and size 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; none of native
-        shapes) and what `evaluate_size` returns; of every further checkpoint also 'acc1_difference' to the first one
-        and 'acc1_difference_se', its standard error (see `paired_difference`). With `squares`, for sizes that
-        are not square and classifiers of one label, also 'square' (the side of the square in pixels), 'square_acc1',
-        'square_difference' (by how much the accuracy on images of the size is higher) and 'square_difference_se'.
+        A row for each checkpoint and size: 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; empty
+        for native shapes) and the results of `evaluate_size`. Rows of every further checkpoint also have
+        'acc1_difference', the difference to the first checkpoint, and its standard error 'acc1_difference_se' (see
+        `paired_difference`). With `squares`, for sizes that are not square and images of one label, rows also have
+        'square' (the side of the square in pixels), 'square_acc1', 'square_difference' (the accuracy at the size minus
+        the accuracy at the square) and its standard error 'square_difference_se'.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
-            classes or images or one given twice, or a size that no checkpoint takes.
+            classes or images, a checkpoint given twice, or a size that no checkpoint takes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
         if not given:
             raise ValueError(f"give a {name} or several")
         if twice := [one for one, count in Counter(given).items() if count > 1]:
-            raise ValueError(f"{name} {twice[0]} is given more than once")
+            raise ValueError(f"{name} {twice[0]} is given more than once: give each once")
     data_type = named_data_module(data)
     checkpoints = [Checkpoint.read(path).with_data(data_type) for path in paths]
     pairs = []
@@ -114,7 +117,7 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    # Images that the first checkpoint classifies right, at each size.
+    # Size -> whether the first checkpoint classifies each image right.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
@@ -149,23 +152,22 @@ def evaluate_size(
 ) -> dict[str, Any]:
     """Evaluate a classifier, on its device, at one image size.
 
-    A timm model that accepts one size only is evaluated as a copy changed by timm's `set_input_size`, which
-    interpolates embeddings, as timm's own evaluation does. Arguments that are not listed here are those of
-    `evaluate_sizes`.
+    A timm model that accepts only one size is copied, and timm's `set_input_size` changes the copy: it interpolates
+    embeddings, as in timm's own evaluation. Arguments that are not listed here are those of `evaluate_sizes`.
 
     Args:
         classifier: the classifier; it is put into evaluation mode, and not changed otherwise.
         data: the data module of the training: its images, batches and normalisation are used, and its `img_size` is the
-            trained one. Successive evaluations share its dataset.
+            size in training. Successive evaluations share its dataset.
         size: one number or (height, width), a multiple of the patch.
 
     Returns:
         'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
-        'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`),
-        'loss' (mean cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward
-        pass alone, after a first one that does not count), 'macs' (multiply-accumulates of an image, see
-        `count_macs`) and 'peak_memory' (bytes for a batch, see `peak_memory`; None where it is not known). Of a
-        multi-label classifier 'map' and 'f1', with its thresholds, take the place of accuracies and calibration error.
+        'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean cross-entropy),
+        'calibration_error' (see `calibration_error`), 'images_per_second' (only the forward pass, after a first pass
+        that does not count), 'macs' (multiply-accumulates of an image, see `count_macs`) and 'peak_memory' (bytes for a
+        batch, see `peak_memory`; None if it is not known). For a multi-label classifier 'map' and 'f1' (with its
+        thresholds) replace accuracies and calibration error.
 
     Raises:
         ValueError: a size or name that does not fit, or a split without images.

@@ -35,9 +35,9 @@ class _Opened(NamedTuple):
 
 
 class ExportedClassifier(Answering):
-    """A classifier that `relvit export` wrote; it computes logits alone, on the CPU.
+    """A classifier in a file of `relvit export`; it only computes logits, on the CPU.
 
-    PyTorch reads a .pt2 by `torch.export.load`, which may run code that the file holds.
+    PyTorch reads a .pt2 with `torch.export.load`, which may run code that the file contains.
 
     Args:
         path: The .onnx or .pt2 file.
@@ -99,12 +99,14 @@ class ExportedClassifier(Answering):
     def set_reach(self, reach: Reach, checkpoint: Checkpoint) -> None:
         """Refuse any reach but 'trained'."""
         if reach != "trained":
-            raise ValueError(f"reach {reach!r} is chosen at the export of {self.path}: relvit export --reach {reach}")
+            raise ValueError(
+                f"reach {reach!r} must be chosen when {self.path} is written: relvit export --reach {reach}"
+            )
 
     def check_size(self, img_size: tuple[int, int]) -> None:
         """Refuse a size (height, width) that the file does not take."""
         for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
-            # A side that is free in whole patches is written '16*height_in_patches'.
+            # A side that may have any number of patches is written '16*height_in_patches'.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
@@ -154,14 +156,14 @@ OPEN: dict[str, Callable[[Path], _Opened]] = {".onnx": _open_onnx, ".pt2": _open
 
 @cache
 def _options() -> Any:
-    """Return options of onnxruntime's sessions, which together take no more memory than is available now.
+    """Return options of onnxruntime's sessions that limit their memory to the memory that is available now.
 
     A small file may compute tensors of any size.
     """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    # Errors are raised as exceptions. Warnings are not shown, since they concern the graph, which no user has written.
+    # Do not log: errors are raised as exceptions, and warnings concern the graph, which the user has not written.
     options.log_severity_level = 4
     if (available := available_memory()) is not None:
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)

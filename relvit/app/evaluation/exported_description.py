@@ -17,14 +17,14 @@ from relvit.app.utils.shown_text import one_line
 if TYPE_CHECKING:
     from relvit.app.evaluation.predictor import Predictor
 
-# The name of the description in an ONNX file's metadata, and in that of a package of AOTInductor.
+# The name of the description in the metadata of an ONNX file or of a package of AOTInductor.
 KEY = "relvit"
 # The name of the description among the extra files of a program of `torch.export`.
 EXTRA_FILE = f"{KEY}.json"
 
 
 def describe(predictor: Predictor, sides: Sequence[str | int]) -> str:
-    """Return as JSON what `relvit predict` needs of a model apart from what the file computes.
+    """Describe a model as JSON: all that `relvit predict` needs besides the computation in the file.
 
     Args:
         predictor: the model.

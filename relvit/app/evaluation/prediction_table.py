@@ -29,10 +29,10 @@ class PredictionTable(BasePredictionWriter):
     """Write `predictions.csv`, with a row per image in the order of the data.
 
     The columns are path, class and probability of the most probable class, then class2, probability2 and so on for the
-    next classes, up to the fifth. Paths are relative to the current folder if they are below it, else absolute.
+    next classes, up to the fifth. Paths are relative if they are below the current folder, otherwise absolute.
 
     For a multi-label classifier the columns are path, label and probability: all classes that reach their thresholds,
-    the most probable first and with ';' between, and their probabilities. `ImageListData` reads such a table as a list.
+    the most probable first, joined by ';', and their probabilities. `ImageListData` reads such a table as a list.
 
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
@@ -43,7 +43,7 @@ class PredictionTable(BasePredictionWriter):
     Args:
         path: The file to write; all processes use the path of the main process.
         class_names: The names of the classes in order.
-        step_maps: Whether to count steps, for which every image is computed once more.
+        step_maps: Whether to count steps; for this, every image is computed once more.
 
     Attributes:
         count: The number of rows, at the end and on the main process.
@@ -113,7 +113,7 @@ class PredictionTable(BasePredictionWriter):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._part is not None:
-            # Closing writes the last rows, which fails on a full disk.
+            # Closing writes the last rows, and this fails on a full disk.
             with suppress(OSError):
                 self._part.close()
             self._part_of(trainer.global_rank).unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[lis
     for index in range(len(dataset)):
         rank = rank_of(index, len(rows))
         row = heads[rank]
-        # Unreadable images have no rows, nor have images beyond --trainer.limit_predict_batches.
+        # Unreadable images, and images beyond --trainer.limit_predict_batches, have no rows.
         if row is not None and (paths is None or row[0] == paths[index]):
             yield row
             heads[rank] = next(rows[rank], None)

@@ -40,11 +40,11 @@ FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_o
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, the most probable first; of a multi-label model all above thresholds.
+    """The most probable classes of one image, in order; for a multi-label model, all classes above their thresholds.
 
     Attributes:
         names: names of the classes.
-        probabilities: their probabilities.
+        probabilities: probability of each of these classes.
         path: the image's file, if it came from one.
     """
 
@@ -64,30 +64,30 @@ class Prediction:
 
 
 class Predictor:
-    """The classifier of a checkpoint, with its averaged weights if it has some, or of an exported file; its transforms.
+    """The classifier and transforms of a checkpoint (with averaged weights, if there are any) or of an exported file.
 
     `relvit.load` makes a predictor.
 
     Args:
-        ckpt_path: the checkpoint, or an .onnx or .pt2 of `relvit export`, which predicts alone.
+        ckpt_path: the checkpoint, or an .onnx or .pt2 of `relvit export`, which can only predict.
         img_size: size of the images given to the model, one number or (height, width); None: as in training. If the
             training used native shapes, images keep their shapes, with at most as many patches as this size has.
         reach: how the model treats images of another size than in training, see `relvit.models.set_reach`.
 
     Attributes:
-        checkpoint: what the checkpoint holds about the training, without its weights.
+        checkpoint: the checkpoint's description of the training, without weights.
         model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
-        thresholds: for a multi-label model, the probability from which on an image has each class; None for other
-            models.
+        thresholds: for a multi-label model, for each class the lowest probability at which an image has the class; None
+            for all other models.
         img_size: (height, width).
         reach: as given.
         mean, std: statistics of each channel, in units of the range 0..1.
         crop_pct: proportion of the side that the centre crop keeps.
         shape: one size of all images or a budget of patches, see `relvit.app.data.shape.ImageShape`.
-        transform: from a PIL image to what the model takes.
+        transform: function from a PIL image to the model's input.
 
     Raises:
         FileNotFoundError, ValueError: no checkpoint of `relvit fit`, no such size or reach, or a part is missing.
@@ -123,7 +123,7 @@ class Predictor:
         self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)
         if self.classifier.net is not None:
-            # timm has two names for this description.
+            # timm reads this description by either of two names.
             self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property
@@ -183,25 +183,25 @@ class Predictor:
         mirror: bool = False,
         on_error: OnError = "error",
     ) -> Any:  # The type of a path does not tell whether it is an image or a folder of several images.
-        """Predict the most probable classes, or by a multi-label model all that reach their thresholds.
+        """Predict the most probable classes, or, with a multi-label model, all classes that reach their thresholds.
 
         Args:
-            images: one image, or several: a list or tuple, a folder (all its images in the order of their paths),
-                or an array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3)
-                or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each is resized, cropped
-                and normalised as in the evaluation during training.
-            top: number of classes to return, at most all of the model. None: five; of a multi-label model the classes
-                that reach their thresholds.
+            images: one image, or several: a list or tuple, a folder (all its images in the order of their paths), or an
+                array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3) or
+                (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each image is resized,
+                cropped and normalised as for validation in the training.
+            top: number of classes to return; the model's number of classes is the limit. None: five; for a multi-label
+                model all classes that reach their thresholds.
             batch_size: images per batch.
-            num_workers: processes that read images; 0 reads them in this one.
-            mirror: average the probabilities of each image and its mirror image.
-            on_error: what to do about an image that cannot be read: 'error' stops and names it; 'skip' goes on without
-                it and warns at the end, with the number of such images and the first of them.
+            num_workers: processes that read images; 0: this process reads them.
+            mirror: whether to average the probabilities of each image and its mirror image.
+            on_error: what to do about an image that cannot be read: 'error' stops and names the image; 'skip' goes on
+                without the image, and warns at the end, with the number of unreadable images and the first of them.
 
         Returns:
-            A `Prediction` for one image, a list of them for several. With 'skip', an unreadable image is None in its
-            place, so that the list is as long as the list given; of a folder, whose predictions have paths, unreadable
-            images are left out.
+            A `Prediction` for one image, a list of `Prediction`s for several images. With 'skip', the list has None for
+            an unreadable image, so that it is as long as the given list; for a folder, whose predictions have paths,
+            unreadable images are left out.
 
         Raises:
             UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
@@ -233,9 +233,8 @@ class Predictor:
     ) -> Tensor:
         """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
 
-        Arguments and errors are those of `predict`. With 'skip' the row of an image that cannot be read is NaN, also
-        where `images` is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` returns paths as
-        well.
+        Arguments and errors are those of `predict`. With 'skip' the row of an unreadable image is NaN, even if `images`
+        is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` also returns paths.
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)
@@ -250,11 +249,11 @@ class Predictor:
 
         Args:
             image: one image, see `predict`.
-            layers: numbers of the blocks, from 0, or from -1 backwards; None: all.
+            layers: indices of the blocks; negative ones count from the last block; None: all blocks.
 
         Returns:
-            See `relvit.models.AttentionMaps`: per layer float32 (heads, N, N), on the CPU; rows and columns of patches;
-            number of tokens before the patches.
+            See `relvit.models.AttentionMaps`: weights of each layer, float32 (heads, N, N) on the CPU; rows and columns
+            of patches; number of tokens before the patches.
 
         Raises:
             UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
@@ -286,14 +285,14 @@ class Predictor:
         num_workers: int = 0,
         unreadable: dict[str, str] | None = None,
     ) -> Iterator[tuple[ImageBatch, Tensor]]:
-        """Yield transformed images float32 (B, C, H, W), or a native batch, and int64 (B,) their indices in `items`.
+        """Yield transformed images, float32 (B, C, H, W) or a native batch, and their indices in `items`, int64 (B,).
 
         Args:
             items: images, see `predict`.
             batch_size: images per batch.
             num_workers: processes that read images.
-            unreadable: a dictionary that gets path and reason of each unreadable file, which is then left out; None: an
-                unreadable file is an error.
+            unreadable: a dictionary to which path and reason of each unreadable file are added; the file is then left
+                out. None: an unreadable file raises an error.
         """
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:

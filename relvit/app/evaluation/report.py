@@ -21,33 +21,37 @@ from relvit.app.training.labels import Labels
 from relvit.app.utils.files import from_here, write_csv
 from relvit.app.utils.shown_text import printable
 
-# The sheet shows the first number of mistakes, and mistakes.csv lists the second.
+# mistakes.png shows at most `SHOWN` mistakes, and mistakes.csv lists at most `LISTED`.
 SHOWN, LISTED = 25, 10_000
-# The confusion matrix of more classes is mostly zeros, and is written as pairs.
+# With more classes than this, the confusion matrix is mostly zeros, so only its other entries are written, as pairs of
+# classes.
 DENSE = 1000
 
 
 class EvaluationReport(Callback):
     """Write the results of a test: each image once, on any number of devices.
 
-    - `classes.csv`: images, precision, recall and F1 of each class (see `class_metrics`), with several labels per image
-      also average precision and threshold (see `multi_label_metrics`); empty where undefined;
+    - `classes.csv`: number of images, precision, recall and F1 of each class (see `class_metrics`); with several labels
+      per image also average precision and threshold (see `multi_label_metrics`). A cell is empty if a metric is
+      undefined;
     - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
-      classes the CSV holds a row for each pair that occurs; none with several labels;
+      classes the CSV has a row for each pair of classes that occurs. With several labels per image these files are not
+      written;
     - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
-      first, at most 10,000; with several labels all true and all predicted classes (with ';' between) and the binary
-      cross-entropy of each image with a wrong or missing class, the highest first;
+      first, at most 10,000; with several labels per image: all true and all predicted classes (joined by ';') and the
+      binary cross-entropy of each image with a wrong or missing class, the highest first;
     - `mistakes.png`: the first 25 of these mistakes, with the images as the model saw them;
-    - `corruptions.csv` of a robustness set: accuracy of each corruption, by severity, and the mean over severities.
+    - `corruptions.csv`, only for a robustness set: accuracy of each corruption, by severity, and the mean over
+      severities.
 
     Args:
         folder: where to write.
 
     Attributes:
         results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
-            that have images) and, of one label, 'test/calibration_error'; empty where there were no images.
-        classes: metrics of each class, available as `results` are.
-        corruptions: accuracies of corruptions, available as `results` are; None for data without corruptions.
+            that have images) and, with one label per image, 'test/calibration_error'; empty if there were no images.
+        classes: metrics of each class, after the test, on the main process.
+        corruptions: accuracies of corruptions, likewise; None for data without corruptions.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +135,7 @@ class EvaluationReport(Callback):
         write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
-            # The test keeps its other results where a file has been deleted since.
+            # If a file has been deleted since, leave its picture out, so that the test keeps all other results.
             with suppress(UnreadableImageError):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def accuracy_error(accuracy: float, images: int) -> float:
-    """Compute the standard error of an accuracy, sqrt(p (1 - p) / n), that of a binomial share p of n images.
+    """Compute the standard error of an accuracy p on n images, the binomial distribution's sqrt(p (1 - p) / n).
 
     The standard error tells how much the accuracy may differ on other images of the same kind, not after a new
     training.
@@ -19,11 +19,11 @@ def accuracy_error(accuracy: float, images: int) -> float:
 
 
 def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Compute by how much the second model's accuracy is higher than the first's, and the standard error.
+    """Compute the second model's accuracy minus the first model's accuracy, and the standard error of the difference.
 
-    With d = 1, 0 or -1 for each image, the error is sqrt((mean(d^2) - mean(d)^2) / n): images on which both models are
-    right, or both wrong, add nothing (McNemar 1947 counts the other images). The error is usually far smaller than an
-    error that is computed from the errors of the two accuracies.
+    For each image let d be 1, 0 or -1, the difference of both models. The error is sqrt((mean(d^2) - mean(d)^2) / n):
+    images on which both models are right, or both wrong, add nothing (McNemar 1947 counts only the other images). The
+    error is usually far smaller than an error that is computed from the errors of the two accuracies.
 
     Args:
         first: (n,) booleans, whether each image is right.
@@ -39,8 +39,8 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, flo
 def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
     """Return results in which the standard error of each accuracy, `NAME_se`, follows the accuracy `NAME`.
 
-    Accuracies are those whose names end in acc1, acc5, knn or linear. Mean average precision is no share of images, and
-    has no such error. Without images there are no errors.
+    An accuracy is a result whose name ends in acc1, acc5, knn or linear. Mean average precision is no share of images,
+    so it has no such error. Without images there are no errors.
     """
     found: dict[str, float] = {}
     for name, value in results.items():

@@ -11,16 +11,16 @@ from huggingface_hub.utils import get_session, logging
 
 from relvit.app.utils.remote import DownloadError
 
-# Without an answer after this number of seconds, the hub counts as out of reach.
+# If the hub does not answer within this number of seconds, it counts as out of reach.
 PATIENCE = 10
 
 
 @contextmanager
 def hub_access() -> Iterator[None]:
-    """Keep the hub's library silent, and offline where the hub does not answer.
+    """Keep the hub's library silent, and offline if the hub does not answer.
 
-    huggingface_hub has no option for its retries: without a network it waits 23 seconds for each file that is asked
-    for, even where the file is in the cache.
+    huggingface_hub has no option for its retries: without a network it waits 23 seconds for each requested file, even
+    if the file is in the cache.
 
     Raises:
         DownloadError: The hub does not answer, and a file is not in the cache.
@@ -31,7 +31,7 @@ def hub_access() -> Iterator[None]:
     try:
         with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
             yield
-    # The errors for a missing file have other classes in older versions, and all of these classes are OSErrors.
+    # The class of the error for a missing file differs between versions, but is an OSError in all of them.
     except OSError as error:
         if not offline:
             raise
@@ -46,7 +46,7 @@ def hub_access() -> Iterator[None]:
 def _answers() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    # Versions of huggingface_hub have different clients, whose errors for proxies, names and connections differ.
+    # Versions of huggingface_hub use different HTTP clients, whose errors for proxies, names and connections differ.
     except Exception:
         return False
     return True

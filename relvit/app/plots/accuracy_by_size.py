@@ -20,10 +20,10 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
 
     Multi-label models have mean average precision, mean F1 and loss. Bars are standard errors of accuracies. The size
     of an image that is not square is the side of a square that has the same number of pixels. A dotted line marks each
-    size at which a model was trained, a ring the model's points there.
+    size at which a model was trained, and a ring marks the model's points at this size.
 
     Args:
-        rows: what `relvit.app.evaluation.evaluate_sizes` returns.
+        rows: the rows that `relvit.app.evaluation.evaluate_sizes` returns.
         labels: the name of the model of each row.
         target: the PNG.
         title: title of the figure.

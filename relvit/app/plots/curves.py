@@ -29,7 +29,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
 
     A multi-label training has mean average precision and F1 of validation instead of accuracy. Epochs count from 1. A
-    dotted line marks the epoch of the best validation accuracy; among equal accuracies, that of the lowest loss.
+    dotted line marks the epoch of the best validation accuracy; if accuracies are equal, the epoch of the lowest loss.
 
     Args:
         metrics: the table, whose epochs count from 0.
@@ -53,7 +53,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
     # `relvit.app.training.RunCheckpoints` chooses by the same rule. An epoch may have several validations.
     scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
-        # A table that lacks some losses still has curves; then the first of the best scores is marked.
+        # If the table lacks some losses, draw the curves, and mark the first of the best scores.
         losses = [(0, 0.0)] * len(scores)
     best, _ = max(zip(scores, losses, strict=True), key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
     # `Figure` is used without pyplot, which would keep global state.

@@ -27,7 +27,7 @@ class MapRow(NamedTuple):
     Attributes:
         label: label of the colour bar, with the unit.
         maps: (columns, rows of patches, columns of patches).
-        signed: whether colours are symmetric around zero; else they go from the lowest to the highest number.
+        signed: whether colours are symmetric around zero; otherwise they go from the lowest to the highest number.
     """
 
     label: str
@@ -36,12 +36,12 @@ class MapRow(NamedTuple):
 
 
 def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> Figure:
-    """Draw position tables as heat maps, a column per table, its layers one below the other in common colours.
+    """Draw position tables as heat maps: a column per table, with the layers one below the other in the same colours.
 
     Args:
-        tables: layer -> name -> numbers: (heads, offsets, channels) of vectors, where heads are drawn one below the
-            other; (heads, offsets) of scalars; of a name that ends in 'joint' (heads, row offsets, column offsets).
-            Offsets, key minus query, go from -k to k.
+        tables: layer -> name -> numbers: (heads, offsets, channels) for vectors, with heads drawn one below the other;
+            (heads, offsets) for scalars; (heads, row offsets, column offsets) if the name ends in 'joint'. Offsets, key
+            minus query, go from -k to k.
         title: title of the figure.
     """
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
@@ -107,13 +107,14 @@ def _draw_table(axes: Axes, name: str, table: np.ndarray, row: int, most: float)
 def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head: int | None = None) -> Figure:
     """Draw numbers by offset, key minus query, as small images around the query: a row per layer, a column per head.
 
-    Of more than 12 heads, the 12 whose numbers span the widest range are drawn.
+    If there are more than 12 heads, the 12 heads whose numbers span the widest range are drawn.
 
     Args:
-        kernels: layer -> (heads, rows, columns), both odd; the offset of the middle is zero. NaN: no such offset.
+        kernels: layer -> (heads, rows, columns), with odd rows and columns; the offset zero is in the middle. NaN:
+            there is no such offset.
         title: title of the figure.
         label: label of the colour bars, with the unit.
-        head: number of the one head to draw; None: all.
+        head: number of the only head to draw; None: all heads.
     """
     most_heads = max(len(kernel) for kernel in kernels.values())
     columns = min(most_heads, MOST_HEADS) if head is None else 1
@@ -184,7 +185,7 @@ def plot_overlay(
 
     Args:
         picture: uint8 (height, width, 3).
-        values: (rows, columns) of any number: the map covers the whole image.
+        values: the map, which covers the whole image, with any numbers of rows and columns.
         size: rows and columns of patches, for the axes.
         title: title of the figure.
         label: label of the colour bar, with the unit.

@@ -19,7 +19,7 @@ def plot_probes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target
     Bars are standard errors.
 
     Args:
-        rows: what `relvit.app.evaluation.probe_models` returns.
+        rows: the rows that `relvit.app.evaluation.probe_models` returns.
         labels: the name of the model of each row.
         target: the PNG.
         title: title of the figure.

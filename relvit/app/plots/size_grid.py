@@ -24,13 +24,14 @@ def plot_size_grid(
 ) -> None:
     """Draw a column of heat maps per model into a PNG: height by width of the images, numbers in the cells.
 
-    The upper maps show accuracy in per cent (of multi-label models mean average precision), the lower ones by how many
-    points the accuracy on images of this shape is higher than on the same images squashed to a square of as many
-    patches. Differences below two standard errors are grey. A frame marks sizes at which the model was trained.
+    The upper maps show accuracy in per cent (mean average precision for multi-label models). The lower maps show the
+    difference in per cent: accuracy on images of this shape minus accuracy on the same images squashed to the square
+    with the same number of patches. Differences below two standard errors are grey. A frame marks sizes at which the
+    model was trained.
 
     Args:
-        rows: what `relvit.app.evaluation.evaluate_sizes` returns for all pairs of some heights and some widths, with
-            `squares`. The cell of a size that a model does not take stays empty.
+        rows: the rows that `relvit.app.evaluation.evaluate_sizes` returns for all pairs of some heights and some
+            widths, with `squares`. The cell of a size that a model does not take stays empty.
         labels: the name of the model of each row.
         target: the PNG.
         title: title of the figure.

@@ -15,14 +15,14 @@ def plot_steps(image: np.ndarray, steps: np.ndarray, most: int, target: str | Pa
 
     Args:
         image: uint8 (height, width, 3).
-        steps: (rows, columns) of patches, steps of each.
-        most: the most steps that the model takes.
+        steps: number of steps of each patch, (rows, columns).
+        most: the largest number of steps that the model takes.
         target: the PNG.
     """
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.imshow(image)
-    # Both panels have the shape of the image.
+    # With the image's extent, both panels have the shape of the image.
     drawn = right.imshow(steps, vmin=1, vmax=most, extent=left.get_images()[0].get_extent())
     for axes in (left, right):
         axes.set_axis_off()

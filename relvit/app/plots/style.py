@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 
 from relvit.app.utils.files import atomic_write
 
-# These font sizes stay legible where a figure is shown at half its size.
+# These font sizes are legible even if a figure is shown at half its size.
 FONT, SMALL = 15, 13
 # The name of a class, or a line of a caption, has at most this number of characters.
 LONGEST = 24

@@ -24,7 +24,7 @@ from relvit.models import Reach, set_reach
 
 
 class Answering(EpochMetrics):
-    """A classifier that answers, by the model `net` unless a subclass has none: `forward` computes logits.
+    """A classifier that answers: `forward` computes logits, with the model `net` or as a subclass defines it.
 
     Lightning's Trainer runs the steps of validation, test and prediction on any number of devices, for `relvit fit`,
     `validate`, `test` and `predict`; the callbacks `EvaluationReport` and `PredictionTable` write down what the steps
@@ -32,9 +32,10 @@ class Answering(EpochMetrics):
     `calibrate` and `export --int8`.
 
     Attributes:
-        average: The averaged weights, in a training that keeps some.
+        average: The averaged weights; None in a training without averaging.
         mirror: Whether the Trainer's steps average the probabilities of each image and its mirror image.
-        absent: The classes that no image has, bool (num_classes,), which are never predicted. None: there are none.
+        absent: The classes that no image has, bool (num_classes,), which are never predicted. None: all classes may be
+            predicted.
     """
 
     average: WeightAverage | None = None
@@ -76,7 +77,7 @@ class Answering(EpochMetrics):
     def logits(self, images: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute the logits (B, num_classes) of a batch on any device, which may be empty.
 
-        With `mirror` these are the logits of the mean probabilities, float32, of each image and its mirror image.
+        With `mirror` the result is float32: logits of the mean probabilities of each image and its mirror image.
         """
         # A process with fewer batches than other processes gets empty batches, which models cannot compute.
         if not image_count(images):
@@ -110,7 +111,7 @@ class Answering(EpochMetrics):
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
-            raise ValueError(f"the weights are not those of this model: {one_line(error)[:300]}") from error
+            raise ValueError(f"the weights do not fit this model: {one_line(error)[:300]}") from error
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[ImageBatch, Tensor]) -> Tensor:
         images, labels = batch
@@ -142,10 +143,10 @@ def pooled_features(net: nn.Module, images: ImageBatch) -> Tensor:
 def answers(
     step: Callable[[ImageBatch], Tensor], batches: Iterable[tuple[ImageBatch, Any]], split: str | None = None
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Yield what `step` computes from the images of each batch, on the CPU, with the second part of the batch.
+    """Yield the result of `step` for the images of each batch, on the CPU, and the batch's labels or names.
 
     Raises:
-        ValueError: There is no batch, and `split` names the images.
+        ValueError: There is no batch. The message calls the images `split`.
     """
     found = False
     for images, others in batches:

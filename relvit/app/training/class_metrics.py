@@ -18,8 +18,8 @@ from torchmetrics.utilities import dim_zero_cat
 class ClassMetrics(NamedTuple):
     """The number of images of each class, int64 (C,), and metrics, float64 (C,), which are NaN where undefined.
 
-    `precision` is undefined where a class is never predicted, `recall` where the class has no images, `f1` where both
-    are the case.
+    `precision` is undefined for a class that is never predicted, `recall` for a class without images, `f1` if both are
+    the case.
     """
 
     count: np.ndarray
@@ -29,11 +29,11 @@ class ClassMetrics(NamedTuple):
 
 
 class MultiLabelMetrics(NamedTuple):
-    """Metrics of each class of multi-label images: `count`, its number of images, int64 (C,); the others float64 (C,).
+    """Metrics of each class of multi-label images: `count`, the number of images, int64 (C,); all others float64 (C,).
 
-    An image gets a class where the probability reaches the `threshold`. An undefined metric is NaN: `recall` and
-    `average_precision` where a class has no images, `precision` where it is never predicted, `f1` where both are the
-    case.
+    A class is predicted if its probability reaches the `threshold`. An undefined metric is NaN: `recall` and
+    `average_precision` for a class without images, `precision` for a class that is never predicted, `f1` if both are
+    the case.
     """
 
     count: np.ndarray
@@ -61,7 +61,7 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 def class_metrics(confusion: np.ndarray) -> ClassMetrics:
     """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
     right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    # torchmetrics cannot tell an undefined metric from one that is zero.
+    # NumPy gives NaN for an undefined metric; torchmetrics would give zero.
     with np.errstate(invalid="ignore"):
         return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
 
@@ -91,8 +91,8 @@ def multi_label_metrics(
         probabilities: (N, C).
         labels: Bool (N, C).
         thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
-            threshold is midway between the lowest score to be included and the next one below it; the highest of
-            equally good thresholds is taken, and 0.5 for a class without images.
+            threshold is midway between the lowest score that it includes and the next lower score. Of equally good
+            thresholds the highest is taken; a class without images gets 0.5.
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)

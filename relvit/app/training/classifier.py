@@ -55,23 +55,24 @@ class ImageClassifier(Answering):
     """Trains, evaluates and predicts with any timm model and optimiser, by a learning rate for each step.
 
     Args:
-        model: The name of a relvit or timm model. None: that of `pretrained` with its `model_kwargs` and `retrofit`
-            unless these are given; without `pretrained` relvit_small.
+        model: The name of a relvit or timm model. None: the model of `pretrained`, with its `model_kwargs` and
+            `retrofit` unless they are given; without `pretrained`, relvit_small.
         num_classes: The number of classes.
         in_chans: The number of channels of the images.
-        img_size: The image size that the model is built for; evaluation may use others.
+        img_size: The image size that the model is built for; evaluation may use other sizes.
         class_names: The names of the classes in order.
         model_kwargs: Further arguments of the model, checked against its signature.
         retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
             defaults. None leaves the model unchanged.
         pretrained: The weights that a new training starts from: a relvit checkpoint, a model of timm with its tag, a
             file or folder of weights, see `Pretrained`. They are adapted to these classes and this image size, see
-            `transfer_weights`. A resumed training or an evaluation loads its checkpoint alone.
+            `transfer_weights`. A resumed training or an evaluation only loads its checkpoint.
         opt: The name of an optimiser of timm (adamw, lamb, lion, muon, sgd ...).
         opt_kwargs: Further arguments of the optimiser, such as betas, momentum, eps.
         lr: The peak learning rate.
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
-            grows in proportion to the batch over all devices and accumulated steps. None uses `lr` itself.
+            grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
+            `lr` itself.
         layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
         position_lr_scale: The factor on the learning rate of relative positions, for new tables after a `retrofit`
             (10 in the recipe `retrofit`).
@@ -83,23 +84,28 @@ class ImageClassifier(Answering):
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
         label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
-        bce_threshold: With 'bce', targets above this count as 1 and others as 0. None leaves the targets as they are.
+        bce_threshold: With 'bce', targets above this number count as 1, all other targets as 0. None does not change
+            the targets.
         class_weights: The weight of each class in the training loss, in the order of the classes.
         mixup: The parameter of mixup's Beta distribution; 0 turns mixup off.
         cutmix: The parameter of cutmix's Beta distribution; 0 turns cutmix off.
-        mix_prob: The probability that a batch is mixed at all.
-        mix_switch_prob: The probability of cutmix where mixup is on as well.
-        ema_decay: The decay of a moving average of the weights, which evaluation then uses. None keeps no average.
+        mix_prob: The probability that a batch is mixed.
+        mix_switch_prob: The probability that a mixed batch uses cutmix, if both mixup and cutmix are on.
+        ema_decay: The decay of a moving average of the weights, which evaluation uses instead of the weights. None
+            keeps no average.
         ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
         teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
-            weights). The output of the distillation token learns from it, in models without this token the only output.
+            weights). The output of the distillation token learns from the teacher; in models without this token, the
+            only output does.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
         ponder_weight: The weight of the ponder cost in the training loss, with models whose patches halt.
         ponder_warmup_epochs: The length of the linear rise of this weight in epochs.
-        freeze_epochs: The number of epochs in which the classifier alone is trained, all else being in evaluation mode.
-        nonfinite: At a non-finite loss or gradient, on any device, 'stop' before the optimiser step, or 'skip' it.
+        freeze_epochs: The number of epochs at the beginning in which only the classifier is trained; all other parts
+            are in evaluation mode.
+        nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
+            'skip' the step.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         channels_last: Whether images and convolutions use the memory format that GPUs prefer.
         multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); then 'ce'
@@ -202,8 +208,8 @@ class ImageClassifier(Answering):
     def forward(self, images: ImageBatch) -> Tensor:
         """Compute the logits (B, num_classes) of images (B, in_chans, height, width), or of a native batch.
 
-        Evaluation mode uses the averaged weights where a training keeps an average, and divides the logits by the
-        temperature where the checkpoint is calibrated (`relvit.app.evaluation.calibrate`).
+        Evaluation mode uses the averaged weights if the training keeps an average, and divides the logits by the
+        temperature if the checkpoint is calibrated (`relvit.app.evaluation.calibrate`).
         """
         if self.hparams.channels_last and isinstance(images, Tensor):
             images = images.contiguous(memory_format=torch.channels_last)

@@ -49,7 +49,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_labels(data: Any, several: bool, stage: str) -> None:
-    """Refuse data with one label per image where the model has several, or the other way round.
+    """Refuse data with one label per image for a multi-label model, and data with several labels for other models.
 
     Raises:
         ValueError: The data do not fit.
@@ -66,7 +66,7 @@ def check_labels(data: Any, several: bool, stage: str) -> None:
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
     """Refuse data with images or labels that a model does not take.
 
-    The model computes an image of each size. Data modules that are not relvit's are accepted unseen.
+    To check the data, the model computes an image of each size. Data modules that are not relvit's are not checked.
 
     Raises:
         ValueError: The data do not fit.

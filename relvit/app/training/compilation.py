@@ -9,7 +9,7 @@ from torch import nn
 
 
 def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
-    """Compile a network, unless this is already done; in place, so that the names in its state dict stay the same.
+    """Compile a network in place, so that its state dict keeps its names; skip a network that is compiled already.
 
     See `compile` of `relvit.app.training.ImageClassifier` for `backend`. If the data module has several `train_sizes`,
     each size has a graph of its own.

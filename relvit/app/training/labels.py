@@ -38,7 +38,7 @@ class Mistake(NamedTuple):
 
     Attributes:
         weight: The probability of the wrong class, or the loss of a multi-label image: larger is worse.
-        position: The position of the image among the images of the test.
+        position: The position of the image in the test.
         true: The names of the image's classes.
         predicted: The names of the predicted classes.
         caption: The prediction in the words of a figure.
@@ -60,7 +60,7 @@ class Labels(Protocol):
         activation: The Python code that turns logits into probabilities.
         mistakes_by: The column by which a table of mistakes is sorted.
         mistakes_title: The title of the pictures of mistakes.
-        thresholds: The probability of each class from which on an image has this class. None: an image has its most
+        thresholds: For each class, the lowest probability at which an image has the class. None: an image has its most
             probable class.
     """
 
@@ -72,7 +72,7 @@ class Labels(Protocol):
     thresholds: list[float] | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, else float32.
+        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, otherwise float32.
 
         Raises:
             ValueError: A probability is not finite.
@@ -166,7 +166,8 @@ class OneLabel(Labels):
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create top-1 accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-        If images are mixed by mixup or CutMix, the larger part is taken as the class, in 'acc1_mixed' and 'acc5_mixed'.
+        If mixup or CutMix mixes images, the class with the larger part counts, and the names are 'acc1_mixed' and
+        'acc5_mixed'.
         """
         end = "_mixed" if mixed else ""
         return {
@@ -312,7 +313,7 @@ def _finite(probabilities: Tensor) -> Tensor:
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
     """List the classes of each image (B, C) that reach their thresholds, the most probable first."""
-    # A threshold may lie midway between two neighbouring floats. Not every accelerator has doubles to compare them.
+    # A threshold may lie midway between two neighbouring floats. Some accelerators lack float64, so compare on the CPU.
     probabilities = probabilities.cpu().double()
     found = []
     for row in probabilities:

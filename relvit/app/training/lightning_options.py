@@ -1,4 +1,4 @@
-"""Callbacks and options of Lightning's Trainer that a training refuses, and what relvit has in their place.
+"""Callbacks and options of Lightning's Trainer that a training refuses, and relvit's replacements for them.
 
 `docs/options.md` lists these callbacks and options. Everything else of Lightning works: `tests/app/cli/trainer` trains
 and resumes with each callback and each argument of the Trainer.
@@ -26,7 +26,7 @@ from relvit.app.data import ImageData
 from relvit.app.training.optim.lr_finder import FindLearningRate
 from relvit.app.training.optim.strategy import check_strategy
 
-# Callback -> why a training refuses it and its subclasses, and what to give instead.
+# Callback -> why a training refuses the callback and its subclasses, and what to use instead.
 REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "it adds parameters to the optimiser for which the schedule has no rate; to train the classifier "
     "first, give --model.freeze_epochs N, and smaller rates for lower layers by --model.layer_decay 0.75",
@@ -45,7 +45,7 @@ REFUSED: dict[type[Callback], str] = {
     WeightAveraging: "in checkpoints its average would take the place of the weights; give --model.ema_decay 0.999, "
     "whose checkpoints hold both",
 }
-# These callbacks write to a logger alone.
+# These callbacks only write to a logger, so they need one.
 LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 
@@ -56,15 +56,16 @@ LEAST_HALF = 2.0**-24
 
 
 def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
-    """Refuse a trainer that cannot use the classifier, or that would train it otherwise than its options say.
+    """Refuse a trainer that cannot use the classifier, or would not train it as the classifier's options say.
 
     Args:
         trainer: The trainer, which is about to run.
         ema_decay: The decay of the average of the weights; None: there is no average.
 
     Raises:
-        ValueError: A callback would change a training behind its plan or make checkpoints that cannot be resumed, or
-            lacks a logger; the strategy divides the weights; or an option does not go with relvit's data or average.
+        ValueError: A callback would change the training against its plan, would write checkpoints that cannot be
+            resumed, or needs a logger; the strategy divides the weights; or an option does not fit relvit's data or
+            averaged weights.
     """
     check_strategy(trainer.strategy)
     if trainer.state.fn != "fit":
@@ -87,7 +88,7 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
 def check_callback(callback: Callback, logger: bool) -> None:
     """Refuse a callback of the table, or one that writes to a logger alone where there is none."""
     name, kinds = type(callback).__name__, type(callback).__mro__
-    # relvit's own subclass of a refused callback goes with its schedule.
+    # relvit's own subclass of a refused callback works with relvit's schedule.
     if isinstance(callback, FindLearningRate):
         return
     if reason := next((REFUSED[kind] for kind in kinds if kind in REFUSED), None):

@@ -48,8 +48,8 @@ class EpochMetrics(LightningModule):
     """A LightningModule whose metrics count every image once on any number of devices.
 
     All processes compute a metric at the same point, and log the result as a plain number. If the metric object itself
-    were logged, Lightning would compute it when something first reads it. A progress bar reads the metric on the main
-    process alone, and the main process would then wait for the other processes for ever.
+    were logged, Lightning would compute it when something first reads it. A progress bar reads the metric only on the
+    main process, which would then wait for the other processes for ever.
 
     Attributes:
         labels: The labels of the images, one per image or several.
@@ -110,7 +110,8 @@ class EpochMetrics(LightningModule):
 
     def restore_metrics(self, stored: list[States]) -> None:
         """Resume with the metrics of a checkpoint, in each process with its own."""
-        # The number of processes changes only between epochs, where there are no metrics to restore.
+        # If the number of processes has changed, the training resumes between epochs, where there are no metrics to
+        # restore.
         self._metrics_at_step = stored[self.global_rank] if len(stored) == self.trainer.world_size else {}
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()
@@ -177,7 +178,7 @@ class EpochMetrics(LightningModule):
         self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
 
     def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
-        # With both `sync_dist` and `rank_zero_only` Lightning neither reduces the values once more nor warns.
+        # With both `sync_dist` and `rank_zero_only` Lightning does not reduce the values again, and gives no warning.
         options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
         self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
 

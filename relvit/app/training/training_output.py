@@ -11,8 +11,8 @@ from torch import Tensor
 class TrainingOutput(NamedTuple):
     """The output of a model in training mode.
 
-    A model with further losses names them in its attribute `training_losses` and returns them after
-    `set_training_losses(True)`, as any object with the attributes `logits` and `losses`.
+    A model with further losses lists their names in its attribute `training_losses`. After `set_training_losses(True)`
+    it returns any object with the attributes `logits` and `losses`.
 
     Attributes:
         logits: (B, num_classes).

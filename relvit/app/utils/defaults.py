@@ -13,15 +13,16 @@ Item = TypeVar("Item")
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Make float32 and the CPU the defaults of PyTorch, as they are when it is imported; also for use as a decorator.
+    """Context or decorator in which PyTorch's defaults are float32 and the CPU, as after its import.
 
-    Models that are read from files, and the tensors made of their outputs, then have the same dtypes and devices
-    whatever `torch.set_default_dtype`, `torch.set_default_device` or `with torch.device(...)` say outside.
+    So models that are read from files, and tensors made from their outputs, do not depend on the user's calls of
+    `torch.set_default_dtype`, `torch.set_default_device` or `with torch.device(...)`.
     """
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
-        # The context of a device intercepts every operation, which takes time, so it is left out where it is the CPU.
+        # The context of a device intercepts every operation, which takes time, so it is left out if the default is the
+        # CPU already.
         with nullcontext() if device.type == "cpu" else torch.device("cpu"):
             yield
     finally:

@@ -12,7 +12,7 @@ import torch
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# The kinds of devices that users have; PyTorch knows more names.
+# The kinds of devices that messages offer; PyTorch knows more names.
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -87,7 +87,7 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name; 'auto' is an accelerator if there is one, else the CPU.
+    """Return the device with this name; 'auto' is an accelerator if there is one, otherwise the CPU.
 
     Raises:
         ValueError: there is no such device.
@@ -102,7 +102,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
     try:
         torch.empty(0, device=device)
-    # The type of PyTorch's error depends on the device, and on what PyTorch was built for.
+    # The type of PyTorch's error depends on the device, and on the devices for which PyTorch was built.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = cut(str(error).strip().splitlines()[0], 200)
         raise ValueError(f"cannot compute on device {name!r}: {reason}") from error

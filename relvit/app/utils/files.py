@@ -41,7 +41,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     Whatever interrupts the writing, `path` holds the old content or the new content, never a part.
 
     Args:
-        path: the file, in a folder that exists. A file that is there already is replaced.
+        path: the file, in a folder that exists. An existing file is replaced.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
@@ -62,15 +62,15 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files at the end become the files of the folder `path`, all in one step.
 
-    Whatever interrupts the writing, `path` holds all of the old files or all of the new ones, never some of each. Files
-    and folders of other names that are in `path` stay there. Systems that cannot exchange two folders (other than
-    Linux, some network file systems) have no folder at `path` for a moment.
+    Whatever interrupts the writing, `path` holds all of the old files or all of the new files, never a mixture. Files
+    and folders with other names in `path` stay there. Systems that cannot exchange two folders (other than Linux, some
+    network file systems) have no folder at `path` for a moment.
 
     Args:
-        path: the folder; it need not exist, and neither need its parents.
+        path: the folder; neither the folder nor its parents need exist.
 
     Raises:
-        ValueError: the folder is the current one or a mount point, which cannot be exchanged.
+        ValueError: the folder is the current folder or a mount point, and so cannot be exchanged.
         OSError: the parent folder cannot be written to, or the disk is full.
     """
     # Links are resolved, so that a link to a folder stays a link.
@@ -145,7 +145,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 @contextmanager
 def disk_errors_name(path: str | os.PathLike[str], part: Path) -> Iterator[None]:
-    """Let an error of the disk, by whatever library, be an OSError that names the user's path, not the temporary one.
+    """Turn any library's error of a full or failing disk into an OSError that names the user's path.
 
     Raises:
         OSError: the disk is full or cannot be written to.
@@ -154,7 +154,7 @@ def disk_errors_name(path: str | os.PathLike[str], part: Path) -> Iterator[None]
         yield
     except Exception as error:
         found = _disk_error(error)
-        # Errors of other files keep their names.
+        # Do not change errors that name another file.
         if found is None or (found.filename is not None and not str(found.filename).startswith(str(part))):
             raise
         raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
@@ -173,7 +173,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def link_or_copy(path: Path, other: Path) -> None:
-    """Let `other` be the content that `path` has now, by a hard link; by a copy where the file system has no links.
+    """Make `other` a hard link to the present content of `path`, or a copy if the file system has no hard links.
 
     The link keeps this content when `path` is replaced, as `atomic_write` does.
     """
@@ -227,10 +227,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON text, which may come from others.
+    """Parse JSON text from an untrusted source.
 
     Raises:
-        ValueError: the text is no JSON, or nested more deeply than Python reads it.
+        ValueError: the text is no JSON, or is nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)
@@ -250,7 +250,8 @@ def absolute(path: str) -> str:
     `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays, and opening the
     path fails.
     """
-    # Resolving would turn the doubled slash of an address into one, and then the address's secrets would not be found.
+    # Resolving would turn the double slash of an address into a single slash, and then the address's secrets would not
+    # be found.
     if is_address(path):
         return path
     # Without `..`, abspath changes nothing but `.` and doubled slashes.
@@ -272,7 +273,7 @@ def kept_path(path: str) -> str:
 def canonical_paths(paths: Iterable[str]) -> Iterator[str]:
     """Yield each path with its folder resolved (`..`, links), so that all spellings of a file's name become one.
 
-    A file that is itself a link stays apart from what the link leads to.
+    A file that is itself a link is not replaced by the link's target.
     """
     folders: dict[str, str] = {}
     for path in paths:
@@ -299,7 +300,7 @@ def check_output(
         replaces: whether the file may exist.
 
     Raises:
-        ValueError: another suffix than one of `formats`, a remote address, or without `replaces` an existing file.
+        ValueError: a suffix that is not in `formats`, a remote address, or, without `replaces`, an existing file.
         FileNotFoundError: the folder does not exist.
         NotADirectoryError: with `makes_folder`, a part of the path is a file.
     """

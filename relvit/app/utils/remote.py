@@ -31,8 +31,8 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the path of a local file, or of a temporary copy of the file at a remote address.
 
     Raises:
-        FileNotFoundError: there is nothing at the address, or a folder.
-        ValueError: an address of an unknown kind, or of one that needs a package which is not installed.
+        FileNotFoundError: there is nothing at the address, or it is a folder.
+        ValueError: the kind of address is unknown, or needs a package that is not installed.
         DownloadError: the file could not be fetched.
         OSError: the disk has no space for the copy.
     """
@@ -46,7 +46,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _fetch(address: str, copy: Path) -> None:
-    # These imports are not at the top of the file, since most commands never need them.
+    # Import fsspec only here, since most commands never need it.
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
     from fsspec.registry import registry
@@ -64,14 +64,14 @@ def _fetch(address: str, copy: Path) -> None:
         raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no file at {address}") from error
-    # Each library behind fsspec has exceptions of its own.
+    # Each library behind fsspec raises different exceptions.
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         raise DownloadError(f"{address} could not be fetched: {why}") from error
     if not copy.is_file():
-        raise FileNotFoundError(f"there is no file at {address}, but a folder")
+        raise FileNotFoundError(f"{address} is a folder: give the address of a file")
 
 
 def _options(protocol: str) -> dict[str, Any]:

@@ -23,13 +23,13 @@ def seed_all(*key: int) -> None:
     """Seed Python, NumPy and PyTorch on all devices by `key` alone."""
     seed = _hash(key)
     _seed_host(seed)
-    # `torch.manual_seed` seeds the generators of all accelerators, and the CPU's once more.
+    # `torch.manual_seed` seeds the generators of the CPU and of all accelerators.
     torch.manual_seed(seed)
 
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seed Python, NumPy and PyTorch's CPU by `key` alone within the context.
+    """Context in which the generators of Python, NumPy and PyTorch's CPU are seeded by `key`.
 
     Afterwards the three states are restored, but not in a DataLoader worker, where nothing else draws random numbers:
     restoring three states takes longer than loading a small image.

@@ -189,7 +189,8 @@ class AFTLocal(AFTFull):
         torch.Size([2, 24, 192])
 
     Args:
-        window: see `aft_local`. **kwargs: the arguments of `AFTFull`.
+        window: see `aft_local`.
+        **kwargs: the arguments of `AFTFull`.
     """
 
     def __init__(self, dim: int, num_heads: int = 1, *, window: int | Sequence[int] = 4, **kwargs: object) -> None:

@@ -49,7 +49,8 @@ def reversible_blocks(
             `forward` may use random numbers of PyTorch's generators, and autocast. Gradients reach the blocks'
             parameters, the tokens and the mask.
         x: (B, N, dim) tokens of `grid`.
-        grid: where tokens are. attn_mask, is_causal: arguments of the blocks.
+        grid: where tokens are.
+        attn_mask, is_causal: arguments of the blocks.
         taken: indices of blocks after which the mean is also returned; training also keeps the streams after these
             blocks.
 

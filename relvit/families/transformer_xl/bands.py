@@ -170,7 +170,7 @@ def _check_reach(model: nn.Module) -> None:
     """Raise a ValueError if `relvit.models.set_reach` has made a model depend on the size of the image."""
     for attn in (block.attn for block in model.blocks):
         if attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None):
-            raise ValueError("bands are for reach 'trained': the others depend on the size of the image")
+            raise ValueError("bands need reach 'trained': all other reaches depend on the size of the image")
 
 
 def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:

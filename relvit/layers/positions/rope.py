@@ -122,8 +122,8 @@ class RotaryEmbedding2d(KeepConstants):
 class AnySizeRope:
     """Mixin before one of timm's rotary embeddings that computes the embedding at sizes other than the stored one.
 
-    Some of timm's classes ignore the requested size; others compute the embedding again even at the stored size, and in
-    precisions other than float32 the result differs from the stored embedding.
+    timm's classes either ignore the requested size, or compute the embedding again even at the stored size; in
+    precisions other than float32 the result then differs from the stored embedding.
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, **dtype: torch.dtype | None) -> Tensor:

@@ -155,7 +155,8 @@ class SamTables(LayerTables):
     Args:
         layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold a vector per offset, query minus
             key, by which SAM multiplies unscaled queries. `table_grid` is the rows and columns of the image or window
-            in training; tables with another number of rows than its offsets are interpolated to this number, as in SAM.
+            in training. As in SAM, a table is interpolated if its number of rows is not the number of offsets in
+            `table_grid`.
     """
 
     def parameters(self) -> Iterator[Tensor]:

@@ -62,7 +62,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         ValueError: an unknown `reach`, or a `reach` that this model cannot have; the model is not changed.
     """
     check_choice("reach", reach, get_args(Reach))
-    # Blocks that cut windows of one size in all images have no offsets beyond those of training, so no reach applies.
+    # In blocks that cut windows of one size in all images, offsets are never larger than in training, so no reach
+    # applies.
     layers = [part for part in model.modules() if isinstance(part, GridAttention) and part.block_window is None]
     trained_grid = trained_keys = window = segmenter = mirrored_grid = None
     if reach != "trained":

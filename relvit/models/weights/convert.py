@@ -297,7 +297,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
     axes = {"rows": (0,), "cols": (1,), "table": (0, 1)}
     given = {part: state.pop(f"{name}_{part}") for part in axes if f"{name}_{part}" in state}
     if "table" in given and module.layout == "separate":
-        raise ValueError(f"{name}_table is joint, the model has rows and columns apart (layout='joint' would take it)")
+        raise ValueError(f"{name}_table is joint, the model has rows and columns apart: build it with layout='joint'")
     width = 0 if name.endswith("bias") else 1
     for part, table in given.items():
         for index, axis in enumerate(axes[part]):
@@ -312,7 +312,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
         if want is not None and table.dim() > want.dim():
             raise ValueError(
                 f"{name}_{part} has shape {tuple(table.shape)}, one table per head; the model shares them, "
-                f"{tuple(want.shape)} (shared_heads=False would take it)"
+                f"{tuple(want.shape)} : build it with shared_heads=False"
             )
         if want is not None and table.dim() < want.dim():
             table = table.expand(want.shape[0], *table.shape).clone()

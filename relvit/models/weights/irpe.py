@@ -37,8 +37,8 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     for name in names:
         if not name.endswith(".lookup_table_weight") or ENTRIES not in state[name].shape[1:]:
             raise ValueError(
-                f"{name} has shape {tuple(state[name].shape)}: of iRPE's tables those of the product method with "
-                f"{ENTRIES} entries, as in the files of the authors, can be converted; others do not say their scale"
+                f"{name} has shape {tuple(state[name].shape)}: of iRPE's tables only tables of the product method "
+                f"with {ENTRIES} entries, as in the authors' files, can be converted"
             )
     terms = "".join(letter for letter in "qkv" if any(f".rpe_{letter}." in name for name in names))
     terms += "b" if "q" in terms and "k" in terms else ""

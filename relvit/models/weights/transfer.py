@@ -140,7 +140,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         shapes = ", ".join(f"{name} {tuple(fitting[name].shape)}, here {tuple(own[name].shape)}" for name in differ[:2])
         raise ValueError(
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
-            f"({shapes}); give the architecture that the weights are of"
+            f"({shapes}); give the architecture of the weights"
         )
     # A tensor that was only renamed is still the same object. Tensors that a filter adds are the model's own tensors,
     # or constant (zeros).

@@ -108,7 +108,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             attn_mask=mask,
             dropout_p=inputs.dropout_p,
             is_causal=inputs.is_causal,
-            # PyTorch's default scale would be that of the augmented width.
+            # PyTorch's default scale would depend on the augmented width.
             scale=inputs.scale,
         )
     if value_term:

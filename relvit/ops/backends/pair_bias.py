@@ -6,9 +6,8 @@ one cached index looks up the entries of all pairs of tokens, and stock attentio
 On larger rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the
 keys of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j]
 = table[dy, x_j - x] (Toeplitz in x and x_j); all slices together take 2 / H of the N x N numbers. Vertical offsets then
-need no
-copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row depends on y. So no pair
-looks up an entry, and all samples of a batch share the slices.
+need no copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row depends on y. So no
+pair looks up an entry, and all samples of a batch share the slices.
 """
 
 from __future__ import annotations

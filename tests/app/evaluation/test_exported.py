@@ -52,7 +52,7 @@ def test_what_a_file_cannot_do_is_refused_in_a_line(tmp_path):
             call()
     with pytest.raises(ValueError, match=r"img_size \[16, 20\]: the file takes sides of multiples of 8 from 16 on"):
         relvit.load(path, (16, 20))
-    with pytest.raises(ValueError, match=r"reach 'stretch' is chosen at the export of .*a\.onnx"):
+    with pytest.raises(ValueError, match=r"reach 'stretch' must be chosen when .*a\.onnx"):
         relvit.load(path, reach="stretch")
 
 

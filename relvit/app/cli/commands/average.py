@@ -10,10 +10,12 @@ from relvit.app.training import average_checkpoints
 def average(ckpt_paths: list[str], *, output: str) -> None:
     """Write the mean of several checkpoints' weights as one checkpoint.
 
-    All must have the same model, classes and transforms: epochs of one training, or trainings from one start.
+    All checkpoints must have the same model, classes and transforms. They are epochs of one training, or trainings that
+    started from the same weights.
 
     Args:
-        ckpt_paths: The checkpoints, such as '[a.ckpt,b.ckpt]'; of each its moving average is used where it has one.
+        ckpt_paths: The checkpoints, such as '[a.ckpt,b.ckpt]'. If a checkpoint has averaged weights (ema_decay), they
+            are used.
         output: The file to write: a new one whose name ends in .ckpt.
     """
     average_checkpoints(ckpt_paths, output)

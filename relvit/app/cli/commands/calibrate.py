@@ -34,12 +34,13 @@ def calibrate(
 ) -> None:
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
 
-    All commands that take the new checkpoint divide the logits by this temperature, except a training that goes on or
-    starts from it. Of a model of several labels per image it chooses the threshold of each class instead.
+    All commands that take the new checkpoint divide the logits by this temperature, except a training that resumes or
+    starts from the checkpoint. For a model with several labels per image, the command chooses the threshold of each
+    class instead.
 
     Args:
         ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.
-        output: The file to write; None means beside the checkpoint, as best_calibrated.ckpt for best.ckpt.
+        output: The file to write; by default beside the checkpoint, such as best_calibrated.ckpt beside best.ckpt.
         split: The images to use, which the model must not have been trained on.
     """
     if output is None:

@@ -28,12 +28,12 @@ def check_data(
 ) -> None:
     """Decode all images: broken files, classes, sizes, duplicates.
 
-    The exit status is 1 if a file cannot be read, otherwise 0: images that come twice do not stop a training.
+    The exit status is 1 if a file cannot be read, otherwise 0: duplicates do not stop a training.
 
     Args:
-        root: The folder that holds train/CLASS/IMAGE, and val and test likewise.
+        root: The folder that holds train/CLASS/IMAGE, val/CLASS/IMAGE and test/CLASS/IMAGE.
         data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
-        processes: The number of processes that decode; None means one for each core.
+        processes: The number of processes that decode; by default one for each core.
         output: A JSON file to which all results are written.
     """
     if (root is None) == (data is None):

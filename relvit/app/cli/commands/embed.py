@@ -29,11 +29,11 @@ def embed(
 ) -> None:
     """Write the features of all images below a folder.
 
-    The last layer, the classifier, decides from these features. Files that cannot be read are left
-    out and listed in a CSV file beside the output.
+    Features are the input of the last layer, the classifier. Files that cannot be read are left out and listed in a CSV
+    file beside the output.
 
     Args:
-        root: The folder whose images are read, with all folders in it.
+        root: The folder whose images are read, with all folders below it.
         output: The file to write: its name ends in .npz, .csv or .parquet.
         batch_size: The number of images in a batch.
         num_workers: The number of processes that read images; 0 reads them in the main process.

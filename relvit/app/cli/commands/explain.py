@@ -42,17 +42,17 @@ def explain(
 ) -> None:
     """Print what a model's attention layers compute, which backend, and why.
 
-    The table has the positions, the backend, the width and what training keeps.
-    Below it are the backends that the same layers would take on CUDA.
-    A terminal shows one kind of layer below the other; a file or pipe gets a Markdown table.
+    The table has the positions, the backend, the width, and the tensors that training keeps. Below the table are the
+    backends that the same layers would take on CUDA. A terminal shows one kind of layer below the other; a file or pipe
+    gets a Markdown table.
 
     Args:
-        model: The name of a model, such as relvit_small, or with `--retrofit {}` one of timm's; a checkpoint; or a
+        model: The name of a model, such as relvit_small, or with `--retrofit {}` of a timm model; a checkpoint; or a
             published folder or hf-hub:OWNER/NAME.
-        img_size: The size of the images, such as 384 or [256,384]; None means that of the model.
+        img_size: The size of the images in pixels, such as 384 or [256,384]; by default the model's size.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
-        retrofit: Arguments of `relvit.retrofit` for a model of timm; {} for its defaults.
-        device: The kind of device, cpu or cuda, for the whole table; no card is needed.
+        retrofit: Arguments of `relvit.retrofit` for a timm model; {} for the defaults.
+        device: The kind of device, cpu or cuda, for the whole table; this machine needs no GPU.
     """
     if Path(model).suffix == ".ckpt":
         if model_kwargs is not None or retrofit is not None:
@@ -78,7 +78,7 @@ def explain(
     if not console.is_terminal:
         print(as_table(plans), flush=True)
     else:
-        # Eight columns do not fit a terminal.
+        # Eight columns do not fit into a terminal, so a terminal gets a small table for each kind of layer.
         for row in as_rows(plans):
             table = Table.grid(padding=(0, 2, 0, 0))
             for name, cell in zip(HEADER, row, strict=True):

@@ -27,8 +27,8 @@ def predict(
 
     Args:
         evaluation: The checkpoint's classifier and the images.
-        step_maps: Draw how many steps each patch took (for models that halt: relvit_universal_* trained with
-            --model.model_kwargs.halting act); the table gets the mean of each image.
+        step_maps: Draw the number of steps of each patch, and add each image's mean to the table; for models that halt:
+            relvit_universal_* trained with --model.model_kwargs.halting act.
     """
     evaluation.set_reach(reach)
     model = evaluation.model
@@ -46,7 +46,7 @@ def predict(
 
 
 def report(table: PredictionTable, folder: Path) -> None:
-    """Print the predictions of up to ten images, or how many of more images have each class, and where they are.
+    """Print the predictions of up to ten images, or the number of images in each class if there are more, and the file.
 
     Raises:
         UsageError: there are no predictions.
@@ -66,7 +66,7 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
     Args:
         given: The options.
         paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
-            test or else val, where the checkpoint was trained.
+            test (or val, if there is no test) of the checkpoint's training data.
     """
     # One broken file must not stop the prediction of other files, even if the training stopped at broken files.
     changes: dict[str, Any] = {"on_error": "skip"}

@@ -37,14 +37,15 @@ def probe(
 
     Args:
         models: The checkpoints or names of relvit and timm models, such as runs/RUN/checkpoints/best.ckpt.
-        root: The folder that holds train/CLASS/IMAGE; by default the data of the first model, a checkpoint.
+        root: The folder that holds train/CLASS/IMAGE; by default the data of the first model, which must be a
+            checkpoint then.
         data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
-        split: The images to classify, those of val or test.
-        shares: The shares of the labels of train to learn from, such as 0.01 0.1 1.
-        k: The number of neighbours, whose votes weigh exp(cosine similarity / 0.07).
+        split: The images to classify: val or test.
+        shares: The shares of train's labels to learn from, such as 0.01 0.1 1.
+        k: The number of neighbours, whose votes have the weight exp(cosine similarity / 0.07).
         seed: The seed that chooses the images of a share, and random weights.
-        random: Give models that are named random weights instead of their pretrained ones, as a baseline.
-        batch_size: The number of images in a batch; None means that of the data.
+        random: Give models that are given by name random weights instead of pretrained weights, as a baseline.
+        batch_size: The number of images in a batch; by default the batch size of the data.
     """
     if root is not None and data is not None:
         raise UsageError("--root and --data both name the images: give one of them")

@@ -50,19 +50,21 @@ def resolutions(
 ) -> None:
     """Evaluate checkpoints at several image sizes: accuracy, calibration, speed, memory.
 
-    The figures are those of `evaluate_sizes`.
+    `relvit.app.evaluation.evaluate_sizes` computes the results.
 
     Args:
         ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
-        widths: The widths of a grid of sizes, such as [24,32,48]. The sizes are its heights then, and the figure is a
-            heat map. Images that are not square are also squashed to the square of as many patches.
-        protocol: How images get their size. resize squashes the whole image to it, so that objects grow; crop resizes
-            by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that the
-            model sees more or less of the image.
-        fill: What field shows beyond the image: reflect, the default, mirrors it; grey is the normalisation's mean.
-        split: The images to use: those of train, val or test.
-        accelerator: The kind of device by Lightning's name: auto, cpu, gpu or mps.
+        widths: The widths in pixels of a grid of image sizes, such as [24,32,48]. sizes are then the heights of the
+            grid, and the figure is a heat map. Images that are not square are also squashed to the square with the same
+            number of patches.
+        protocol: How images get their size. resize squashes the whole image to the size, so that objects grow; crop
+            resizes by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that
+            the model sees more or less of the image.
+        fill: What field shows beyond the image: reflect (the default) mirrors the image; grey is the normalisation's
+            mean.
+        split: The images to use: train, val or test.
+        accelerator: The kind of device, by Lightning's name: auto, cpu, gpu or mps.
     """
     targets = output_files(output, "resolutions")
     if widths is not None:

@@ -38,17 +38,18 @@ def show(
 ) -> None:
     """Draw what a model has learned: position tables, attention, Grad-CAM.
 
-    Each kind of picture is a PNG; kinds that need an image have one for each image. No picture
-    is overwritten: where there is a tables.png or photo-attention.png already, the new one gets a number.
+    Each kind of picture is a PNG; kinds that need an image have one PNG for each image. No picture is overwritten: if
+    there already is a tables.png or photo-attention.png, the name of the new picture gets a number.
 
     Args:
         images: Image files, folders and patterns; without images, only tables and aft-windows are drawn.
         kind: What to draw, one or several of tables, kernels, logits, attention, rollout, cam (Grad-CAM) and
-            aft-windows; by default all that apply to the model.
-        patch: The row and the column of the patch whose query is shown, from 0; by default the mean of all patches or
-            the class token, for logits the patch in the middle.
-        layer: The number of the layer, from 0; by default all, for logits, attention and cam the last.
-        output: The folder to write to, beside the pictures that are there.
+            aft-windows; by default all kinds that apply to the model.
+        patch: The row and the column, counted from 0, of the patch whose query is shown; by default the mean of all
+            patches or the class token, for logits the patch in the middle.
+        layer: The number of the layer, counted from 0; by default all layers, for logits, attention and cam the last
+            layer.
+        output: The folder to write to, beside pictures that are already there.
     """
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))
     paths = find_images(images or [])

@@ -20,7 +20,7 @@ from relvit.app.training.class_metrics import AnyClassMetrics
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
-# The table shows all classes where there are at most ALL, otherwise the WORST of them.
+# The table shows all classes if there are at most `ALL`, otherwise the `WORST` classes with the lowest F1.
 ALL, WORST = 20, 10
 
 
@@ -38,10 +38,10 @@ def test(
 
     Args:
         evaluation: The checkpoint's classifier and data.
-        split: The images to use: those of train (without augmentation), val or test.
-        robustness: Test on the folder of a robustness set (CLASS/IMAGE, or CORRUPTION/SEVERITY/CLASS/IMAGE), among its
-            classes alone.
-        verbose: Whether the results of the whole are printed as a table.
+        split: The images to use: train (without augmentation), val or test.
+        robustness: Test on a robustness set, a folder with CLASS/IMAGE or CORRUPTION/SEVERITY/CLASS/IMAGE; only its
+            classes can be predicted.
+        verbose: Whether the overall results are printed as a table.
     """
     data = evaluation.datamodule
     if (reason := data.missing(split)) and data.missing("val") is None:
@@ -58,7 +58,7 @@ def test(
 
 
 def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: str, reach: str) -> None:
-    """Write `summary.json` and print metrics of the classes, in the main process; options are as the user gave them.
+    """Write `summary.json` and print metrics of the classes, in the main process.
 
     Raises:
         UsageError: no image could be read.

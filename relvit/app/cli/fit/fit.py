@@ -60,11 +60,11 @@ def fit(
 
     Args:
         training: The data, the model and the options of the trainer.
-        save_every: Save a checkpoint after every N optimiser steps, besides each epoch.
-        patience: Stop after N validations in a row without a better accuracy, or mean average precision of several
-            labels.
-        lr_find: Find the learning rate by a range test of 100 steps first.
-        quiet: Show no progress, neither a bar nor a line for each epoch: only start, result and errors.
+        save_every: Save a checkpoint after every N optimiser steps, in addition to the end of each epoch.
+        patience: Stop after N validations in a row without a better accuracy (or mean average precision, with several
+            labels per image).
+        lr_find: First find the learning rate with a range test of 100 steps.
+        quiet: Print only start, result and errors: neither a progress bar nor a line for each epoch.
     """
     training.run(runs, save_every, patience, lr_find, quiet)
 
@@ -74,7 +74,8 @@ def main(given: Arguments, *, resume: str | None = None, ckpt_path: str | None =
 
     Args:
         given: The options.
-        resume: Continue the training in the folder of that run, with its configuration and from its last checkpoint.
+        resume: Continue the training in this folder of a run, with the run's configuration and from its last
+            checkpoint.
         ckpt_path: Continue the training of a checkpoint in a new folder.
     """
     with ExitStack() as stack:
@@ -84,11 +85,11 @@ def main(given: Arguments, *, resume: str | None = None, ckpt_path: str | None =
 
 
 class FitCLI(RelvitCLI):
-    """`relvit fit`: classes, channels and image size flow from the data to the model.
+    """`relvit fit`: the data determine the model's classes, channels and image size.
 
     Args:
         given: the command line.
-        stack: keeps the local copy of a remote checkpoint, and the run's folder, until the stack is closed.
+        stack: keeps the local copy of a remote checkpoint, and the lock of the run's folder, until the stack is closed.
         resume, ckpt_path: see `main`.
     """
 
@@ -100,7 +101,7 @@ class FitCLI(RelvitCLI):
         if resume is not None:
             given = resume_arguments(given)
             self.resumes, ckpt_path = Path(resume), given.values["ckpt_path"]
-        # These options differ from the options with which the training began.
+        # Options that differ from the options with which the training began, as text.
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:
@@ -109,8 +110,8 @@ class FitCLI(RelvitCLI):
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
             if not checkpoint.resumable:
                 raise UsageError(
-                    f"{path} holds weights alone (an average does), with which no training can go on: start one from "
-                    f"them with --model.pretrained {path}"
+                    f"{path} holds only weights (as an average does), so no training can resume from it: start a "
+                    f"training from these weights with --model.pretrained {path}"
                 )
             # These options do not come from the checkpoint: the classes are found in the images and compared with the
             # checkpoint's classes afterwards, and a schedule is imported only if the user names one.
@@ -130,14 +131,14 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
 
-        The configuration file says what is trained, but not which checkpoint the training was resumed from.
+        The configuration file describes the training, but not the checkpoint from which the training was resumed.
         """
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path
         self.config.ckpt_path = None
 
     def run(self, runs: str, save_every: int | None, patience: int | None, lr_find: bool, quiet: bool) -> None:
-        """Train, then test the best checkpoint; before anything is written, refuse what contradicts the checkpoint.
+        """Train, then test the best checkpoint; before writing anything, refuse options that contradict the checkpoint.
 
         See `fit` for the arguments.
         """
@@ -171,9 +172,9 @@ class FitCLI(RelvitCLI):
     def _callbacks(
         self, runs: str, save_every: int | None, patience: int | None, lr_find: bool
     ) -> tuple[list[Callback], History | None]:
-        """Make or lock the run's folder, set the options that say where, and return what trains in it.
+        """Make or lock the run's folder, set the options that name the folder, and return the training's callbacks.
 
-        A trial by `fast_dev_run` has neither a folder nor a history.
+        A trial with `fast_dev_run` has neither a folder nor a history.
         """
         self.run_folder: Path | None = None
         options = self.options
@@ -239,10 +240,10 @@ class FitCLI(RelvitCLI):
 
 
 class RunConfig(SaveConfigCallback):
-    """Write `config.yaml` into the run's folder, wherever loggers write, and add to `run.json`.
+    """Write `config.yaml` into the run's folder, even if loggers write elsewhere, and add to `run.json`.
 
     Both files are written after all checks of the training and after `--lr_find`, so that the configuration holds the
-    learning rate that was found. `relvit fit --config` repeats the training from this file. A trial by `fast_dev_run`
+    learning rate that was found. `relvit fit --config` repeats the training from this file. A trial with `fast_dev_run`
     writes nothing.
     """
 

@@ -1,6 +1,6 @@
 """Options of Lightning that `relvit fit` refuses, since a run writes its own files; `docs/options.md` lists them.
 
-`relvit.app.training.lightning_options` refuses what no training of relvit can use, in Python as well.
+`relvit.app.training.lightning_options` refuses options that no training of relvit can use, also in Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relvit.app.cli.parser import Parser
 from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
 
-# Option of the trainer -> the value that is refused, why, and what to give instead.
+# Option of the trainer -> the refused value, and the reason with the option to use instead.
 REFUSED: dict[str, tuple[bool, str]] = {
     "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt; a trial that writes nothing is"),
     "barebones": (True, "a run writes checkpoints, metrics and figures; a trial that writes nothing is"),
@@ -29,11 +29,11 @@ TRIAL = "--trainer.fast_dev_run true"
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of the trainer that contradict what a run writes, or that have no effect.
+    """Refuse arguments of the trainer that contradict the files of a run, or that have no effect.
 
     Raises:
         UsageError: An argument contradicts the run or has no effect.
-        ValueError: A callback does not go with relvit's trainings.
+        ValueError: A callback does not work with relvit's trainings.
     """
     for name, (refused, reason) in REFUSED.items():
         if options[name] is refused:
@@ -44,7 +44,9 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     for plugin in as_list(options["plugins"]):
         if isinstance(plugin, CheckpointIO):
             name = type(plugin).__name__
-            raise UsageError(f"--trainer.plugins {name}: a run writes its checkpoints itself, by AtomicCheckpointIO")
+            raise UsageError(
+                f"--trainer.plugins {name}: a run writes its checkpoints itself, by AtomicCheckpointIO: leave it out"
+            )
     for callback in options["callbacks"]:
         if isinstance(callback, OnExceptionCheckpoint):
             raise UsageError(
@@ -61,7 +63,8 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
         UsageError: `config.yaml` cannot hold a value.
     """
     with warnings.catch_warnings():
-        # For such a value, jsonargparse warns and writes the text of its warning into the configuration.
+        # For a value that YAML cannot hold, jsonargparse warns, and writes the text of its warning into the
+        # configuration.
         warnings.simplefilter("ignore")
         try:
             found = re.search(r"Unable to serialize instance (.*)", parser.dump(config, skip_none=False))

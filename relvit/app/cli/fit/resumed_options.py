@@ -1,8 +1,8 @@
-"""Resume a training: `relvit fit --resume RUN` or `--ckpt_path`; which options may differ from before is decided here.
+"""Resume a training with `relvit fit --resume RUN` or `--ckpt_path`: decide which options may differ from before.
 
-A resumed training may change its length, its devices and its speed, but not what is trained. A checkpoint holds the
-states of the optimiser, the schedule and the callbacks. An option is refused if these states would override the option,
-or if the run's configuration would no longer describe the epochs that are done.
+A resumed training may change its length, its devices and its speed, but not the model, the data or the optimisation. A
+checkpoint holds the states of the optimiser, the schedule and the callbacks. An option is refused if these states would
+override the option, or if the run's configuration would no longer describe the epochs that have been trained.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"
 
 
 def resume_arguments(given: Arguments) -> Arguments:
-    """Return the arguments of the whole command: the run's configuration, those given, and its last checkpoint.
+    """Return all arguments: the run's configuration, the options on the command line, and the run's last checkpoint.
 
     Raises:
-        UsageError: the folder of `--resume` is no run's, it has no checkpoint, or other options say where to begin.
+        UsageError: the folder of `--resume` is no run, or has no checkpoint, or further options say where to begin.
     """
     run = given.values["resume"]
     if is_address(run):
@@ -81,7 +81,7 @@ def resume_arguments(given: Arguments) -> Arguments:
 def checkpoint_of_epoch_end(
     checkpoint: Checkpoint, same_run: bool, batch_size: int, accumulated: int, devices: int
 ) -> tuple[Path, str] | None:
-    """Return the checkpoint of the epoch before, and what to say, where other devices cannot go on within an epoch.
+    """Return the last epoch's checkpoint, and a message, if the present devices cannot resume within an epoch.
 
     Args:
         checkpoint: the checkpoint from which the training was to be resumed.
@@ -140,7 +140,7 @@ def changed_options(
     changed = []
     for name in sorted({**before, **now}):
         was, wanted = before.get(name), now.get(name)
-        # A secret, such as a token that has expired, may change.
+        # Secrets may change, for example a new token for an expired one.
         if was == wanted or MASK in (was, wanted) or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))

@@ -42,12 +42,12 @@ def describe_training(model: ImageClassifier, data: ImageData) -> str:
 def report_fit(
     trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, seed: Any, seconds: float, since: int, same_run: bool
 ) -> None:
-    """Test the best checkpoint where there are test images, write `summary.json`, `positions.png`, print the result.
+    """Test the best checkpoint (if there are test images), write `summary.json`, `positions.png`, print the result.
 
     `positions.png` shows the relative tables of the best checkpoint, if the model has relative tables.
 
-    All processes call this function. `since` is the number of epochs that were done before the training was resumed.
-    With `same_run`, the folder holds these epochs as well, and the best checkpoint may come from one of them.
+    All processes call this function. `since` is the number of epochs that were trained before the training was resumed.
+    With `same_run`, these epochs belong to the same folder, and one of them may have the best checkpoint.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     score, what = model.score, SCORES[model.score]

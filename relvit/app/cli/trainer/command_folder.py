@@ -29,9 +29,9 @@ SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 @contextmanager
 def new_folder(runs: str, name: str) -> Iterator[Path]:
-    """Make a new folder for a run in the main process, and remove it at the end where nothing was written into it.
+    """Make a new folder for a run in the main process; remove the folder at the end if it is still empty.
 
-    Other processes get `runs` itself, because the main process sends them the paths of checkpoints.
+    All other processes get `runs` itself, because the main process sends them the paths of checkpoints.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -54,7 +54,9 @@ def new_folder(runs: str, name: str) -> Iterator[Path]:
 def check_runs(runs: str | None, root: str | None) -> None:
     """Refuse a remote address, and Lightning's own option for the folder beside relvit's."""
     if root is not None:
-        raise UsageError(f"--trainer.default_root_dir {root}: runs are written into the folder of --runs; give that")
+        raise UsageError(
+            f"--trainer.default_root_dir {root}: runs are written into the folder of --runs: give --runs DIR"
+        )
     if runs is not None and is_address(runs):
         raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
 

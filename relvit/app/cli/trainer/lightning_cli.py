@@ -66,17 +66,17 @@ class RelvitCLI(LightningCLI):
     Attributes:
         datamodule: the images.
         model: the classifier, without the weights of the checkpoint.
-        normalisation: describes how the images are normalised.
+        normalisation: a description of the images' normalisation.
         options: the arguments of the trainer.
 
     Args:
-        function: the arguments of this function, except the first, become options beside those of trainer, model and
-            data.
+        function: a function whose arguments, except the first, become options in addition to the options of trainer,
+            model and data.
         given: the command line.
-        checkpoint: the data and the model must be the same as in the checkpoint's training.
+        checkpoint: the checkpoint whose data and model the options must describe.
         known: the values of options that the command line does not give, see `values_of`.
-        save_config_callback: writes the configuration of a training.
-        model_class: makes the classifier from the options of the model.
+        save_config_callback: the callback that writes the configuration of a training.
+        model_class: function that makes the classifier from the options of the model.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class RelvitCLI(LightningCLI):
     def running(
         self, callbacks: Sequence[Callback], folder: Path | None, history: History | None = None, quiet: bool = False
     ) -> Iterator[Trainer]:
-        """Build the trainer, and say why a run with it could not end as it should.
+        """Context with the trainer; errors of the run inside are explained in one line.
 
         Args:
             callbacks: the callbacks of the command.
             folder: the folder for the results; None: the results are only printed.
             history: the history of a training; None in evaluation.
-            quiet: show no progress.
+            quiet: whether to show no progress.
         """
         shown = progress_callbacks(self.options, history, quiet)
         own = [PatientLauncher(), *callbacks, *shown, DataRecord(folder)]
@@ -161,8 +161,8 @@ class Evaluation(RelvitCLI):
     Args:
         function, given: see `RelvitCLI`.
         checkpoint: the checkpoint, with the images that the command uses; options that are not given have its values.
-        file: the local file of the checkpoint, or an exported file that is evaluated in the checkpoint's place.
-        asked: the data module that the command or its user asks for.
+        file: the local file of the checkpoint, or an exported file that is evaluated instead.
+        asked: the data module that the command, or its user, has chosen.
     """
 
     checkpoint: Checkpoint
@@ -196,7 +196,7 @@ class Evaluation(RelvitCLI):
         report: Callable[[Trainer], None] = lambda trainer: None,
         **options: Any,
     ) -> None:
-        """Run the Trainer's method of the command's name with the checkpoint's weights.
+        """Run the Trainer's method that has the command's name, with the checkpoint's weights.
 
         Args:
             callbacks, folder: see `running`.
@@ -221,7 +221,7 @@ def evaluate(
         function: runs the command. Its first argument is the `Evaluation`; its other arguments become options.
         given: the command line.
         data_type: the data module that the command chooses; None means the user's choice, or the checkpoint's.
-        changes: arguments of the data module that differ from the training's where the user does not give them.
+        changes: arguments that replace arguments of the training's data module, unless the user gives them.
 
     Raises:
         UsageError: no checkpoint is given.
@@ -251,13 +251,13 @@ def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> 
 
 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
-    """Return the arguments of model and data in a checkpoint, as the values that a parser begins with.
+    """Return the arguments of model and data in a checkpoint, as initial values of a parser.
 
-    A file must not choose what is imported, so the user has to name a data module from outside relvit by `--data`.
-    Arguments in `without`, such as 'model.img_size', are left out.
+    A file must not choose which modules are imported, so the user has to name a data module from outside relvit by
+    `--data`. Arguments in `without`, such as 'model.img_size', are left out.
 
     Raises:
-        UsageError: the data module was not asked for.
+        UsageError: the user has not named the checkpoint's data module.
     """
     data, values = checkpoint.data["class_path"], Namespace()
     for name, value in checkpoint.model.items():

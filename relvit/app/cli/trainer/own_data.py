@@ -13,7 +13,7 @@ from relvit.app.data import ImageData
 
 
 def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
-    """Give a user's class the options that it hands on as ``**options`` only where these are given.
+    """Pass options that a user's class passes on as ``**options`` to the class only if they are given.
 
     A parser passes every default to the class, so relvit's defaults would replace defaults that the class sets itself,
     for example by `options.setdefault`. If jsonargparse cannot see how a class uses ``**options``, this function adds

@@ -23,7 +23,7 @@ class RowImage(StoredImage):
 
     Args:
         split: Name of dataset and split, for messages.
-        rows: A `datasets.Dataset` that has the column of images alone, as bytes and paths.
+        rows: A `datasets.Dataset` with no other column than the images, which are bytes and paths.
         column: The column of the images.
         index: The row.
         key: Name of the row.
@@ -43,7 +43,7 @@ class RowImage(StoredImage):
         path = value["path"]
         if path is None:
             raise ValueError("the row holds no image")
-        # A downloaded dataset may name any path, such as a link or a device.
+        # A downloaded dataset may contain any path, even a link or a device, so only plain files are opened.
         if not os.path.isfile(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         with open(path, "rb") as stream:
@@ -54,7 +54,7 @@ class RowImage(StoredImage):
 
 
 class HuggingFace(Reader):
-    """A Hugging Face dataset: for `datasets.load_dataset`, or in a folder from `save_to_disk`.
+    """A Hugging Face dataset, loaded by `datasets.load_dataset` or from a folder that `save_to_disk` has written.
 
     No code that comes with a dataset is ever run, and no link to an image is opened.
 
@@ -104,7 +104,7 @@ class HuggingFace(Reader):
             found = datasets.load_from_disk(self.path)
         except MemoryError:
             raise
-        # Wrong files, formats, connections or kinds of data raise exceptions of any type.
+        # `datasets` raises exceptions of many types for wrong files, formats, connections or kinds of data.
         except Exception as error:
             raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {one_line(error)}") from error
         splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
@@ -174,7 +174,7 @@ def _datasets() -> ModuleType:
         import datasets
     except ModuleNotFoundError as error:
         raise MissingPackageError("a Hugging Face dataset", "datasets") from error
-    # Older versions of `datasets` run code that comes with a dataset.
+    # Older versions of `datasets` would run code that comes with a dataset.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(
             f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',

@@ -12,7 +12,8 @@ class Content(NamedTuple):
 
     Attributes:
         images: The images.
-        labels: The label of each image as the data give it, a name or a number, or None; empty if not asked for.
+        labels: The label of each image as the data store it, a name or a number, or None; empty if labels were not
+            requested.
         declared: The names of the classes in order, if the data declare them; some classes may have no images.
     """
 

@@ -26,9 +26,9 @@ class Member(StoredImage):
 
     Args:
         file: The archive.
-        name: Its name in the archive, which is never used as a path.
-        offset: Position of its content in the archive, in bytes.
-        size: Length of its content in bytes.
+        name: Name of the member in the archive. It is never used as a path on disk.
+        offset: Position of the content in the archive, in bytes.
+        size: Length of the content in bytes.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Member(StoredImage):
         stream.seek(self.offset)
         content = stream.read(self.size)
         if len(content) < self.size:
-            raise EOFError("the archive ends before it; copy the archive anew")
+            raise EOFError("the archive ends before it; copy the archive again")
         return content
 
     def __str__(self) -> str:
@@ -58,17 +58,19 @@ class Member(StoredImage):
 
 
 def members(file: str, nested: bool = False) -> list[Member]:
-    """List all regular files of an uncompressed tar archive in its order, also those of the same name.
+    """List all regular files of an uncompressed tar archive in the archive's order, duplicate names included.
 
     Links, devices and sparse files are left out with a warning.
 
     Args:
         file: The archive.
-        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``; one level deep.
+        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``. Archives inside
+            of these are not opened.
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: The file is compressed, truncated, broken or no tar archive, or data follow the end of the archive.
+        ValueError: The file is compressed, truncated, damaged, no tar archive, or has data after the end of the
+            archive.
     """
     if not os.path.isfile(file):
         raise FileNotFoundError(f"no archive at {file}; correct the name")
@@ -78,7 +80,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
             found = list(_walk(stream, file, "", 0, nested, left_out))
     except (OSError, MemoryError):
         raise
-    # Broken headers make tarfile raise ValueError, OverflowError and others besides its own errors.
+    # For broken headers `tarfile` raises not only its own errors, but also ValueError, OverflowError and more.
     except Exception as error:
         raise ValueError(f"{file}: {_reason(file, error)}") from error
     if left_out:
@@ -92,11 +94,11 @@ def members(file: str, nested: bool = False) -> list[Member]:
 class TarFolders(Reader):
     """Images in class folders in a tar archive, or in all archives below a folder.
 
-    An archive counts as a folder of the archive's name without ``.tar``, and so does an archive in an archive, but not
-    an archive that is `place` itself. The class of an image is the folder that holds the image. A split is everything
-    in the folder of the split's name, at any depth: a folder of archives, or else a folder in them. If there is no
-    folder 'train', that split is everything. Files without the extension of an image and hidden files are left out, and
-    images beside the class folders of a split.
+    An archive counts as a folder, named like the archive without ``.tar``; this also holds for an archive in an
+    archive, but not if `place` itself is an archive. The class of an image is the folder that contains the image. A
+    split is everything in the folder with the split's name, at any depth: a folder of archives, or a folder in an
+    archive. If there is no folder 'train', the split 'train' is everything. Left out are hidden files, files without
+    the extension of an image, and images beside the class folders of a split.
 
     Args:
         place: The archive, or the folder.
@@ -170,7 +172,7 @@ class TarFolders(Reader):
 
 
 def images_in(file: str) -> list[Member]:
-    """List all images of one archive, and of archives in it; of each name the last one, as after unpacking.
+    """List all images of one archive and of archives in it; if a name comes twice, the last image, as in unpacking.
 
     Raises:
         FileNotFoundError, ValueError: See :func:`members`.
@@ -179,9 +181,9 @@ def images_in(file: str) -> list[Member]:
 
 
 class _Bounded:
-    """A stream of known length, in which nothing is sought or read beyond the end.
+    """A stream of known length that refuses to seek or read beyond its end.
 
-    `tarfile` believes a header. A corrupt header may claim any size: never seek or read past the end.
+    `tarfile` trusts the sizes in headers, and a corrupt header may claim any size.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -202,7 +204,7 @@ class _Bounded:
 
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
     """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
-    # Names that cannot be decoded stay distinct and printable.
+    # 'backslashreplace' keeps names that cannot be decoded distinct and printable.
     with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
             # `tarfile` keeps the headers of all members: clear the list, so that memory stays bounded.

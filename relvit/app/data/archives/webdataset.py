@@ -30,15 +30,15 @@ class _Split(NamedTuple):
 
 
 class Shards(Reader):
-    """Samples of image and label in WebDataset's tar archives, on disk and uncompressed, read at random.
+    """Samples of image and label in WebDataset's uncompressed tar archives on disk, read in any order.
 
-    A split is named in ``_info.json`` (or ``info.json``) in root, as timm writes this file, or by its shards:
-    ``'name-{0000..0127}.tar'``, relative to root, several patterns joined by ``::``. A final ``|N`` means that there
-    are at least N samples. Samples without an image are left out with a warning.
+    A split is a name in ``_info.json`` (or ``info.json``) in root, in timm's format, or a pattern of shards relative to
+    root, such as ``'name-{0000..0127}.tar'``; several patterns are joined by ``::``. ``|N`` at the end requires at
+    least N samples. Samples without an image are left out with a warning.
 
     Args:
         root: The folder of the shards.
-        input_key: Endings of the image, separated by ``;``; the first that a sample has is taken.
+        input_key: Endings of image files, separated by ``;``. If a sample has several, the first ending counts.
         target_key: See :class:`relvit.app.data.ReaderData`; None: the field in ``_info.json``, or the part ``cls``.
     """
 
@@ -59,7 +59,7 @@ class Shards(Reader):
                 labels += _labels(file, samples, self.target_key or shards.field)
         if len(images) < shards.least:
             raise ValueError(
-                f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them anew"
+                f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them again"
             )
         return Content(images, labels)
 
@@ -119,10 +119,10 @@ class Shards(Reader):
 
 
 def refuse_remote(name: str) -> None:
-    """Refuse URLs and commands: nothing is downloaded, and ``pipe:`` would run a command.
+    """Refuse URLs, because nothing is downloaded, and ``pipe:``, which would run a command.
 
     Raises:
-        ValueError: `name` begins as a URL.
+        ValueError: `name` begins like a URL.
     """
     if re.match(r"pipe:|[A-Za-z][\w+.-]*:/", name):
         raise ValueError(f"{name} is not on disk; download the archives first, no URL is opened and no command is run")

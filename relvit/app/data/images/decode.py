@@ -36,23 +36,24 @@ _FORMATS = [name for name in _SAFE if name in Image.OPEN]
 IMAGE_ENDINGS = tuple(
     sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
 )
-# Images with these endings are not read, and a warning names them.
+# Files with these endings (raw images of cameras, drawings) are not read, and a warning names them.
 _CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
 _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
 OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if ending not in IMAGE_ENDINGS)
 
-# The variable that sets the number of pixels that no image may exceed (`--max_pixels`). Workers inherit it.
+# This environment variable holds the largest number of pixels of an image (`--max_pixels`). Workers inherit the
+# variable.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
-# libjpeg takes no longer side. Decoders of other formats have no such bound and take gigabytes for one row of pixels.
+# libjpeg refuses longer sides. Decoders of all other formats have no limit, and take gigabytes for one row of pixels.
 _LONGEST_SIDE = 65_500
 # Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten.
 _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
 # Pillow joins a GIF's comments one by one, which takes quadratic time in their length.
 _LONGEST_COMMENTS = 2**20
 _ROWS = 512
-# The number of the EXIF orientation tag, and the operation that undoes each value of the tag.
+# The number of the EXIF orientation tag; then for each value of the tag the operation that turns the image upright.
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -105,24 +106,24 @@ ImageSource = str | os.PathLike[str] | StoredImage
 def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: float | None = None) -> Image.Image:
     """Decode an image file completely, as 8-bit RGB, the way a viewer would show it.
 
-    The EXIF orientation is applied. Grey, 1-bit, palette and CMYK images are converted. Transparent images are
-    composited on white, so colours hidden under transparent pixels have no effect. 16-bit grey values are
-    divided by 257 and rounded. If a file has several frames, the first is read. The file is closed on return. A broken
-    EXIF block is ignored.
+    The EXIF orientation is applied; a broken EXIF block is ignored. Grey, 1-bit, palette and CMYK images are converted.
+    Transparent images are laid on white, so the colours of transparent pixels have no effect. 16-bit grey values are
+    divided by 257 and rounded. If a file has several frames, the first frame is read. The file is closed on return.
 
     Args:
         source: The path of an image file, or a stored image.
-        max_pixels: Refuse an image of more pixels by its header, before any is decoded; None: the value of the variable
-            RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
-        max_seconds: Give up an image whose decoding takes longer. The time is checked when the decoder reads further in
-            the file, every 64 kB. None: never give up.
+        max_pixels: Refuse an image whose header says that it has more pixels, before decoding it; None: the value of
+            the environment variable RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
+        max_seconds: Give up an image whose decoding takes longer. The time is checked after every 64 kB of the file.
+            None: never give up.
 
     Returns:
-        An image of mode 'RGB' that holds its pixels.
+        An image of mode 'RGB', completely in memory.
 
     Raises:
-        UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, larger
-            than `max_pixels`, takes far more time than its pixels explain or than `max_seconds`, or holds 32-bit grey.
+        UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, has
+            more than `max_pixels` pixels or 32-bit grey values, or its decoding takes more than `max_seconds` or far
+            more time than its number of pixels explains.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
@@ -252,7 +253,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return "it is not an image, or of an unknown format", _FIX
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"it is too large, maybe a decompression bomb ({error})", _FIX
-        # OSErrors of the decoders themselves have no errno.
+        # Only OSErrors of the system have an errno; OSErrors of Pillow's decoders have none.
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:

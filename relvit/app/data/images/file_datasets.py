@@ -20,7 +20,7 @@ class LabelledFiles(Dataset[Any]):
     """Image files, or stored images, with labels. Items are ``(image, label)``, transformed from RGB.
 
     Args:
-        samples: Path, or stored image, and label of each image.
+        samples: For each image its path (or the stored image) and its label.
         transform: From a PIL image to a tensor.
         num_classes: Number of classes.
 
@@ -43,7 +43,7 @@ class LabelledFiles(Dataset[Any]):
 class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
 
-    Paths have the form that `from_here` returns, whatever form a user has given.
+    Paths are returned as `from_here` writes them, whatever form the user's paths had.
     """
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
@@ -70,8 +70,8 @@ class SkipUnreadable(Dataset[Any]):
 
     Args:
         dataset: The wrapped dataset, which raises UnreadableImageError if a file cannot be read.
-        replace: Whether the next readable item takes the place of a broken one, as training batches should stay full;
-            otherwise the item is None, as in evaluation no image may count twice.
+        replace: Whether the next readable item takes the place of a broken one, so that training batches stay full.
+            Otherwise the item is None, because no image may count twice in evaluation.
     """
 
     def __init__(self, dataset: Dataset[Any], replace: bool) -> None:
@@ -111,7 +111,7 @@ def collate_readable(
 
 
 class SkipUnreadableLoader(SignalSafeDataLoader):
-    """DataLoader of a `SkipUnreadable` dataset: gives the readable images and records path and reason of other files.
+    """DataLoader of a `SkipUnreadable` dataset: yields readable images, and records path and reason of broken files.
 
     A batch without a readable image is left out. The record is kept in the main process.
     """

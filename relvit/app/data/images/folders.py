@@ -16,11 +16,11 @@ _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
 
 def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Walk each folder at or below `folder` once, with the names of the files right in it; skip hidden ones.
+    """Walk `folder` and each folder below it once, with the names of the files right inside; skip hidden names.
 
-    Links to folders are followed, but no folder comes twice, since links may form circles. Parents of `folder` never
-    come, since a class must not include other classes through a link to their parent. A folder that can be reached
-    directly and by a link comes under its direct path.
+    Links to folders are followed, but no folder is visited twice, since links may form circles. Parents of `folder` are
+    never visited, since otherwise a class with a link to its parent would include all classes. A folder that can be
+    reached directly and by a link is returned with its direct path.
 
     Raises:
         OSError: A folder cannot be listed.
@@ -37,7 +37,8 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
                 folders.clear()
                 continue
             seen.add(identity)
-            # .ipynb_checkpoints holds copies, and macOS puts ._name.jpg next to name.jpg, which is no image.
+            # Skip hidden names: .ipynb_checkpoints contains copies, and macOS puts a file ._name.jpg, which is no
+            # image, next to name.jpg.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             paths = (os.path.join(parent, name) for name in folders)
             links += [path for path in paths if os.path.islink(path)]
@@ -74,11 +75,11 @@ def find_images(paths: Iterable[str]) -> list[str]:
     """Find the image files that paths name, in the order of the paths, each once.
 
     Args:
-        paths: Files, whatever their endings; folders, whose images at any depth are taken, sorted; and patterns such as
-            'photos/*.jpg' or 'photos/**/*.png', whose matches are all taken, sorted.
+        paths: Files with any ending; folders, which stand for all images below them, sorted; and patterns such as
+            'photos/*.jpg' or 'photos/**/*.png', which stand for all matching files, sorted.
 
     Raises:
-        FileNotFoundError: There is nothing at a path.
+        FileNotFoundError: A path does not exist.
         ValueError: A folder or a pattern without images.
     """
     found: dict[str, None] = {}
@@ -110,12 +111,12 @@ def has_images(folder: str) -> bool:
 
 
 def class_folders(folder: str) -> list[str]:
-    """Sorted names of the folders right inside a folder, one for each class; hidden ones are left out.
+    """Sorted names of the folders right inside a folder, one for each class, without hidden folders.
 
     Warn of images beside the class folders.
 
     Raises:
-        ValueError: There are no class folders, or the name of one cannot be printed.
+        ValueError: There are no class folders, or the name of a class folder cannot be printed.
     """
     names, images = look_into(folder)
     check_printable(names, folder)
@@ -132,7 +133,7 @@ def class_folders(folder: str) -> list[str]:
 
 
 def folders_of_classes(folder: str) -> list[str]:
-    """Folders at or below a folder that hold class folders, which have images right in them; sorted.
+    """Sorted paths of the folders, `folder` included, that contain class folders: folders with images right inside.
 
     Raises:
         ValueError: A folder with neither folders nor images.
@@ -151,7 +152,7 @@ def labelled_files(folder: str, labels: Mapping[str, int]) -> list[tuple[str, in
         labels: Label of each class folder by its name; classes without a folder are allowed.
 
     Raises:
-        ValueError: No class folder, a folder that is no class, or a class folder without images.
+        ValueError: There is no class folder, a folder is no class, or a class folder has no images.
     """
     samples, left_out = [], []
     for name in class_folders(folder):

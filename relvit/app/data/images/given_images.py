@@ -27,7 +27,7 @@ class InputImages(Dataset[Any]):
 
     Args:
         images: see `to_pil`.
-        in_chans: channels that the model takes: 3, or 1 for grey.
+        in_chans: number of channels that the model takes: 3, or 1 for grey.
         transform: from a PIL image of mode 'RGB' or 'L' to a tensor.
     """
 
@@ -53,7 +53,7 @@ def to_pil(image: ImageInput) -> Image.Image:
 
     Raises:
         UnreadableImageError: a ValueError: a file or a PIL image that cannot be read.
-        TypeError: something else, or a dtype that images do not have.
+        TypeError: an object of another type, or a dtype that images cannot have.
         ValueError: another shape, or floating-point values outside 0..1.
     """
     if isinstance(image, str | os.PathLike):
@@ -70,7 +70,7 @@ def to_pil(image: ImageInput) -> Image.Image:
         return as_rgb(image)
     except MemoryError:
         raise
-    # Pillow decodes a file here, and raises errors of almost any type for broken ones.
+    # Pillow decodes a file here, and raises errors of almost any type if the file is broken.
     except Exception as error:
         path = getattr(image, "filename", "") or str(image)
         raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error
@@ -92,7 +92,7 @@ def _from_tensor(tensor: Tensor) -> Image.Image:
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
         low, high = tensor.min().item(), tensor.max().item()
-        # NaN fails this comparison, too.
+        # With NaN every comparison is false, so NaN is refused, too.
         if not (low >= 0 and high <= 1):
             raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
         tensor = (tensor.float() * 255).round().to(torch.uint8)

@@ -37,9 +37,9 @@ class ImagesInMemory(Dataset[Any]):
     """Decoded images. Items are ``(image, target)``, float32 (C, H, W).
 
     Args:
-        targets: N labels, of multi-label images bool (num_classes,), or names.
+        targets: The N targets: labels, rows bool (num_classes,) if images have several labels, or names.
         transform: From a PIL image to a tensor.
-        unreadable: Files that could not be decoded, by their index.
+        unreadable: Index of an image that could not be decoded -> path and reason.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StackedImages(ImagesInMemory):
 
 
 class AnySizeImages(ImagesInMemory):
-    """Colour images of any sizes: pixels uint8, one image behind the other, and their sizes int64 (N, 2).
+    """Colour images of any sizes: pixels uint8, one image after the other, and the images' sizes int64 (N, 2).
 
     One tensor holds the pixels of all images, so that workers copy none, however many images there are.
     """
@@ -135,21 +135,21 @@ def decode_into_memory(
 ) -> dict[str, ImagesInMemory]:
     """Decode all images by :func:`relvit.app.data.load_rgb`, in threads.
 
-    A split whose images all have `one_size` becomes `StackedImages`, any other one `AnySizeImages`.
+    A split whose images all have `one_size` becomes `StackedImages`; all other splits become `AnySizeImages`.
 
     Args:
-        splits: The files by split.
-        one_size: Height and width for which batches can be transformed at once.
-        skip: Whether a file that cannot be read is noted in the result, or raised.
-        copies: Number of processes on this machine that decode these images; they share its memory and cores.
+        splits: Name of a split -> its files.
+        one_size: Height and width of images that can be transformed as a whole batch.
+        skip: Whether a file that cannot be read is only recorded in the result. Otherwise it raises an error.
+        copies: Number of processes that decode these images on this machine, and so share its memory and cores.
         progress: A function of the iterable of results, their number and a description, which yields the results.
 
     Raises:
-        ValueError: By the sizes in the files' headers the images need more than four fifths of the available memory;
-            nothing has been decoded.
-        UnreadableImageError: A file cannot be read, and is not to be skipped.
+        ValueError: According to the files' headers the images need more than four fifths of the available memory.
+            Nothing was decoded.
+        UnreadableImageError: A file cannot be read, and `skip` is False.
     """
-    # The memory is measured here, before the other processes of this machine begin to allocate.
+    # Measure the memory now, before the other processes on this machine begin to allocate.
     available = available_memory()
     threads = max(1, cores() // copies)
     progress = progress or (lambda items, total, what: items)
@@ -198,7 +198,7 @@ def _in_memory(
         pixels[start:end] = image.reshape(-1)
         sizes[index] = torch.tensor(image.shape[:2])
     rest = files.targets, files.transform, unreadable
-    # An EXIF orientation may give an image another size than its header.
+    # An EXIF orientation may exchange height and width of the header, so compare the decoded sizes.
     if (sizes == torch.tensor(one_size)).all():
         return StackedImages(torch.from_numpy(pixels).view(len(sizes), *one_size, 3), *rest)
     return AnySizeImages(torch.from_numpy(pixels), sizes, *rest)
@@ -218,7 +218,7 @@ def _header_size(path: str) -> Size:
     try:
         with open_image(path) as image:
             return image.height, image.width
-    # Decoding the file later finds and reports why the header cannot be read.
+    # The reason is found and reported when the file is decoded later.
     except Exception:
         return _UNKNOWN
 

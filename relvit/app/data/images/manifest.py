@@ -13,9 +13,9 @@ class ListedImage(NamedTuple):
     """An image of a split.
 
     Attributes:
-        name: Its name without the location of the data; the position of an image in memory.
-        content: Its size in bytes; a hash of the pixels of an image in memory; '' where the size is not known.
-        label: The name of its class; of a multi-label image the names of its classes with ';' between.
+        name: The image's name without the location of the data; for an image in memory its position.
+        content: The file's size in bytes; for an image in memory a hash of its pixels; '' if the size is not known.
+        label: The name of the image's class; for a multi-label image the names of its classes, joined by ';'.
     """
 
     name: str

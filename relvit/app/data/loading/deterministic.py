@@ -8,9 +8,10 @@ from relvit.app.utils.seeding import seeded
 
 
 class SeededIndex(NamedTuple):
-    """Index of an image, with the epoch and the position in the epoch's order (over all processes) that seed it.
+    """Index of an image, with the epoch and its position in the epoch's order over all processes, as seeds.
 
-    The position is part of the seed, since an image that comes several times in an epoch is augmented each time anew.
+    The position is part of the seed, so that an image that comes several times in an epoch is augmented differently
+    each time.
     """
 
     index: int
@@ -19,9 +20,9 @@ class SeededIndex(NamedTuple):
 
 
 class DeterministicDataset(Dataset[Any]):
-    """Dataset whose items are random by seed, epoch and position alone, whatever was loaded before and by which worker.
+    """Dataset whose random items depend only on seed, epoch and position, not on the worker or on items loaded before.
 
-    Batches that the wrapped dataset makes at once (``__getitems__``) depend on the position of their first image.
+    A batch that the wrapped dataset makes at once (``__getitems__``) depends on the position of its first image.
 
     Args:
         dataset: A map-style dataset, which may use the generators of Python, NumPy and PyTorch's CPU.

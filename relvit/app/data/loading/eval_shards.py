@@ -18,10 +18,10 @@ def rank_of(index: int, processes: int) -> int:
 
 
 class EvalShardLoader:
-    """DataLoader of one device's shard, in as many batches as the device with the largest shard has.
+    """DataLoader of one device's shard that yields as many batches as the device with the largest shard has.
 
     `DistributedSampler` makes shards equal by counting some images twice. Eval shards differ by up to one image; a
-    device that has a batch fewer, or none, gets an empty batch instead, so that all devices take part in collective
+    device with one batch fewer, or with no batch, gets an empty batch, so that all devices take part in collective
     operations. (Lightning refuses a device without batches.)
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-# When Python ends, workers have this number of seconds to end by themselves.
+# When Python ends, relvit waits this number of seconds for workers to end by themselves.
 PATIENCE = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -21,7 +21,7 @@ _registered_in: int | None = None
 
 
 class SignalSafeDataLoader(DataLoader[Any]):
-    """DataLoader whose workers ignore stop signals from their first moment on, and end with Python.
+    """DataLoader whose workers ignore stop signals from their start on, and end when Python ends.
 
     Args:
         arguments, options: The arguments of `DataLoader` except `worker_init_fn`, which is :func:`ignore_stop_signals`.
@@ -50,10 +50,10 @@ class SignalSafeDataLoader(DataLoader[Any]):
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Let a DataLoader worker go on when the run is asked to stop, since the run goes on until it has saved.
+    """Let a DataLoader worker ignore stop signals, since the run itself goes on until it has saved a checkpoint.
 
-    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended, the
-    run would end in an error. Workers end when their loader or their run ends, see :func:`end_workers_at_exit`.
+    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended then,
+    the run would fail with an error. Workers end when their loader or their run ends, see :func:`end_workers_at_exit`.
 
     Args:
         worker: The number of the worker, as a `DataLoader` gives it to its `worker_init_fn`.
@@ -64,7 +64,7 @@ def ignore_stop_signals(worker: int) -> None:
 
 
 def end_workers_at_exit() -> None:
-    """Register a function that ends the workers that are left when Python ends.
+    """Register a function that ends all remaining workers when Python ends.
 
     Without this function, Python would send SIGTERM, which workers ignore, and wait for the workers for ever.
     """

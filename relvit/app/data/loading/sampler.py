@@ -21,22 +21,22 @@ def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
 
 
 class TrainSampler(DistributedSampler[Any]):
-    """Shuffled images of an epoch, weighted, repeated, or both, divided among the processes, as `SeededIndex`.
+    """Sampler that shuffles an epoch's images, optionally weighted or repeated, and divides them among the processes.
 
-    With weights, images are sampled with replacement; without weights, every image comes once. With ``repeats > 1``
-    only the first ``1 / repeats`` of the images come, each `repeats` times. Copies are next to each other before the
-    images are dealt to the processes in turn, so that they meet in one optimiser step and on different devices
-    (repeated augmentation, Hoffer et al. 2019, arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the
-    same). The order depends on seed and epoch alone, so a training can be resumed within an epoch. The length of the
-    sampler is the length of an epoch.
+    The sampler yields a `SeededIndex` for each image. With weights, images are sampled with replacement; without
+    weights, every image comes once. With ``repeats > 1`` only the first ``1 / repeats`` of the shuffled images come,
+    each `repeats` times. Copies of an image are next to each other before images are assigned to the processes in turn,
+    so that the copies are in one optimiser step and on different devices (repeated augmentation, Hoffer et al. 2019,
+    arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the same). The order depends only on seed and
+    epoch, so a training can be resumed within an epoch. The length of the sampler is the length of an epoch.
 
     Args:
         count: Number of images.
-        weights: Relative chance of each image, (count,); None: each once.
+        weights: Relative probability of each image, (count,); None: every image comes once.
         repeats: Copies of each image.
         num_replicas: Number of processes.
         rank: Number of this process.
-        seed: Another seed gives another order; the same in all processes.
+        seed: Another seed gives another order. All processes must have the same seed.
         epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
         start: How many of this process's first images of that epoch to skip, since training has used them already.
     """
@@ -52,7 +52,7 @@ class TrainSampler(DistributedSampler[Any]):
         epoch: int = 0,
         start: int = 0,
     ) -> None:
-        # Lightning replaces any other sampler than a DistributedSampler.
+        # Lightning would replace a sampler that is no DistributedSampler.
         super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         self.count = count
         self.weights = weights
@@ -62,12 +62,12 @@ class TrainSampler(DistributedSampler[Any]):
         self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[SeededIndex]:
-        # The epoch is fixed here, since a later `set_epoch` concerns later iterators only.
+        # Read the epoch once, since a later call of `set_epoch` must affect only later iterators.
         epoch = self.epoch
         generator = torch.Generator().manual_seed(self.seed + epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
-            # Fewer than num_replicas images may come twice, so that all processes get equally many.
+            # Up to num_replicas - 1 images come twice, so that all processes get the same number of images.
             chosen = torch.randperm(self.count, generator=generator)[torch.arange(distinct) % self.count]
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)
@@ -78,7 +78,7 @@ class TrainSampler(DistributedSampler[Any]):
 
 
 def training_position(trainer: Trainer) -> tuple[int, int]:
-    """Epoch and number of its batches (on each device) after which to resume: those that an optimiser step has used.
+    """Return the epoch to resume in, and the number of its batches, on each device, that optimiser steps have used.
 
     Batches whose gradients are still being accumulated do not count. At the end of an epoch, return batch 0 of the next
     epoch.

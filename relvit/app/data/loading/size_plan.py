@@ -27,20 +27,20 @@ class SizedBatch(NamedTuple):
 class SizePlan:
     """Image size and number of images of every batch of a training.
 
-    A batch has `batch_size` images of `img_size`. At any other size, a batch has as many images as have the same area
-    together, at least one. An epoch is a fixed number of batches. With 'random' every image comes about once per epoch:
-    some images may be missing and others come twice. The plan depends on its arguments alone, so all processes follow
-    the same plan.
+    A batch has `batch_size` images of `img_size`. At any other size, the number of images is chosen so that the batch
+    has the same area in total, at least one image. An epoch is a fixed number of batches. With 'random' every image
+    comes about once per epoch: some images may be missing, some may come twice. The plan depends only on its arguments,
+    so it is the same in all processes.
 
     Args:
         sizes: Height and width of each size.
-        schedule: 'random': in a row of ``len(sizes)`` optimiser steps every size comes once, in random order.
+        schedule: 'random': of every ``len(sizes)`` optimiser steps each has another size, in random order.
             'progressive': from the smallest to the largest, each for an equal part of the training (Tan and Le 2021,
             arXiv 2104.00298, section 4); an epoch at small sizes then shows images several times.
         img_size: Height and width that `batch_size` is meant for.
         batch_size: Images per batch at `img_size`.
         images: Images per epoch.
-        accumulated: Batches per optimiser step, which share a size.
+        accumulated: Batches per optimiser step, which all have the same size.
         seed: Another seed gives another order of sizes.
         epochs: Epochs of the training; only 'progressive' needs it.
 
@@ -91,9 +91,9 @@ class SizedBatchSampler(TrainSampler):
 
     Args:
         plan: Sizes and numbers of images.
-        arguments: The arguments of `TrainSampler` up to `seed`.
-        start: Batches of this process in the first epoch that are left out.
-        options: Other arguments of `TrainSampler`.
+        arguments: The positional arguments of `TrainSampler`, up to `seed`.
+        start: Number of batches that this process skips at the beginning of the first epoch.
+        options: Further arguments of `TrainSampler`.
     """
 
     def __init__(self, plan: SizePlan, *arguments: Any, start: int = 0, **options: Any) -> None:
@@ -115,10 +115,10 @@ class SizedBatchSampler(TrainSampler):
 
 
 class SizedBatches(Dataset[Any]):
-    """Dataset of batches: takes a `SizedBatch` and collates its images at that size.
+    """Dataset of batches: its index is a `SizedBatch`, its item the collated images at the size of that batch.
 
     Args:
-        datasets: For each size a dataset with `__getitems__`.
+        datasets: Size -> a dataset with `__getitems__`.
         collate: Collate function of their items.
     """
 

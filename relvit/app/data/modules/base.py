@@ -58,13 +58,12 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class ImageData(RecordedArguments, ABC):
     """Images with one label each, or several, in the splits train, val, test and predict.
 
-    Items are ``(image, label)``, those of predict ``(image, name)``: image float32 (C, H, W), label int, or bool
-    (num_classes,) where :attr:`multi_label` is true, name str.
-    Class names and channels are known at construction, so that a model can be built from them; images are looked for
-    when a split is first used.
+    Items are ``(image, label)``, and in predict ``(image, name)``: image float32 (C, H, W), label int, or bool
+    (num_classes,) where :attr:`multi_label` is true, name str. Class names and channels are known at construction, so
+    that a model can be built from them; images are looked for when a split is first used.
 
-    A subclass implements :meth:`missing` and :meth:`build`, and hands on the keyword arguments below as ``**options``.
-    :class:`relvit.app.data.DatasetData` does that for any datasets, and may be subclassed likewise.
+    A subclass implements :meth:`missing` and :meth:`build`, and passes the keyword arguments below on as ``**options``.
+    :class:`relvit.app.data.DatasetData` is such a subclass for any datasets, and may be subclassed itself.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -72,40 +71,40 @@ class ImageData(RecordedArguments, ABC):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: that of the
-            data (if it is not known that of ImageNet, and 0.5 where there are not three channels), and in a training
-            on the command line that of the pretrained weights, if it starts from some.
-        std: Standard deviation of each channel, in the same units; None: likewise.
+        mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: the mean of the
+            data; if it is unknown, ImageNet's mean, or 0.5 if there are not three channels. A training on the command
+            line that starts from pretrained weights takes the mean of these weights.
+        std: Standard deviation of each channel, in the same units; None: as for `mean`.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
-        color_jitter: Strength of the colour jitter in training; none: as `augment` has it.
-        random_erasing: Probability of random erasing in training; none: as `augment` has it.
+        color_jitter: Strength of the colour jitter in training; None: the default of `augment`.
+        random_erasing: Probability of random erasing in training; None: the default of `augment`.
         balance: What to do about classes of different sizes: 'none'; 'sampler' samples the training images with
             replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
-        repeats: Copies of an image in a training batch, each augmented in its own way; an epoch keeps its length and
-            sees only one image in `repeats` (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
-        train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of them,
-            on all devices, and as many images as keep the tokens, by pixels, of `batch_size` images of `img_size`; an
-            epoch shows about every image once. None: `img_size` alone. Evaluation is at `img_size`.
+        repeats: Copies of an image in a training batch, each augmented differently. An epoch keeps its length, so it
+            has only one of `repeats` images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
+        train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of these
+            sizes, on all devices, and as many images as have together the pixels of `batch_size` images of `img_size`.
+            An epoch shows about every image once. None: only `img_size`. Evaluation is at `img_size`.
         size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
             an equal part of the training (see :class:`relvit.app.data.SizePlan`).
         native: Whether each image keeps its shape, as a sequence of patches, see :mod:`relvit.app.data.shape`;
-            `crop_pct` has no part in it.
-        max_tokens: With `native`, the number of patches that no image exceeds; it takes the place of `img_size`, which
-            becomes the square within it. None: as many as `img_size` has.
+            `crop_pct` has no effect then.
+        max_tokens: With `native`, the largest number of patches of an image. It replaces `img_size`, which becomes the
+            largest square with this number of patches. None: as many patches as `img_size` has.
         patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # These statistics take the place of a mean or std that is None; None: see `mean` above.
+    # Mean and standard deviation of the data, which replace a `mean` or `std` of None. None: they are not known.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # Whether `--data` offers the class.
+    # The command line's option `--data` offers the class only if this is True.
     chosen_by_name: ClassVar[bool] = True
     # Only data modules that read files have `on_error` as an argument.
     on_error: OnError = "error"
-    # Whether an image may have any number of labels, none included.
+    # If this is True, an image may have any number of labels, even no label.
     multi_label: bool = False
 
     def __init__(
@@ -167,7 +166,7 @@ class ImageData(RecordedArguments, ABC):
         """Set mean and standard deviation for the normalisation, before images are first used.
 
         Raises:
-            ValueError: Not one number for each channel, or an std that is not greater than zero.
+            ValueError: There is not one number for each channel, or a number in `std` is not greater than zero.
         """
         if len(mean) != self.in_chans:
             raise ValueError(
@@ -197,9 +196,9 @@ class ImageData(RecordedArguments, ABC):
         return []
 
     def manifest(self, split: Split) -> Iterator[ListedImage] | None:
-        """List the images of train, val or test, by which a resumed training recognises them; None if they are unknown.
+        """List the images of train, val or test, so that a resumed training can compare them; None if they are unknown.
 
-        This class lists images in memory, :class:`relvit.app.data.ImageFilesData` image files.
+        This class lists images in memory; :class:`relvit.app.data.ImageFilesData` lists image files.
         """
         dataset = self.dataset(split)
         return images_in_memory(dataset, self.class_names) if isinstance(dataset, StackedImages) else None
@@ -211,10 +210,10 @@ class ImageData(RecordedArguments, ABC):
 
     @property
     def class_weights(self) -> Tensor | None:
-        """With ``balance='loss'``: float32 (num_classes,), by which the loss of each class is to be multiplied.
+        """Factors on the loss of each class, float32 (num_classes,), if ``balance`` is 'loss'; otherwise None.
 
-        ``images / (num_classes * images of the class)``, as scikit-learn's 'balanced': the mean over all training
-        images is one. None with any other balance. The first access may have to search for the training images.
+        A factor is ``images / (num_classes * images of the class)``, as with scikit-learn's 'balanced', so its mean
+        over all training images is one. The first access may have to search for the training images.
         """
         if self.balance != "loss":
             return None
@@ -238,7 +237,7 @@ class ImageData(RecordedArguments, ABC):
         return self._datasets[split]
 
     def setup(self, stage: str | None = None) -> None:
-        """Build the datasets of a stage: 'fit', 'validate', 'test' or 'predict'; None means all that exist.
+        """Build the datasets of a stage: 'fit', 'validate', 'test' or 'predict'; None: all splits that exist.
 
         Raises:
             ValueError: The stage needs a split that does not exist, or its files are wrong.
@@ -277,10 +276,10 @@ class ImageData(RecordedArguments, ABC):
         self.begin_at(**state_dict)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches; a last one of a single image is left out, which batch norm could not normalise.
+        """Shuffled batches. A last batch of a single image is left out, since batch norm could not normalise it.
 
-        The order depends on seed and epoch alone, the augmentation of an image on its position in that order as well.
-        Several devices divide the order. A resumed training begins with the first batch that is left of the epoch.
+        The order depends only on seed and epoch, and the augmentation of an image also on its position in this order.
+        Several devices share the order. A resumed training begins with the first unused batch of the epoch.
         """
         dataset = self.dataset("train")
         weights = None

@@ -34,10 +34,10 @@ CIFAR100_CLASSES = """
 class CIFARData(ImageData):
     """CIFAR-10 or CIFAR-100: 50,000 images of 32 x 32 to train, 10,000 to test, all kept in memory.
 
-    The files are those of https://www.cs.toronto.edu/~kriz/cifar.html, below `root` as torchvision has them, and their
-    MD5 sums are checked. Where they are missing, :meth:`prepare_data` (which Lightning calls, in one process of each
-    machine) unpacks the archive if it is in root, or downloads it. A part of train is put aside to validate. Predict
-    gives the test images, named 'cifar10/test/00000' and so on.
+    The files come from https://www.cs.toronto.edu/~kriz/cifar.html, lie below `root` as torchvision stores them, and
+    are checked by their MD5 sums. If files are missing, :meth:`prepare_data` (which Lightning calls in one process of
+    each machine) unpacks the archive in `root`, or downloads it. A part of train is put aside to validate. Predict
+    yields the test images, named 'cifar10/test/00000' and so on.
 
     With the augmentations 'none', 'shift' and 'crop-flip' at 32 x 32 a batch is augmented at once.
 
@@ -47,7 +47,7 @@ class CIFARData(ImageData):
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         val_fraction: Share of each class of train that is put aside, in (0, 1).
-        split_seed: Another seed puts other images aside; the seed of the training has no part in it.
+        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
         class_names: None, or the class names of a checkpoint, which must be the data's own.
         options: See :class:`relvit.app.data.ImageData`.
 
@@ -91,7 +91,7 @@ class CIFARData(ImageData):
         return os.path.join(self.root, self.dataset_class.filename)
 
     def prepare_data(self) -> None:
-        """Unpack or download what is missing, by torchvision.
+        """Let torchvision unpack or download missing files.
 
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.

@@ -21,33 +21,33 @@ from relvit.app.utils.number_types import OpenShare, check_ranges
 class DatasetData(ImageData):
     """Datasets in Python: any objects with `__len__` and `__getitem__`, which yield pairs of an image and its label.
 
-    An image is what :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array uint8
-    (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images have any sizes and
-    are neither augmented nor normalised before: that happens here. A label is the position of the class, or with
-    `multi_label` bool (num_classes,). Where a dataset has `targets` (its labels in order, as those of torchvision),
-    or is a `Subset`
-    of one that has, the labels are known without loading images: `balance` needs that, and a resumed training compares
-    them.
+    An image has a form that :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array uint8
+    (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
+    this class augments and normalises them. A label is the position of the class, or with `multi_label` a tensor bool
+    (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or is a `Subset`
+    of such a dataset, the labels are known without loading images: `balance` needs the labels, and a resumed training
+    compares them.
 
-    A checkpoint stores all arguments but the datasets, so that `relvit predict` and `relvit.load` need it alone. For
-    the other commands, subclass this with a constructor that makes the datasets, and name it by `--data module.Class`.
+    A checkpoint stores all arguments but the datasets, so `relvit predict` and `relvit.load` need only the checkpoint.
+    For all other commands, write a subclass whose constructor makes the datasets, and pass `--data module.Class`.
 
     Args:
         train: The dataset to train on.
         val: The dataset to validate on; None: a part of train is put aside.
         test: The dataset to test on.
-        predict: The dataset to predict, of images, or of pairs of an image and its name; None: test or else val. Images
-            without names are called 'test/00000' and so on.
+        predict: The dataset to predict, of images, or of pairs of an image and its name; None: test, or val if there is
+            no test. Images without names are called 'test/00000' and so on.
         class_names: Name of each class, the position is the label; None takes `train.classes`.
         in_chans: Channels of the images for the model: 3, or 1 for grey.
         multi_label: Whether images have any number of labels.
-        val_fraction: Share of train that is put aside where there is no val, in (0, 1); of each class, if the labels
-            are known.
-        split_seed: Another seed puts other images aside; the seed of the training has no part in it.
+        val_fraction: Share of train that is put aside if there is no val, in (0, 1): a share of each class if the
+            labels are known.
+        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or no names of classes; later, an item that is no image with a label.
+        ValueError: An argument out of its range, or no names of classes; later, an item that is no pair of image and
+            label.
     """
 
     # The command line cannot pass dataset objects.
@@ -141,7 +141,7 @@ class SourceImages(Dataset[Any]):
     """Images of a user's dataset, transformed.
 
     Args:
-        source: See `DatasetData`.
+        source: The user's dataset, see `DatasetData`.
         in_chans: 3, or 1 for grey.
         transform: From a PIL image to a tensor.
     """
@@ -170,10 +170,10 @@ class SourceImages(Dataset[Any]):
 
 
 class LabelledImages(SourceImages):
-    """Items are ``(image, label)``: int, or bool (num_classes,) of multi-label images.
+    """Items are ``(image, label)``. A label is an int, or bool (num_classes,) for multi-label images.
 
     Attributes:
-        targets: Label of each item, where the source knows them.
+        targets: Label of each item, if the user's dataset has `targets`.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
 class DigitsData(ImageData):
     """1,797 handwritten digits of 8 x 8 grey pixels (scikit-learn's load_digits, from UCI), in ten classes.
 
-    A fixed stratified split: 1,257 images to train, 180 to validate, 360 to test. It depends on no seed.
-    Predict gives the test images, named 'digits/test/0000' to 'digits/test/0359'.
+    The stratified split is fixed and depends on no seed: 1,257 images to train, 180 to validate, 360 to test. Predict
+    yields the test images, named 'digits/test/0000' to 'digits/test/0359'.
 
     Args:
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.

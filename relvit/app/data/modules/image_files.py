@@ -33,16 +33,16 @@ class ImageFilesData(ImageData):
     Args:
         class_names: Name of each class; the position is the label.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        val_fraction: Share of each class of train that is put aside where there is no val, in (0, 1).
-        split_seed: Another seed puts other images aside; the seed of the training has no part in it.
-        on_error: What to do about a file that cannot be read: 'error' stops and names it; 'skip' goes on, in training
-            with the next image in its place, otherwise without it, so that no result counts it, and keeps path and
-            reason in :attr:`unreadable`.
-        cache: Whether the images of train, and those of val with them, are decoded once, when those of train are first
-            used, and kept in memory at their own sizes, 8 bits a channel. Where all of a split have the size
-            `img_size`, the augmentations 'none', 'shift' and 'crop-flip' then work on batches at once. Workers share
-            this memory; on several devices each process has its own. More than four fifths of the available memory is
-            refused before anything is decoded. Only trainings use the cache.
+        val_fraction: Share of each class of train that is put aside if there is no val, in (0, 1).
+        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
+        on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' goes on, in
+            training with the next image in its place, otherwise without the image, so that no result counts it; path
+            and reason are kept in :attr:`unreadable`.
+        cache: Whether the images of train and val are decoded once, when train is first used, and kept in memory at
+            their own sizes, with 8 bits per channel. If all images of a split have the size `img_size`, the
+            augmentations 'none', 'shift' and 'crop-flip' then work on whole batches. Workers share this memory; on
+            several devices each process has its own copy. Images that need more than four fifths of the available
+            memory are refused before decoding. Only trainings use the cache.
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
@@ -108,7 +108,7 @@ class ImageFilesData(ImageData):
         if stage != "fit":
             return
         for split in ("val", "test"):
-            # Errors in the images of test are reported before the training, and not by the test after it.
+            # Check the images of test now, so that errors are reported before the training instead of after it.
             if self._has_own(split) and (samples := self.samples(split)) and rank_zero_only.rank == 0:
                 self._warn_of_training_images(split, samples)
 
@@ -143,7 +143,7 @@ class ImageFilesData(ImageData):
         return self._own_samples[split]
 
     def dataset(self, split: Split) -> Dataset[Any]:
-        """Return the dataset of one split, built at the first call; with `cache` that of train decodes all images.
+        """Return the dataset of one split, built at the first call; with `cache` and train, decode all images.
 
         Raises:
             ValueError: There is no such split, its files are wrong, or the memory is too small.
@@ -193,15 +193,15 @@ class ImageFilesData(ImageData):
 
     @cached_property
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
-        """The images to train on, and those put aside to validate where the data have no val.
+        """Images to train on, and images put aside to validate; if the data have a val, no images are put aside.
 
-        Here, a multi-label image counts under the one of its classes that has the fewest images.
+        For this division a multi-label image counts for its rarest class.
         """
         samples = self._samples("train")
         labels = [label for _, label in samples]
         if rank_zero_only.rank == 0:
             for doubt in self._doubts(class_counts(labels, self.class_names)):
-                # The caller is `cached_property`, so the warning names this line.
+                # The caller is `cached_property`, which would tell a user nothing, so the warning names this line.
                 warnings.warn(doubt, stacklevel=1)
         if self._has_own("val"):
             return samples, []

@@ -24,13 +24,13 @@ class ImageFolderData(ImageFilesData):
 
     The folder of val may also be named valid or validation; without one, a part of train is put aside. A root that has
     none of these folders, and images right inside two folders or more, is the train folder itself. Classes are matched
-    by name, so a split may lack some. Predict gives, without labels, the images below test or else below val; if root
-    has none of these folders, all images below root. Hidden files and folders are left out.
+    by name, so a split need not have all classes. Predict yields images without labels: the images below test, or below
+    val if there is no test; if root has neither folder, all images below root. Hidden files and folders are left out.
 
     Args:
         root: The folder that holds train, val and test, or one folder for each class.
         class_names: Name of each class, the position is the label (a checkpoint knows them); None takes the sorted
-            folders in train. Where they are given, train need not exist.
+            folders in train. If class_names are given, train need not exist.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:
@@ -119,8 +119,8 @@ def find_splits(root: str) -> dict[Split, str]:
     """Find the folder of each split below root.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: root is no folder.
-        ValueError: Two folders with validation images.
+        FileNotFoundError, NotADirectoryError: root does not exist, or is no folder.
+        ValueError: There are two folders with validation images.
     """
     if os.path.isfile(root):
         raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")

@@ -32,9 +32,9 @@ class Row(NamedTuple):
 class ImageListData(ImageFilesData):
     """Images in lists with the columns `path` and `label`: CSV, TSV (.tsv) or Parquet (with ``relvit[parquet]``).
 
-    Paths are absolute, or relative to root, or, where no root is given, to the folder of their list. Labels are names
-    of classes, or numbers. Without a list for val, a part of train is put aside. Other columns are ignored. All rows
-    are checked before the first image is loaded, and wrong ones named by their line.
+    Paths are absolute, or relative to root; without root, relative to the folder of the list. Labels are names of
+    classes, or numbers. Without a list for val, a part of train is put aside. All other columns are ignored. All rows
+    are checked before the first image is loaded, and errors name the line of a wrong row.
 
     With `label_separator` images have several labels, or none: multi-label classification.
 
@@ -42,18 +42,19 @@ class ImageListData(ImageFilesData):
         train: The list to train on.
         val: The list to validate on.
         test: The list to test on.
-        predict: What to predict: a list, which needs no labels, or a folder of images; None: test or else val.
-        root: The folder that relative paths start from; None: that of each list.
+        predict: What to predict: a list, which needs no labels, or a folder of images; None: test, or val if there is
+            no test.
+        root: The folder that relative paths start from; None: the folder of each list.
         class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
             names, or the positions as numbers. None takes the sorted labels of train, numbers by their value.
-        label_separator: What is between the labels of an image, such as ';'; an empty cell means no label, and items
-            have bool (num_classes,). None: one label per image.
+        label_separator: The character between the labels of an image, such as ';'; an empty cell means no label, and
+            the labels of items are bool (num_classes,). None: one label per image.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:
         FileNotFoundError: A list, or root, is missing.
         ValueError: An argument out of its range, neither train nor class_names, or fewer than two classes; wrong rows
-            of train; those of the other lists when they are first used.
+            of train; wrong rows of another list when the list is first used.
         ModuleNotFoundError: A Parquet file without pyarrow.
     """
 
@@ -193,17 +194,18 @@ def read_list(
 ) -> list[Row]:
     """Read the rows of a list with the columns `path` and `label`; ignore further columns.
 
-    Lines are counted as in an editor, the header being line 1; rows of Parquet from 1.
+    Messages count lines as an editor does, with the header as line 1; in Parquet they count rows from 1.
 
     Args:
         file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
         labels: Whether every row needs a label; with 'none' the column `label` is not read, and labels are ''.
-        root: The folder that relative paths start from; None: that of the list.
+        root: The folder that relative paths start from; None: the folder of the list.
 
     Raises:
         FileNotFoundError: No such file.
         ValueError: Another kind of file, broken text, a missing or repeated column, no rows, a row without path or
-            label or with more cells than columns, or one image twice, however its path is written.
+            label, a row with more cells than columns, or two rows for the same image, even if its path is written
+            differently.
         ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):
@@ -278,7 +280,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
     # UTF-16 and UTF-32 begin with a byte order mark, or have zero bytes beside each ASCII letter.
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
         raise ValueError(f"{file} is no text in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
-    # Spreadsheets write a byte order mark before the first column's name (-sig); file names need not be UTF-8.
+    # Spreadsheets write a byte order mark before the first column's name, which 'utf-8-sig' removes. File names need
+    # not be UTF-8, so 'surrogateescape' keeps their bytes.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
         try:
@@ -288,7 +291,7 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
                 fault = _surplus(reader.fieldnames, record, delimiter)
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
-            # If a field has no end, this is the line where the reader gave up.
+            # If the closing quote of a field is missing, this is the line at which the reader gave up.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 

@@ -22,16 +22,16 @@ class ImageNetData(ImageFolderData):
     """ImageNet-1k (Russakovsky et al. 2015, arXiv 1409.0575) in ``root/train/<wnid>/...`` and ``root/val/<wnid>/...``.
 
     ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are the positions of the sorted
-    WordNet ids (n01440764, ...), as everywhere. Classes have the first of their names in the devkit's ``meta.mat``
-    (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id where two have
-    the same; without these files their names are the ids. Part of the classes will do. The official test images have no
-    public labels: results are those of val.
+    WordNet ids (n01440764, ...), as usual. The name of a class is its first name in the devkit's ``meta.mat``
+    (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id if two classes
+    have the same name; without these files the id is the name. Not all classes need be there. The official test images
+    have no public labels, so tests use val.
 
     Args:
         root: The folder that holds train and val.
         wnids: WordNet id of each class, the position is the label (a checkpoint knows them); None takes the sorted
-            folders in train, or else in val.
-        class_names: Name of each class; None: as described.
+            folders in train, or in val if there is no train.
+        class_names: Name of each class; None: the names described above.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:
@@ -66,7 +66,7 @@ class ImageNetData(ImageFolderData):
 
 
 def readable_names(root: str, wnids: Sequence[str]) -> list[str]:
-    """Read a readable name of each class, no two the same; see :class:`ImageNetData`.
+    """Read a readable name of each class, all different; see :class:`ImageNetData`.
 
     Raises:
         ValueError: `meta.mat` or `meta.bin` does not know a class.

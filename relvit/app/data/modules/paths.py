@@ -17,7 +17,8 @@ class ImagePathsData(ImageData):
     Args:
         paths: Files, folders with all images below them, and patterns, see `find_images`.
         mean: Mean of each channel, in units of the range 0..1; with one channel the images become grey.
-        on_error: What to do about a file that cannot be read: 'skip' goes on without it, 'error' stops and names it.
+        on_error: What to do about a file that cannot be read: 'skip' goes on without the file, 'error' stops and names
+            the file.
         class_names, img_size, std, crop_pct, batch_size, num_workers, native, max_tokens, patch_size: See
             :class:`relvit.app.data.ImageData`.
 

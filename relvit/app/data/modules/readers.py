@@ -19,7 +19,7 @@ from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
-# These prefixes stand for other readers of timm.
+# timm has readers for these prefixes too, but relvit does not support them.
 _OTHERS = ("tfds", "hfids", "torch")
 
 
@@ -27,25 +27,26 @@ class ReaderData(ImageFilesData):
     """Images in Hugging Face datasets, WebDataset shards or tar archives, named as for `timm.data.create_dataset`.
 
     ``hfds/NAME`` is a dataset of the Hugging Face hub, or a local folder (``hfds//path``) of Parquet files, of images
-    or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Anything else is a
-    tar archive with class folders, or a folder of such archives. Shards and archives are on disk and not compressed;
-    images are read from them directly. Labels are names of classes or numbers; images without one (negative, or empty)
-    are left out with a warning.
+    or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Any other name is a
+    tar archive with class folders, or a folder of such archives. Shards and archives are on disk and not compressed,
+    and images are read from them directly. Labels are names of classes or numbers; images without a label (negative, or
+    empty) are left out with a warning.
 
     Args:
         name: The data, see above.
-        root: The folder of the shards (else NAME is), or that the path of an archive starts from; for ``hfds``, where
-            downloads are kept.
-        train_split: The split to train on. ``hfds``: also a part, ``'train[:90%]'``. ``wds``: a split of
-            ``_info.json``, or shards, ``'name-{0000..0127}.tar'``. Archives: a folder in them, or an archive; where
-            there is none, 'train' is everything.
+        root: ``wds``: the folder of the shards (None: NAME is this folder). Archives: the folder from which their path
+            starts. ``hfds``: the folder for downloads.
+        train_split: The split to train on. ``hfds``: a split or a part of it, such as ``'train[:90%]'``. ``wds``: a
+            split in ``_info.json``, or shards, such as ``'name-{0000..0127}.tar'``. Archives: a folder in an archive,
+            or an archive; if there is no such folder, 'train' means everything.
         val_split: The split to validate on; None: a part of train is put aside.
         test_split: The split to test on, if there is one.
-        predict: What to predict: a folder of images, or a tar archive; None: test, or else val, without the labels.
+        predict: What to predict: a folder of images, or a tar archive; None: test without its labels, or val if there
+            is no test.
         input_key: ``hfds``: the column of the images, by default 'image'. ``wds``: endings of the image, by default
             'jpg;jpeg;png;webp'.
-        target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the part json that is
-            the label, by default the part cls.
+        target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the sample's .json
+            file that is the label; by default the label is the .cls file.
         class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
             names, or the positions as numbers. None takes the names that the dataset declares, or the sorted labels of
             train, numbers by their value.
@@ -54,7 +55,7 @@ class ReaderData(ImageFilesData):
     Raises:
         FileNotFoundError: Files are missing.
         ValueError: An argument out of its range, a name of another kind, URLs, fewer than two classes, broken files, or
-            wrong labels of train; those of the other splits when they are first used.
+            wrong labels of train; wrong labels of another split when the split is first used.
         ModuleNotFoundError: ``hfds`` without the package datasets.
     """
 
@@ -163,8 +164,7 @@ class ReaderData(ImageFilesData):
 
 
 def _located(name: str, root: str | None) -> tuple[str, str | None]:
-    """Make name and root fit for a checkpoint, which may be used with another root: paths become absolute, and those
-    of shards and archives become part of root."""
+    """Make paths absolute, and move folders of shards and archives from name to root, for use with another root."""
     kind, rest = _kind(name)
     if not rest and (kind == "hfds" or root is None):
         raise ValueError(f"name is {name!r}; {_KNOWN}")

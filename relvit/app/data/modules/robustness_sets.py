@@ -17,17 +17,17 @@ from relvit.utils.messages import did_you_mean, listing
 
 
 class RobustnessData(ImagePathsData):
-    """Test images of a robustness set, some or all of whose folders are classes of a model.
+    """Test images of a robustness set, such as ImageNet-A or ImageNet-C, in folders that are classes of a model.
 
-    Layouts, told apart by the folders: ``root/<class>/<image>`` (ImageNet-A, -R, -V2) and
+    There are two layouts, recognised by the folders: ``root/<class>/<image>`` (ImageNet-A, -R, -V2) and
     ``root/.../<corruption>/<severity>/<class>/<image>`` (ImageNet-C), where severities are numbers. Images are right in
-    the folders of classes. These folders have the names of classes, or all have WordNet ids (with `wnids`), or numbers,
-    which are positions of classes (ImageNet-V2: of the sorted WordNet ids).
+    the folders of classes. The names of these folders are names of classes, WordNet ids (with `wnids`), or numbers,
+    which are positions of classes (in ImageNet-V2 positions in the sorted WordNet ids).
 
     Args:
-        root: The folder of the set, or of a part of it.
+        root: The folder of the set, or of a part of the set.
         class_names: Name of each class of the model.
-        wnids: WordNet id of each class, where they are known.
+        wnids: WordNet id of each class, if known.
         class_map: A JSON file with an object whose keys are names of folders and whose values are names of classes.
         options: See :class:`ImagePathsData`.
 
@@ -36,7 +36,7 @@ class RobustnessData(ImagePathsData):
 
     Raises:
         FileNotFoundError: There is no folder at `root`, or no file at `class_map`.
-        ValueError: An argument out of its range; later, a folder that is no class of the model, or without images.
+        ValueError: An argument out of its range; later, a folder that is no class of the model, or has no images.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ from relvit.app.utils.files import parse_json
 from relvit.app.utils.shown_text import one_line, without_secrets
 from relvit.version import __version__
 
-# A card lists at most this number of class names; config.json lists all.
+# A card lists at most this number of class names; config.json lists all names.
 SHOWN = 50
-# Columns of the table of image sizes: key of a row -> title, format.
+# Columns of the table of image sizes: key in a row -> title and format of the column.
 COLUMNS = {
     "protocol": ("protocol", "{}"),
     "reach": ("reach", "{}"),
@@ -38,7 +38,8 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe leaves out these data options, which other parts of the card hold, and includes the trainer's below.
+# The recipe does not contain these data options, which are in other parts of the card, but contains the following
+# options of the trainer.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
 TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
@@ -62,7 +63,7 @@ ONE_LABEL = """\
 label = model.pretrained_cfg["label_names"][probabilities.argmax()]
 print(label, float(probabilities.max()))"""
 SEVERAL_LABELS = """\
-# The threshold of each class is the one of the best F1 on validation images.
+# Each class has the threshold with the best F1 on validation images.
 thresholds = {thresholds}
 for label, probability, threshold in zip(model.pretrained_cfg["label_names"], probabilities.tolist(), thresholds):
     if probability >= threshold:
@@ -80,7 +81,7 @@ def model_card(
 
     Args:
         predictor: the model.
-        name: what `timm.create_model` takes.
+        name: the name that `timm.create_model` takes.
         license: identifier of a licence; None: not given.
         curve: rows of `relvit.app.evaluation.evaluate_sizes`.
     """
@@ -144,10 +145,11 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
 
     Args:
         ckpt_path: the checkpoint.
-        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, where there is one.
+        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, if there is such a file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or one without rows of this checkpoint, where `curve` is given.
+        FileNotFoundError, ValueError: `curve` is given, but there is no such file, or it has no rows of this
+            checkpoint.
     """
     path = Path(ckpt_path).parent.parent / "resolutions.json" if curve is None else Path(curve)
     if curve is None and not path.is_file():
@@ -160,7 +162,7 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
             return found
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no JSON file of relvit resolutions ({one_line(error)})") from error
-    raise ValueError(f"{path} has no figures of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
+    raise ValueError(f"{path} has no results of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
 
 
 def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()) -> list[str]:
@@ -207,7 +209,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # Options that only some kinds of data have are left out, since they would show where the images are.
+    # The recipe has only options that all kinds of image files have: further options would show where the images are.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})

@@ -31,7 +31,7 @@ from relvit.models import patch_grid
 MOST_PATCHES = 4096
 # Pixels of the longer side of the picture that the user clicks on.
 SIDE = 480
-# A decoder that works longer than this on one image is stopped, so that other images need not wait.
+# A decoder that takes more seconds than this for one image is stopped, so that other images need not wait.
 MAX_SECONDS = 20.0
 HINT = "Drop an image, then click on a patch of it here."
 # This Content-Security-Policy lets the browser ask no other machine for anything.
@@ -53,11 +53,11 @@ class View(NamedTuple):
 
 
 class Viewer:
-    """Compute what the page shows of an image.
+    """Compute the results and pictures that the page shows for an image.
 
     Args:
         predictor: the classifier, at its size of training.
-        max_pixels: number of pixels that no uploaded image may exceed, see `relvit.app.data.load_rgb`.
+        max_pixels: largest number of pixels of an uploaded image, see `relvit.app.data.load_rgb`.
     """
 
     def __init__(self, predictor: Predictor, max_pixels: int) -> None:
@@ -85,8 +85,8 @@ class Viewer:
         Args:
             path: the file.
             size: see `img_size`; '': as in training.
-            at: the place of the patch, as shares of height and width of what the model sees.
-            kinds: what to draw, with `layer` and `head`, see `relvit.app.evaluation.pictures.draw`.
+            at: the place of the patch, as shares of the height and width of the image that the model sees.
+            kinds: the kinds of pictures to draw; with `layer` and `head` see `relvit.app.evaluation.pictures.draw`.
 
         Raises:
             ValueError: an image that cannot be read or is too large, a size that the model or the page does not take.
@@ -124,7 +124,7 @@ class Viewer:
         return view
 
     def img_size(self, size: str, image: Image.Image) -> tuple[int, int]:
-        """Parse a size: 'H x W', or the longest side alone, of the image's own shape in whole patches.
+        """Parse a size: 'H x W', or the longest side of a size with the image's shape in whole patches.
 
         Raises:
             ValueError: another text, or more patches than the page takes.
@@ -171,7 +171,7 @@ class Page(gr.Blocks):
         """Compute the outputs of an event; raises `gradio.Error` with words of its own for a malformed one."""
         try:
             return await super().process_api(*args, **options)
-        # The functions of the page catch their own errors, so an error here comes from malformed values in the request.
+        # The functions of the page catch all their errors, so malformed values in the request have caused this error.
         except Exception as error:
             raise gr.Error("this request is not one of the page", print_exception=False) from error
 
@@ -188,7 +188,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
         except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        # After any error the page shows no results, since old results would be taken for new ones. Messages of
+        # After any error the page shows no results, since a user would take old results for new ones. Messages of
         # unexpected errors may contain paths of this machine, so only the terminal shows these messages.
         except Exception:
             traceback.print_exc()
@@ -198,7 +198,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         shape = None if view.picture is None else (view.picture.height, view.picture.width)
         return [shape, text, view.picture, view.classes, "".join(missing), *drawn]
 
-    # The displayed picture is no input of the event, since Gradio would decode whatever file a request named instead.
+    # The displayed picture is not an input of the event, since Gradio would then decode any file that a request names.
     def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
         x, y = map(float, event.index)
         at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
@@ -244,10 +244,10 @@ def build_app(viewer: Viewer, max_mb: float, host: str = "127.0.0.1", max_total_
     """Build the application that serves the page; the browser asks no other machine for anything.
 
     Args:
-        viewer: computes what the page shows.
-        max_mb: size of a file, in units of 2^20 bytes, that no upload may exceed.
+        viewer: the object that computes the results and pictures on the page.
+        max_mb: largest size of an uploaded file, in units of 2^20 bytes.
         host: the address that the server listens at, see `OwnPageOnly`.
-        max_total_mb: size of all files that the page holds at a time, in the same units, that no upload may exceed.
+        max_total_mb: largest total size of the files that the page holds at a time, in the same units.
     """
     app = FastAPI(openapi_url=None)
 

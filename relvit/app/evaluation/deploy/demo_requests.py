@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
-# The choices on the page take some hundred bytes; images come as uploads.
+# This is the largest body of a request in bytes: choices on the page take some hundred bytes, and images come as
+# uploads.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
@@ -28,20 +29,20 @@ NOT_OURS = "This request is not one of the page."
 
 
 class OwnPageOnly:
-    """ASGI middleware that lets only requests of the page itself through.
+    """ASGI middleware that refuses all requests but those that the page itself sends.
 
-    A page of another site may send requests to an address of this machine, and a name of its own that resolves to
-    127.0.0.1 (DNS rebinding) makes these requests look local, so the headers `Host` and `Origin` have to name the
-    page. A request may ask Gradio to take any file of the machine for an uploaded one, or to fetch an address, so
-    every file in a request has to be one of the folder of uploads, and a request that contains an address, however
-    often its characters are percent-encoded, is refused; the page's own address of an upload is the only exception.
+    A page of another site may send requests to an address of this machine, and if the site's name resolves to 127.0.0.1
+    (DNS rebinding), these requests look local, so the headers `Host` and `Origin` have to name the page. A request may
+    ask Gradio to take any file of the machine for an uploaded one, or to fetch an address, so every file in a request
+    has to be one of the folder of uploads, and a request that contains an address, however often its characters are
+    percent-encoded, is refused; the page's own address of an upload is the only exception.
 
     Args:
         app: the application that gets the requests of the page.
-        host: the address that the server listens at. At '0.0.0.0' and '::' every IP address and the name of the
-            machine are the page's own.
+        host: the address that the server listens at. With '0.0.0.0' and '::' the headers may name any IP address, or
+            the name of the machine.
         uploads: the folder of uploaded files.
-        most_bytes: number of bytes that all files of that folder together may have; more uploads are refused.
+        most_bytes: largest number of bytes of all files in that folder together; further uploads are refused.
             `build_app` limits the size of each file by its `max_mb`.
     """
 
@@ -50,7 +51,7 @@ class OwnPageOnly:
         self.host = host
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
-        # Bytes of uploads that have begun but may not be in the folder yet.
+        # The bytes of uploads that have begun and may not be in the folder yet.
         self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -25,11 +25,11 @@ def quantise(
 ) -> None:
     """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's quantisation.
 
-    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: activations are
-    quantised while the file runs, each by its own range, as onnxruntime recommends for transformers. With calibration
-    images it is static: the largest number in a layer's input over all these images fixes the scale, and the zero point
-    is 0, as TensorRT requires. (TensorRT has no operators for dynamic quantisation.) Convolution, classifier, norms,
-    softmax and products of activations stay as they are.
+    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: each activation is
+    quantised at run time with its own range, as onnxruntime recommends for transformers. With calibration images the
+    quantisation is static: for each layer, the largest number in its inputs over all these images fixes the scale, and
+    the zero point is 0, as TensorRT requires. (TensorRT has no operators for dynamic quantisation.) Convolution,
+    classifier, norms, softmax and products of activations stay as they are.
 
     Args:
         source: the file to read.
@@ -42,7 +42,7 @@ def quantise(
     model = onnx.load(source)
     # The exporter recorded these shapes before it transposed weights, so onnx would report the shapes as wrong.
     del model.graph.value_info[:]
-    # Scales per channel need two dimensions, and position tables, which are multiplied in batches, have more.
+    # Scales per channel need weights of two dimensions; position tables, which are multiplied in batches, have more.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
     # Silence onnxruntime's advice to preprocess the model, which a model with symbolic shapes does not need.
@@ -65,14 +65,14 @@ def quantise(
 
 
 class Comparison(NamedTuple):
-    """A model and its exported file on the same images with labels.
+    """Results of a model and of its exported file on the same labelled images.
 
     Attributes:
         images: number of images.
-        model: accuracy of the model; of a multi-label model mean average precision.
+        model: accuracy of the model; for a multi-label model, mean average precision.
         file: the same metric for the file.
-        same: proportion of images with the same class from model and file; of multi-label images, with all the same
-            classes.
+        same: proportion of images for which model and file predict the same class (the same classes, if there are
+            several labels).
     """
 
     images: int
@@ -85,7 +85,7 @@ def compare(predictor: Predictor, exported: Answering, data: ImageData) -> Compa
     """Compare an exported file with its model on up to 2,000 images of val, evenly spaced.
 
     Raises:
-        ValueError, OSError: there is no val, or an image of it cannot be read.
+        ValueError, OSError: there is no val, or an image of val cannot be read.
     """
 
     def of_both(images: ImageBatch) -> Tensor:

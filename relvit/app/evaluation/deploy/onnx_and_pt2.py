@@ -52,34 +52,34 @@ def export_model(
     The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
     classes), divided by the temperature of a calibrated checkpoint. The number of images is free; their sides have 2 to
     256 patches if the model takes any size, otherwise the size is `predictor.img_size`. The file fails at other sizes.
-    As JSON the file also holds class names, the steps from an image to the model's input and, for a multi-label model,
-    whose probabilities are the sigmoid of the logits, the thresholds of the classes. The JSON is the entry 'relvit' of
-    an ONNX file's metadata, the extra file 'relvit.json' of a program (`torch.export.load`), and the entry 'relvit' of
-    the metadata of a compiled program (`get_metadata`). An .onnx above 2 GB has its weights beside it, in a file of the
-    same name with .data at its end.
+    The file also holds JSON with class names, the steps from an image to the model's input and, for a multi-label model
+    (whose probabilities are the sigmoid of the logits), the thresholds of the classes. In an ONNX file the JSON is the
+    entry 'relvit' of the metadata, in a program (`torch.export.load`) the extra file 'relvit.json', in a compiled
+    program the entry 'relvit' of the metadata (`get_metadata`). The weights of an .onnx above 2 GB are in a second file
+    of the same name with .data at its end.
 
     Args:
         predictor: see `relvit.load`.
-        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`). Its
-            folder is made where there is none.
-        int8: of .onnx, quantise the weights of the linear layers after the comparison, see `quantise`.
-        aot: of .pt2, compile the program for this machine's kind of CPU by AOTInductor; the file is then for
-            `torch._inductor.aoti_load_package`, in Python and in C++. It refuses images of wrong sizes only where the
-            environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
-        calibration: with `int8`, a folder, file or pattern of images like those of the training, of which up to 256 fix
-            the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
+        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`). The
+            folder is created if it does not exist.
+        int8: for .onnx, whether to quantise the weights of the linear layers after the comparison, see `quantise`.
+        aot: for .pt2, whether AOTInductor compiles the program for this machine's kind of CPU.
+            `torch._inductor.aoti_load_package` then loads the file, in Python and in C++. The program refuses images of
+            wrong sizes only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        calibration: with `int8`, a folder, file or pattern of images similar to the training's images; up to 256 of
+            them fix the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
         tell: called with a description of each step before the step begins.
 
     Returns:
-        The shapes of the images that the two were compared with.
+        The shapes of the images on which file and model were compared.
 
     Raises:
-        ValueError: another ending, `int8` or `aot` with the wrong one, `calibration` without `int8` or without an image
-            that can be read, no C++ compiler, the reach "windows", or an `img_size` of the predictor that the file
-            would not take.
+        ValueError: another ending, `int8` or `aot` with the wrong ending, `calibration` without `int8` or without a
+            readable image, no C++ compiler, the reach "windows", or a predictor's `img_size` that the file would not
+            take.
         NotADirectoryError: a part of the path is a file.
-        ModuleNotFoundError: ONNX without its packages.
-        ExportError: other logits than the model's.
+        ModuleNotFoundError: for .onnx, its packages are missing.
+        ExportError: the logits of the file differ from the model's logits.
     """
     output = Path(output)
     check_export(output, int8, aot, calibration)
@@ -221,7 +221,7 @@ def _program(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    # PyTorch records the source line of each value, and with it folders of this machine.
+    # PyTorch records the source line of each value, and so the names of folders of this machine: remove them.
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)

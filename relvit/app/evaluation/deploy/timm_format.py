@@ -25,7 +25,7 @@ from relvit.app.utils.shown_text import one_line
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
-# The key in config.json for everything that timm's format has no entry for.
+# The key in config.json under which relvit stores all values for which timm's format has no entry.
 KEY = "relvit"
 
 
@@ -40,20 +40,20 @@ def publish_model(
     license: str | None = None,
     curve: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Write `model.safetensors`, `config.json` and the model card `README.md`, of which timm makes the same model.
+    """Write `model.safetensors`, `config.json` and the model card `README.md`, from which timm builds the same model.
 
-    The weights are the ones that evaluation uses: averaged ones if the training kept an average. The temperature of
-    a calibrated checkpoint and the thresholds of a multi-label one are not in the weights but in the card and in
-    `config.json`. Before the files are published, `timm.create_model` loads them, and the model is compared with the
-    checkpoint, bit by bit.
+    The weights are the weights that evaluation uses: the averaged ones if the training kept an average. The temperature
+    of a calibrated checkpoint and the thresholds of a multi-label checkpoint are not part of the weights, but in the
+    card and in `config.json`. Before the files are published, `timm.create_model` loads them, and the model is compared
+    with the checkpoint, bit by bit.
 
     Args:
-        ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run the card has the metrics of the
-            run's `summary.json`.
-        to: a folder, or 'hf-hub:OWNER/NAME'. That repository is created where there is none, and gets a commit; the
-            user has to be logged in there (`hf auth login`).
-        license: identifier of the licence of the weights, such as 'apache-2.0'; None: the card states that none is
-            given.
+        ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run, the card contains the metrics
+            in the run's `summary.json`.
+        to: a folder, or 'hf-hub:OWNER/NAME'. The repository is created if it does not exist, and gets a commit; the
+            user has to be logged in to the hub (`hf auth login`).
+        license: identifier of the licence of the weights, such as 'apache-2.0'; None: the card states that no licence
+            is given.
         curve: file that `relvit resolutions --output FILE.json` wrote, with this checkpoint; None: `resolutions.json`
             in the folder of the run, if it has one.
 
@@ -61,9 +61,9 @@ def publish_model(
         The name that `timm.create_model(NAME, pretrained=True)` takes, after `import relvit`.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, no possible name, or a folder with
-            anything but a published model in it, the current folder or a mount point.
-        PublishError: timm does not make the same model of the files; nothing is published.
+        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, an impossible name, a folder with
+            files that are no published model, the current folder, or a mount point.
+        PublishError: timm does not build the same model from the files; nothing is published.
     """
     hub = to.startswith(HUB)
     if hub:
@@ -87,10 +87,10 @@ def publish_model(
 
 
 def check_folder(to: str) -> None:
-    """Refuse a folder in which there is anything but a published model.
+    """Refuse a folder with any files other than a published model.
 
     Raises:
-        ValueError: such a folder, a file or a remote address.
+        ValueError: the folder has other files, or `to` is a file or a remote address.
     """
     path = Path(to)
     if is_address(to) or (path.exists() and not path.is_dir()):
@@ -123,21 +123,22 @@ def save_model(
 ) -> None:
     """Save a model of `timm.create_model` as `model.safetensors` and `config.json`, for timm and `transformers`.
 
-    `publish_model` publishes a checkpoint of `relvit fit`; this function saves a model that was trained otherwise, such
-    as a model with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
+    `publish_model` publishes a checkpoint of `relvit fit`; this function saves a model that was trained in another way,
+    such as a model with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
     outputs are compared bit by bit.
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
             mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
-        folder: where the files go, all at once; earlier ones are replaced, files of other names stay.
+        folder: the folder to write to. Earlier files with the same names are replaced all at once, all other files
+            stay.
         class_names: name of each class; the position is the label.
         license: identifier of the licence of the weights; None: unknown.
         about: further values for `config.json`.
 
     Raises:
-        ValueError: class names of another number than the model's classes.
-        PublishError: timm cannot make the model of the files, or its outputs differ.
+        ValueError: the number of class names differs from the number of the model's classes.
+        PublishError: timm cannot build the model from the files, or the outputs differ.
     """
     if len(class_names) != model.num_classes:
         raise ValueError(f"class_names has {len(class_names)} names, and the model has {model.num_classes} classes")
@@ -146,7 +147,7 @@ def save_model(
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: {"version": __version__} if about is None else about,
     }
-    # safetensors takes contiguous tensors only.
+    # safetensors only takes contiguous tensors.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
     with atomic_folder(folder) as part:
         try:
@@ -166,7 +167,7 @@ def save_model(
 
 
 def _without_num_classes(path: Path) -> None:
-    """Remove the number of classes from the arguments of the model in `config.json`, where it stands a second time.
+    """Remove the number of classes from the model's arguments in `config.json`, where timm writes it a second time.
 
     timm writes and reads the number in both places. The timm wrapper of `transformers` passes the number to timm beside
     these arguments, and fails if the arguments contain the number, too.

@@ -29,7 +29,7 @@ from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The demo page shows these kinds of pictures, in this order and under these words.
+# The demo page shows these kinds of pictures in this order; the values are their labels.
 LABELS: dict[Kind, str] = {
     "attention": "attention weights of the patch",
     "logits": "its logits: content and positions",
@@ -121,18 +121,19 @@ def draw(
         kind: one of the kinds above.
         model: in evaluation mode: any relvit or retrofitted model, on the device of the image.
         image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' read its size.
-        picture: the image as uint8 (height, width, 3), for maps over it, see `relvit.app.plots.picture_of`; None: grey.
+        picture: the image as uint8 (height, width, 3), on which maps are drawn, see `relvit.app.plots.picture_of`;
+            None: grey.
         patch: row and column of the query, from 0. None: for 'logits' the patch in the middle; for 'attention' and
-            'rollout' the class token where the classifier reads it, else the mean of all patches; for 'kernels' and
-            'aft-windows' their mean. 'cam' frames the patch.
-        layer: number of the layer, from 0, or from -1 backwards. None: all; for 'logits', 'attention' and 'cam' the
-            last.
-        head: number of the one head to draw, from 0, where there is a panel per head; None: all.
+            'rollout' the class token if the classifier reads it, otherwise the mean over all patches; for 'kernels' and
+            'aft-windows' the mean over all patches. 'cam' draws a frame around the patch.
+        layer: index of the layer; negative ones count from the last layer. None: all layers; for 'logits', 'attention'
+            and 'cam' the last layer.
+        head: index of the only head to draw, for kinds with a panel per head; None: all heads.
         class_names: names of the classes.
-        labels: whether the model's images have one label or several; 'cam' computes the probability with it.
+        labels: whether the model's images have one label or several, which 'cam' needs to compute the probability.
 
     Raises:
-        NotApplicableError: a ValueError: the model has no picture of this kind.
+        NotApplicableError: a ValueError: there is no picture of this kind for the model.
         ValueError: an unknown kind, a patch, layer or head that does not exist, a model in training mode.
         MissingPackageError: 'cam' without the package `grad-cam`.
     """

@@ -14,14 +14,14 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     """Compute Grad-CAM of one image at the input of a block's attention.
 
     The channels of this input are weighted by the mean gradient of the class's logit, and summed; negative sums become
-    zero. The model is left as it was, including its parameters' gradients. Source: Selvaraju et al. 2017 (arXiv
-    1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
+    zero. The model does not change, nor do its parameters' gradients. Source: Selvaraju et al. 2017 (arXiv 1610.02391),
+    section 3, computed by `pytorch_grad_cam.GradCAM`.
 
     Args:
         model: in evaluation mode, a relvit model or a Vision Transformer of timm with `blocks[...].norm1`.
         image: (in_chans, height, width) as the model takes it, normalised.
-        label: number of the class; None: the one with the highest logit.
-        layer: number of the block, from 0, or from -1 backwards.
+        label: number of the class; None: the class with the highest logit.
+        layer: index of the block; negative ones count from the last block.
 
     Returns:
         float32 (height, width) in 0..1, on the CPU: the highest number is 1, or all are 0.

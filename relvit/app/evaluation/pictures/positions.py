@@ -29,9 +29,10 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
         img_size: (height, width) of the images in pixels, which determines the size of tables that are computed.
 
     Returns:
-        Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows', 'k columns' of term
-        k (heads, or 1 where they share it, offsets, head_dim); 'b rows', 'b columns' (heads or 1, offsets); of joint
-        tables 'b, joint' (heads or 1, row offsets, column offsets), of vectors their lengths as 'k length, joint'.
+        Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k columns' for
+        the term k, (heads, offsets, head_dim), with 1 for heads if all heads share a table; 'b rows' and 'b columns',
+        (heads or 1, offsets); for joint tables 'b, joint', (heads or 1, row offsets, column offsets), and the lengths
+        of vectors, 'k length, joint'.
 
     Raises:
         NotApplicableError: a model without such tables.
@@ -73,11 +74,12 @@ def _with_heads(table: Tensor, dims: int) -> Tensor:
 
 @torch.no_grad()
 def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Compute the position part of the logits by offset around a query, with the scale: what a head sees where.
+    """Compute the position part of a query's scaled logits for each offset: where a head prefers to look.
 
-    The term k has the mean query of all patches, or the query of one patch; the term q has the mean key of all patches.
-    Free channels (`RelativeTerms.channels`) depend on places, not only on offsets: each offset shows the mean over all
-    pairs of patches with this offset, or over the pairs of the one patch, and NaN if there is no such pair.
+    The term k is computed for the mean query of all patches, or for the query of one patch; the term q for the mean key
+    of all patches. Free channels (`RelativeTerms.channels`) depend on places, not only on offsets: each offset shows
+    the mean over all pairs of patches with this offset, or over the pairs with the given patch, and NaN if there is no
+    such pair.
 
     Args:
         model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
@@ -86,7 +88,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
 
     Returns:
         Layer -> (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU: the offset (0, 0), key minus query, is in the
-        middle. A block that runs several times has the kernel of its last time.
+        middle. If a block runs several times, the kernel of its last run.
 
     Raises:
         NotApplicableError: a model without relative positions, or with attention in windows or bands.
@@ -139,15 +141,15 @@ def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
 
 @torch.no_grad()
 def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: int = -1) -> dict[str, Tensor]:
-    """Split the logits of the query of one patch into content and the terms of the positions.
+    """Split the logits of one patch's query into the content part and the terms of the position.
 
-    The content is scale * q_i . k_j; a rotary embedding, where there is one, and Transformer-XL's u belong to it.
+    The content part is scale * q_i . k_j, with the rotary embedding, if there is one, and with Transformer-XL's u.
 
     Args:
         model: see `effective_kernels`.
         image: see `effective_kernels`.
         patch: row and column of the query.
-        layer: number of the attention layer, from 0, or from -1 backwards.
+        layer: index of the attention layer; negative ones count from the last layer.
 
     Returns:
         The parts of the logits: 'content', and 'q', 'k', 'b' (as in `rel_terms`) and 'channels' if the layer has such
@@ -165,7 +167,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     query, key = (part.to(position_query.dtype) for part in (given.query, given.key))
     query, position_query = (part[:, :, index : index + 1] for part in (query, position_query))
     place = torch.tensor([list(patch)], device=query.device)
-    # The reference gets one query alone, since pairs of all tokens would take N x N vectors.
+    # Give the reference only one query, since pairs of all tokens would take N x N vectors.
     alone = Grid(grid.height, grid.width, coords=place)
     options = {"scale": given.scale, "trained_keys": given.trained_keys}
     parts = {"content": attention_logits(query, key, RelativeTerms(), alone, grid, **options)}
@@ -173,7 +175,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     if terms.channels is not None:
         of_query, of_key = terms.channels
         terms = terms._replace(channels=Channels(of_query[:, :, index : index + 1], of_key))
-    # Logits are linear in each term, so with zero content the logits are the part of the one term that is given.
+    # Logits are linear in each term, so with zero content and a single term the logits are the part of this term.
     zeros = (torch.zeros_like(query), torch.zeros_like(key), RelativeTerms(bucketing=terms.bucketing))
     for field in ("query", "key", "bias", "channels"):
         if (term := getattr(terms, field)) is not None:
@@ -191,8 +193,8 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
     Args:
         model: a model of `relvit_aft_*`.
         img_size: (height, width) of the images in pixels; AFT-conv has one window for all sizes.
-        patch: row and column of a query, for AFT-full and AFT-local, whose biases are of pairs of places; None: at each
-            offset the mean of all pairs of patches.
+        patch: row and column of a query, for AFT-full and AFT-local, which have a bias for each pair of places; None:
+            for each offset the mean over all pairs of patches.
 
     Returns:
         Layer -> (heads, rows, columns), with odd rows and columns, float32 on the CPU; heads is 1 for AFT-full and

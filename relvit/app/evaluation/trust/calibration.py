@@ -29,7 +29,7 @@ class CalibrationError(RuntimeError):
 
 
 class Calibration(NamedTuple):
-    """A temperature, with figures of the images on which it was fitted, without and with it.
+    """A temperature, with metrics on the images of the fit, each without and with the temperature.
 
     Attributes:
         temperature: the number by which logits are divided.
@@ -37,8 +37,8 @@ class Calibration(NamedTuple):
         accuracy: top-1 accuracy, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
         error: expected calibration error, see `relvit.app.evaluation.calibration_error`.
-        next_split: the split on which `relvit test` can judge the temperature: test, or else val; the split of the fit
-            if the data have no other split.
+        next_split: the split on which `relvit test` can judge the temperature: test, or val if there is no test; the
+            split of the fit if the data have no other split.
     """
 
     temperature: float
@@ -66,10 +66,11 @@ class ChosenThresholds(NamedTuple):
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Find the temperature by which to divide logits for the lowest mean negative log-likelihood, in float64.
+    """Find the temperature for which the logits divided by it have the lowest mean negative log-likelihood, in float64.
 
-    "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9; L-BFGS on the
-    logarithm of the temperature. The likelihood is concave in the inverse temperature, so there is one optimum or none.
+    Source: "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9. L-BFGS
+    searches the logarithm of the temperature. The likelihood is concave in the inverse temperature, so there is one
+    optimum or none.
 
     Args:
         logits: (N, classes).
@@ -85,7 +86,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         raise ValueError("some logits are infinite or not a number")
     of_label = logits.gather(1, labels[:, None])[:, 0]
     if (of_label == logits.amax(1)).all():
-        raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use others")
+        raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use other images")
     if of_label.mean() <= logits.mean():
         raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
     # With logits scaled to unit size, the search always starts near the optimum.
@@ -118,7 +119,7 @@ def calibrate(
     data: str | None = None,
     data_args: Mapping[str, Any] | None = None,
 ) -> Calibration | ChosenThresholds:
-    """Fit the temperature of a checkpoint and write the checkpoint with it; everything else in it stays as it is.
+    """Fit a temperature to a checkpoint, and write a copy of the checkpoint that differs only in the temperature.
 
     For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
 
@@ -134,15 +135,17 @@ def calibrate(
         batch_size: images per batch; None: as in training.
         device: where the model runs.
         progress: a function of the batches and their number, which yields the batches, such as a progress bar.
-        data: the name of the data module whose images are used, such as my_module.Mine; needed if it is not part of
-            relvit or not the training's. None: the data module of the training, which has to be imported already.
-        data_args: arguments of the data module that replace those of the training, such as a password.
+        data: the name of the data module whose images are used, such as my_module.Mine; needed if the data module is
+            not part of relvit, or is not the training's. None: the data module of the training, which has to be
+            imported already.
+        data_args: arguments of the data module, such as a password, that replace arguments of the training's data
+            module.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
             no best temperature, see `fit_temperature`.
-        CalibrationError: a temperature, fitted to other images than those of val, with which the loss (the negative
-            log-likelihood) on val would rise; nothing is written.
+        CalibrationError: the temperature was fitted to another split, and would raise the loss (the negative
+            log-likelihood) on val; nothing is written.
     """
     check_output(output, (".ckpt",), replaces=False)
     with local_file(ckpt_path) as file:
@@ -195,7 +198,7 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
 
 
 def _choose(logits: Tensor, labels: Tensor, before: SeveralLabels, next_split: Split) -> ChosenThresholds:
-    # A training chooses thresholds in single precision, too.
+    # Choose thresholds in single precision, as a training does.
     kept = before.keep(before.probabilities(logits.float()), labels)
     after = before.fitted(kept)
     f1 = tuple(each.class_metrics(kept, logits.shape[1]).means()["f1"] for each in (before, after))

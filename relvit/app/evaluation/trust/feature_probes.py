@@ -48,29 +48,31 @@ def probe_models(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[Any], int, str], Iterable[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate the features of models by classifiers that learn from a share of the labels of train.
+    """Evaluate the features of models with simple classifiers that learn from a share of train's labels.
 
-    Features are pooled and taken before the classifier, as `relvit embed` writes them, from images without augmentation
-    at the model's own size and normalisation. See `knn_right` and `linear_right`.
+    Features are the pooled inputs of the classifier, as `relvit embed` writes them, computed without augmentation at
+    the model's own image size and normalisation. See `knn_right` and `linear_right`.
 
     Args:
         models: checkpoints of `relvit fit`, names of relvit or timm models, 'local-dir:...' and 'hf-hub:...'.
         data: the images; None: the images of the first model's training, if that model is a checkpoint.
         split: the images to classify.
-        shares: shares of the labels of train. Each class keeps its proportion and at least one image; a
-            larger share holds the smaller ones.
+        shares: shares of the labels of train. Each class keeps its proportion, and at least one image; a larger share
+            contains the images of the smaller shares.
         k: number of neighbours.
         seed: chooses the images of a share, and random weights.
-        pretrained: whether a model given by name has its pretrained weights; else they are random, as a baseline.
+        pretrained: whether a model given by name gets its pretrained weights; otherwise its weights are random, as a
+            baseline.
         batch_size: images per batch; None: the batch size of the data.
         device: where the models run.
         progress: a function of the batches, their number and a description, which yields the batches.
 
     Returns:
-        Per model and share 'model', 'features' (their length), 'share', 'labels' (of train), 'images' (of the split),
-        'knn' and 'linear' (top-1 accuracies), 'knn_se' and 'linear_se' (their standard errors, see `accuracy_error`),
-        'C' (of the linear probe); of every further model also 'knn_difference' and 'linear_difference' to the first
-        one, with their standard errors ('..._se', see `paired_difference`).
+        A row for each model and share: 'model', 'features' (their length), 'share', 'labels' (number of labels of
+        train), 'images' (number of images of the split), 'knn' and 'linear' (top-1 accuracies), 'knn_se' and
+        'linear_se' (their standard errors, see `accuracy_error`), 'C' (of the linear probe). Rows of every further
+        model also have 'knn_difference' and 'linear_difference', the differences to the first model, with their
+        standard errors ('..._se', see `paired_difference`).
 
     Raises:
         FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
@@ -83,7 +85,7 @@ def probe_models(
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows: list[dict[str, Any]] = []
-    # Queries that the first model classifies right, for each share and probe.
+    # Share and probe -> whether the first model classifies each query right.
     of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):
@@ -133,10 +135,10 @@ def choose_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 
 def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, k: int) -> np.ndarray:
-    """Classify by the k neighbours of the largest cosine similarity s, whose votes weigh exp(s / 0.07).
+    """Classify by votes of the k neighbours with the largest cosine similarity s; a vote has the weight exp(s / 0.07).
 
-    Instance discrimination (Wu et al. 2018, arXiv 1805.01978, section 3.4); k of 20 as in DINO (Caron et al. 2021,
-    arXiv 2104.14294, appendix F). With fewer labels than k all of them vote.
+    Source: Wu et al. 2018 (arXiv 1805.01978, section 3.4); the default k = 20 comes from DINO (Caron et al. 2021, arXiv
+    2104.14294, appendix F). If there are fewer labels than k, all of them vote.
 
     Args:
         features: (N, D), with labels (N,).
@@ -146,7 +148,7 @@ def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tru
     Returns:
         (M,) booleans, whether each query is classified right.
     """
-    # The import of scikit-learn takes a while, so other commands do without it.
+    # The import of scikit-learn takes a while, so import it only here.
     from sklearn.neighbors import KNeighborsClassifier
 
     # The distance is 1 - s, so that all weights are exp(s / 0.07) times the same factor.
@@ -158,11 +160,11 @@ def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tru
 def linear_right(
     features: np.ndarray, labels: np.ndarray, queries: np.ndarray, truth: np.ndarray, seed: int
 ) -> tuple[np.ndarray, float]:
-    """Classify by logistic regression of standardised features (scikit-learn's, L-BFGS).
+    """Classify with scikit-learn's logistic regression (L-BFGS) of standardised features.
 
-    The inverse strength C of the weight decay is the one of 10^-4 ... 10^2 with the best accuracy on a fifth of the
-    labels that is put aside, the smallest of equally good ones; the regression then learns from all labels. With one
-    label per class nothing can be put aside, and C is 1.
+    A fifth of the labels is put aside to choose the inverse strength C of the weight decay: of 10^-4 ... 10^2 the value
+    with the best accuracy on this fifth, the smallest of equally good values. The regression then learns from all
+    labels. With one label per class nothing can be put aside, and C is 1.
 
     Args:
         features: (N, D), with labels (N,).

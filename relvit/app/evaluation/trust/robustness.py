@@ -51,9 +51,9 @@ class Corruptions(NamedTuple):
     Attributes:
         accuracy: corruption -> severity -> top-1 accuracy.
         results: 'test/mean_corruption_error', the mean over the corruptions of one minus the mean accuracy over their
-            severities; and 'test/mce', the mean over the 15 corruptions of ImageNet-C of this error divided by
-            AlexNet's (Hendrycks and Dietterich 2019, arXiv 1903.12261, section 4.1), where all of them, their five
-            severities and 1000 classes were tested.
+            severities; and 'test/mce', if all 15 corruptions of ImageNet-C, five severities and 1000 classes were
+            tested: the mean over these corruptions of the error divided by AlexNet's error (Hendrycks and Dietterich
+            2019, arXiv 1903.12261, section 4.1).
     """
 
     accuracy: dict[str, dict[int, float]]
@@ -66,7 +66,8 @@ class Corruptions(NamedTuple):
         for name, found in [*self.accuracy.items(), ("mean", self._mean(severities))]:
             values = (f"{found[severity]:.4f}" if severity in found else "" for severity in severities)
             rows.append([name, *values, f"{np.mean(list(found.values())):.4f}"])
-        # A mean of all cells would weigh each corruption by the number of its severities, so this is a mean of means.
+        # Take the mean of the corruptions' means: a mean of all cells would weigh each corruption by the number of its
+        # severities.
         rows[-1][-1] = f"{1 - self.results['test/mean_corruption_error']:.4f}"
         return ["corruption", *map(str, severities), "mean"], rows
 

@@ -27,7 +27,7 @@ class History(Callback):
     A row has `epoch` (counted from 0, while progress bars count from 1), `step` (optimiser steps so far), `train/...`,
     the learning rate `lr` at the end of the epoch, `val/...`, and `system/...` (see `Telemetry`). Every checkpoint
     holds the rows: a resumed training first rewrites the files as they were at the checkpoint, so that they have
-    neither gaps nor duplicates. `curves.png` is drawn when the training ends, even by an error.
+    neither gaps nor duplicates. `curves.png` is drawn when the training ends, even with an error.
 
     Args:
         folder: The folder to write to.

@@ -81,10 +81,10 @@ class EpochTitle(TextColumn):
 
 
 class EpochLines(Callback):
-    """Print a line at the end of each epoch, into files and where there is no progress bar.
+    """Print a line at the end of each epoch, for output in files and without a progress bar.
 
     Args:
-        history: The history of the training, an earlier callback, whose last row has the printed numbers.
+        history: The training's `History`, a callback that runs before this one; its last row has the printed numbers.
     """
 
     def __init__(self, history: History) -> None:
@@ -104,7 +104,7 @@ class EpochLines(Callback):
             ("lr", "lr {:.3g}"),
             ("system/images_per_second", "{:.0f} images/s"),
         ):
-            # An epoch may have no validation.
+            # An epoch without validation has no such numbers.
             if name in row:
                 parts.append(text.format(row[name]))
         parts.append(f"elapsed {self._clock.elapsed}")
@@ -152,7 +152,7 @@ def _is_wide() -> bool:
 def progress_callbacks(config: dict[str, Any], history: History | None, quiet: bool) -> list[Callback]:
     """Return the callbacks that show the progress: a bar on terminals, a line for each epoch in files, or nothing.
 
-    `enable_progress_bar` and `callbacks` of `config`, the trainer's options, are changed accordingly. Only a training
+    The function also changes `enable_progress_bar` and `callbacks` in `config`, the trainer's options. Only a training
     has a `history`.
     """
     if quiet:

@@ -18,9 +18,9 @@ class Telemetry(Checkpoint):
 
     - `system/images_per_second`: The number of images per second over all devices.
     - `system/data_wait`: The share of the time in which the main process waited for the next batch. The optimiser step
-      waits for the device, so a GPU that has no images to compute shows here.
-    - `system/memory_gb`: The peak memory allocated on the GPU of this process, or of the process itself where it uses
-      the CPU, in units of 1e9 bytes.
+      waits for the device, so a high share means that the GPU waits for images.
+    - `system/memory_gb`: The peak memory in units of 1e9 bytes: memory allocated on this process's GPU, or, on the CPU,
+      memory of the process.
     """
 
     def __init__(self) -> None:

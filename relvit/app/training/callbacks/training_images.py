@@ -23,8 +23,8 @@ SHOWN = 20
 class TrainingImages(Callback):
     """Draw the first training images, augmented and with the names of their classes, when a training starts.
 
-    Mixup and CutMix are not applied. The training itself draws the same random numbers as without this callback, and
-    continues if drawing fails. An existing picture stays.
+    Mixup and CutMix are not applied. The training draws the same random numbers as without this callback, and continues
+    if the picture cannot be drawn. An existing picture is not replaced.
 
     Args:
         path: The PNG file.
@@ -42,7 +42,8 @@ class TrainingImages(Callback):
                 pictures, names = zip(*islice(_training_pictures(data), SHOWN), strict=True)
             mixed = ", before mixing" if pl_module.mixing is not None else ""
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
-        # Files, transforms and fonts may all fail in their own way. The training itself reports errors that concern it.
+        # Files, transforms and fonts may fail with errors of any type. If an error also affects the training, the
+        # training reports it.
         except Exception as error:
             rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 

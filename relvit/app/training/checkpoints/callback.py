@@ -44,14 +44,14 @@ class RunCheckpoints(Checkpoint):
     `last.ckpt` is written within an epoch. A training can continue on other devices from `epoch.ckpt`, but not from a
     checkpoint within an epoch.
 
-    Where scores are equal, which is frequent with few images, the lower `val/loss` is better. `last.ckpt` is also
-    written every `every_n_steps`, when an exception ends the run, and when SIGTERM or SIGUSR1 stops the run: at the
-    next optimiser step or within a validation. From every checkpoint the training resumes exactly.
+    If scores are equal, as is frequent with few images, the lower `val/loss` is better. `last.ckpt` is also written
+    every `every_n_steps`, when an exception ends the run, and when SIGTERM or SIGUSR1 stops the run: at the next
+    optimiser step or within a validation. From every checkpoint the training resumes exactly.
 
     Args:
         folder: The folder to write to.
-        every_n_steps: The number of optimiser steps after which `last.ckpt` is written within an epoch. None writes it
-            at the end of epochs alone.
+        every_n_steps: The number of optimiser steps after which `last.ckpt` is written within an epoch. None:
+            `last.ckpt` is written only at the end of epochs.
         monitor: The metric whose highest value is best.
 
     Raises:
@@ -70,7 +70,7 @@ class RunCheckpoints(Checkpoint):
         self._best_loss: float | None = None
         self._signal: int = 0
         self._handlers: dict[int, Any] = {}
-        # Weights, averages and schedule belong to the same step only between two optimiser steps.
+        # Only between two optimiser steps do weights, averages and schedule belong to the same step.
         self._between_steps = False
 
     @property
@@ -116,7 +116,7 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        # `on_train_epoch_end` saves at the end of an epoch.
+        # At the end of an epoch `on_train_epoch_end` saves, so do nothing here.
         if (batch_idx + 1) % trainer.accumulate_grad_batches or is_last_of_epoch(trainer, batch_idx):
             return
         self._stop_after_signal(trainer)
@@ -158,22 +158,23 @@ class RunCheckpoints(Checkpoint):
             return
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # Saving waits for all processes, but other processes may not have failed and would not save.
+        # Saving waits for all processes, but if only this process has failed, the other processes do not save: save
+        # only if there are none.
         if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)
             except OSError as error:
-                # This error follows from the first one, which is more important and is raised.
+                # Only warn of this error: the first error, its cause, is raised.
                 rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore_handlers()
 
     def _catch_signals(self) -> None:
-        """Replace the signal handlers that Lightning has just registered by one that notes the signal.
+        """Replace the signal handlers that Lightning has just registered with a handler that records the signal.
 
-        Lightning's handlers would stop between accumulated batches, would stop one of several processes alone, and
-        would save by rules of their own in a job of Slurm.
+        Lightning's handlers would stop between accumulated batches, would stop only one of several processes, and would
+        save in their own way in a job of Slurm.
         """
 
         def note(number: int, frame: FrameType | None) -> None:

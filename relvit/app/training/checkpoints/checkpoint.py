@@ -32,7 +32,7 @@ from relvit.models import Reach
 from relvit.utils.messages import an, listing
 from relvit.version import __version__
 
-# These arguments of `ImageClassifier` follow from the data.
+# The data determine these arguments of `ImageClassifier`.
 OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
 # These arguments of `ImageClassifier` determine the network.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
@@ -77,19 +77,19 @@ class Transforms(NamedTuple):
 class Checkpoint:
     """A checkpoint of `relvit fit` or `relvit average`, without the state of the optimiser.
 
-    Methods raise a ValueError where the file lacks a part that they need.
+    Methods raise a ValueError if the file lacks a part that the method needs.
 
     Attributes:
         path: The file or remote address, for messages.
         model: The arguments of `ImageClassifier`.
         data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' if the
             images came neither from a data module of relvit nor from a class that is derived from one.
-        images: The classes and the transforms of the training's images, where they are not among the 'init_args'.
+        images: The classes and the transforms of the training's images, if the 'init_args' do not contain them.
         fit: Other options of the training.
         versions: The versions of the packages that wrote the checkpoint.
-        weights: The tensors of the classifier, averaged where the training kept an average.
+        weights: The tensors of the classifier; the averaged ones if the training kept an average.
         temperature: The number by which logits are divided in evaluation, see `relvit.app.evaluation.calibrate`.
-        thresholds: See `relvit.app.training.SeveralLabels`. None without a threshold in the file.
+        thresholds: See `relvit.app.training.SeveralLabels`. None: the file has no thresholds.
         resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
         epoch: The epoch in which the checkpoint was written, as Lightning counts.
         resume_point: The `ResumePoint` as stored. None in checkpoints that `relvit fit` did not write.
@@ -154,10 +154,10 @@ class Checkpoint:
         return imported_data_module(self.data["class_path"])
 
     def data_module(self, **changes: Any) -> ImageData:
-        """Build the data module of the training with some arguments changed; a change to None is left out.
+        """Build the data module of the training with some arguments changed; changes that are None are ignored.
 
         A checkpoint does not hold secrets. The data module is built without the secrets that have a default; secrets
-        without a default have to be among the changes.
+        without a default must be among the changes.
         """
         data_type = self.data_type
         if data_type is None:
@@ -194,7 +194,7 @@ class Checkpoint:
         return f"{self.path} was trained with the data module {name}: import it, or give --data {name}; {paths}"
 
     def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:
-        """Return the checkpoint with other images, of the same transforms and classes.
+        """Return the checkpoint for other images with the same transforms and classes.
 
         Args:
             data_type: The data module of the images. None keeps the checkpoint's own.

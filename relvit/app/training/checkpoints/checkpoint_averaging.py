@@ -24,15 +24,15 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
 
     The checkpoints may be the last epochs of one training (Izmailov et al. 2018, arXiv 1803.05407), or several
     trainings from the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv
-    2203.05482). Networks that were trained apart from the first step on have no useful mean.
+    2203.05482). The mean of networks that started from different weights is useless.
 
-    Averaged weights (`ema_decay`) are used where a checkpoint has them. Sums are in float64, and the mean has the dtype
-    of the weights. Buffers must be the same in all checkpoints. Models with batch norm are refused, because their
-    statistics would have to be computed anew from images.
+    If a checkpoint has averaged weights (`ema_decay`), they are used. Sums are computed in float64, and the mean has
+    the dtype of the weights. Buffers must be the same in all checkpoints. Models with batch norm are refused, because
+    the statistics of batch norm would have to be computed again from images.
 
-    The new checkpoint holds no optimiser state, so no training can resume from it. Its data are described as in the
-    first checkpoint. Thresholds of multi-label classifiers stay if all checkpoints have the same ones; otherwise they
-    become 0.5, and a warning says so.
+    The new checkpoint holds no optimiser state, so no training can resume from it. It describes the data as the first
+    checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the thresholds stay;
+    otherwise they become 0.5, with a warning.
 
     Args:
         ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -40,8 +40,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
 
     Raises:
         FileNotFoundError: There is no such checkpoint, or no folder to write to.
-        ValueError: There are fewer than two checkpoints, one of them is given twice, or they differ in kind; weights
-            are not finite; the output exists or has another suffix.
+        ValueError: There are fewer than two checkpoints, a checkpoint is given twice, or models, classes or transforms
+            differ; weights are not finite; the output exists or does not end in .ckpt.
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])
@@ -67,7 +67,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
-        # Without a version Lightning takes the file for a checkpoint of its earliest versions.
+        # If this entry were missing, Lightning would take the file for a checkpoint of its earliest versions.
         "pytorch-lightning_version": lightning.__version__,
     }
     if all(each == first.thresholds for each in thresholds):

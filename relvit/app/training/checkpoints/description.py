@@ -25,8 +25,9 @@ def describe(classifier: ImageClassifier) -> dict[str, Any]:
     """Describe a classifier in plain types, from which model and data can be built again.
 
     The description holds `format` (see `upgrades.py`), `model` (the arguments of `ImageClassifier`, with the class
-    names), `data` (class and arguments of the data module), `images` (what these arguments do not say of classes and
-    transforms), `fit` (other options of the training), `versions` and, for a multi-label classifier, `thresholds`.
+    names), `data` (class and arguments of the data module), `images` (classes and transforms, if the arguments in
+    `data` do not describe them), `fit` (other options of the training), `versions` and, for a multi-label classifier,
+    `thresholds`.
     """
     data = classifier.trainer.datamodule
     arguments = data_arguments(data)
@@ -56,10 +57,10 @@ def images_of_module(data: ImageData) -> dict[str, Any]:
 
 
 def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
-    """Return the classes and the transforms of images whose loaders are not relvit's, as far as they are known.
+    """Return the classes and the transforms, as far as they are known, of images from other loaders than relvit's.
 
-    A LightningDataModule may have attributes of these names. The transforms of plain loaders are not known: the values
-    come from timm's description of the model instead, and 'assumed' lists these values.
+    A LightningDataModule may have attributes with the names in `IMAGES`. The transforms of plain loaders are not known:
+    then the values come from timm's description of the model, and 'assumed' lists these values.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

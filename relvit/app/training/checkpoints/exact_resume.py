@@ -3,7 +3,7 @@
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
 and guesses the progress from these counters. Here a checkpoint holds a `ResumePoint`, which describes the training at
 the last optimiser step: weights, averages and optimiser belong to this step. The counters are set by the `ResumePoint`
-before Lightning reads them. The random state follows from epoch and batch, so no checkpoint stores it.
+before Lightning reads them. Epoch and batch determine the random state, so checkpoints do not store it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Progress:
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # Lightning would otherwise treat the new epoch as one that was interrupted.
+            # Otherwise Lightning would treat the new epoch as an interrupted one.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
@@ -134,7 +134,7 @@ class Progress:
 
 
 def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, devices: int) -> bool:
-    """Return whether a training that resumes at a point with these numbers must begin the epoch of the point again.
+    """Return whether a training that resumes with these numbers must begin the epoch of its `ResumePoint` again.
 
     Raises:
         ValueError: The optimiser steps would have another number of images.

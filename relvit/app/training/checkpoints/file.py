@@ -38,9 +38,10 @@ from relvit.utils.messages import nearest
 
 # The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# timm prefers the weights under this key to 'state_dict'. Here their names are the names in the model itself.
+# timm prefers the weights under this key to 'state_dict'. Under this key the weights have the model's own names,
+# without the prefix of the classifier.
 TIMM_KEY = "state_dict_ema"
-# The number of characters that no name of a class exceeds, as each row of a table repeats the names.
+# The largest number of characters in the name of a class: each row of a table repeats the names.
 LONGEST_NAME = 10_000
 # If a user names the folder of a run, this checkpoint in the folder is meant.
 BEST = Path("checkpoints") / "best.ckpt"
@@ -54,19 +55,19 @@ FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
     """Read all content of a relvit checkpoint on the CPU; only tensors and plain types are read, never code.
 
-    Most callers need `relvit.app.training.Checkpoint` alone. 'state_dict' holds the averaged weights where the training
+    Most callers only need `relvit.app.training.Checkpoint`. 'state_dict' holds the averaged weights if the training
     kept an average (`ema_decay`).
 
     Args:
-        path: The file, the folder of a run, whose best checkpoint is read, or a remote address that fsspec knows, such
-            as https://..., s3://... .
-        file: The local copy of the address, if there is one already.
+        path: The file; or the folder of a run, whose best checkpoint is read; or a remote address that fsspec supports,
+            such as https://... or s3://... .
+        file: A local copy of the remote file, if there already is one.
         averaged: False leaves the raw weights in 'state_dict', so that the content can be written again.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, no checkpoint of relvit, or one of a newer relvit; or the address cannot be
-            read, see `local_file`.
+        ValueError: The file is damaged, no checkpoint of relvit, or a checkpoint of a newer relvit; or the address
+            cannot be read, see `local_file`.
         DownloadError: The file could not be fetched.
     """
     if file is None:
@@ -92,12 +93,12 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise ValueError(not_for_exported(path))
     try:
         check_archive(file)
-        # PyTorch warns of kinds of tensors that `check_tensors` refuses.
+        # Ignore PyTorch's warnings of kinds of tensors: `check_tensors` refuses these tensors.
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except DamagedError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    # PyTorch raises almost any type for broken files, such as TypeError, IndexError or AttributeError.
+    # PyTorch raises errors of almost any type for broken files, such as TypeError, IndexError or AttributeError.
     except Exception as error:
         # A damaged file may make PyTorch seek an impossible position (EINVAL); other system errors have other causes.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
@@ -107,8 +108,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(
-            f"{path} is not a checkpoint of relvit fit, nor of relvit.app.training.ImageClassifier: it does not say "
-            "which model and data it is of"
+            f"{path} is not a checkpoint of relvit fit, nor of relvit.app.training.ImageClassifier: it does not "
+            "describe its model and data"
         )
     check_bounds(content[KEY], str(path))
     check_tensors(content, str(path))
@@ -123,7 +124,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse a pipe, a socket or a device, which may have no end; whatever is missing or a folder passes.
+    """Refuse a pipe, a socket or a device, which may have no end; accept folders and paths that do not exist.
 
     Raises:
         ValueError: The path is a pipe, a socket or a device.
@@ -193,21 +194,23 @@ def _named(value: Any) -> bool:
 
 
 def _are_arguments(value: Any) -> bool:
-    # The command line's parser would read a dot in a name as a nested option, and fails at names without letters.
+    # The command line's parser would read a dot in a name as a nested option, and fails at names that are no
+    # identifiers.
     return _named(value) and all(name.isidentifier() for name in value)
 
 
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights, averaged where there is an average, under the names that the model itself gives them.
+    """Return the weights (averaged, if there is an average) with the names that they have in the model.
 
-    The checkpoint already holds these tensors, and PyTorch writes each tensor once, so the file grows by names alone.
+    The checkpoint already holds these tensors, and PyTorch writes each tensor once, so the file grows only by their
+    names.
     """
     weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
     return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint atomically: whatever interrupts the writing, `path` holds the old file or the new one.
+    """Write a checkpoint atomically: if writing is interrupted, `path` still holds the old file.
 
     Args:
         checkpoint: The content, which `torch.save` can write.
@@ -216,7 +219,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: The folder cannot be written to, or the disk is full.
     """
-    # If PyTorch opened the file itself, it would hide the error of the system.
+    # Open the file here, because PyTorch would hide the system's error.
     with atomic_write(path) as part, open(part, "wb") as file:
         torch.save(checkpoint, file)
 
@@ -259,9 +262,9 @@ def describe_last(folder: Path) -> str:
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
 
-    The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. Without
-    hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed. The folder need not
-    exist yet.
+    The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. On a disk
+    without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed. The folder need
+    not exist yet.
 
     Raises:
         DiskSpaceError: The space is too small.
@@ -276,7 +279,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if trainer.is_global_zero:
         remove_parts(folder)
-    # Hard links are names of one file, which takes its space once.
+    # Hard links to one file have the same inode and take its space once.
     present = len({file.stat().st_ino for file in folder.glob("*.ckpt")}) if folder.is_dir() else 0
     copies = max(3 + (not has_links(parent)) - present, 1)
     free = shutil.disk_usage(parent).free
@@ -306,7 +309,7 @@ def nearest_hint(path: Path) -> str:
     near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
     if name := nearest(missing.name, near):
         return f" (did you mean '{near[name]}'?)"
-    # The last part of a path may be a model of timm, as in the name of a repository on the Hugging Face hub.
+    # The last part of the path may be the name of a model of timm, as in names of repositories on the Hugging Face hub.
     architecture, tag = split_model_name_tag(path.name)
     name = nearest_model(architecture)
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name

@@ -21,7 +21,7 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
         # The checkpoint's weights replace the weights from which the training started.
         classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
         classifier.load_state_dict(checkpoint.weights)
-    # The file may hold any arguments, and models raise almost any type of error for wrong ones.
+    # The file may hold any arguments, and models raise almost any type of error for wrong arguments.
     except Exception as error:
         raise ValueError(f"the checkpoint does not make a model: {one_line(error)[:300]}") from error
     classifier.temperature = checkpoint.temperature

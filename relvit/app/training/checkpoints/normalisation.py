@@ -12,7 +12,7 @@ from relvit.app.training.checkpoints.pretrained import Pretrained
 def set_normalisation(
     data: ImageData, config: dict[str, Any], checkpoint: Checkpoint | None, pretrained: Pretrained | None
 ) -> str:
-    """Normalise images for which nobody has given mean or std by those of the weights, and return a description.
+    """Normalise images with the mean and std of the weights if none are given, and return a description.
 
     The values that are used are written into `config`, the arguments of the data module. `checkpoint` is the checkpoint
     that a command uses; `pretrained` are the weights that a training starts from.

@@ -34,21 +34,21 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
 )
-# A difference of means or standard deviations up to this one hardly matters; images have the range 0..1.
+# A difference of means or standard deviations up to this number hardly matters, for images in the range 0..1.
 TOLERANCE = 0.05
 
 
 class Pretrained:
-    """The weights from which a training or a teacher starts; a file is fetched and read once, when it is first needed.
+    """The weights from which a training starts, or of a teacher; a file is fetched and read once, when first needed.
 
     Only tensors and plain values are read from files, never code. All methods raise the errors listed below.
 
     Args:
         name: One of
 
-            - a file: a checkpoint of `relvit fit` (.ckpt), whose averaged weights are used if it has some, or plain
-              weights that timm can read (.safetensors, .pth, .pt, .bin ...); or the remote address of a file, such as
-              https://...;
+            - a file: a checkpoint of `relvit fit` (.ckpt), of which the averaged weights are used if it has any, or
+              plain weights that timm can read (.safetensors, .pth, .pt, .bin ...); or the remote address of a file,
+              such as https://...;
             - a folder with config.json and weights, as `timm.models.save_for_hf` writes it; 'local-dir:FOLDER' is the
               same;
             - a model of timm, with or without the tag of its weights, such as 'vit_small_patch16_224.augreg_in21k', or
@@ -56,7 +56,7 @@ class Pretrained:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The name is none of these, or the weights cannot be had or read.
+        ValueError: The name is none of these, or the weights cannot be fetched or read.
         DownloadError: The file could not be fetched.
     """
 
@@ -96,7 +96,8 @@ class Pretrained:
                 if zipfile.is_zipfile(path):
                     check_archive(path)
                 state = load_state_dict(str(path))
-            # timm and PyTorch raise almost any type for broken files, such as TypeError or UnicodeDecodeError.
+            # timm and PyTorch raise errors of almost any type for broken files, such as TypeError or
+            # UnicodeDecodeError.
             except Exception as error:
                 raise ValueError(
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
@@ -185,11 +186,11 @@ class Pretrained:
         )
 
     def timm_model(self, pretrained: bool = True, **arguments: Any) -> nn.Module:
-        """Build the model of a name or folder by timm, which fetches the weights and converts them for each model.
+        """Let timm build the model of a name or folder, fetch its weights and convert them for the model.
 
         Args:
             pretrained: Whether the model gets the pretrained weights; otherwise its weights are random.
-            arguments: Other arguments of `timm.create_model`, which override the arguments in a folder.
+            arguments: Further arguments of `timm.create_model`, which override the arguments in a folder.
         """
         name = self._timm_name
         described = self._config[2] if self._config else {}
@@ -197,7 +198,8 @@ class Pretrained:
             with hub_access() if pretrained and not name.startswith(FOLDER) else nullcontext():
                 check_model_size(partial(timm.create_model, name, **arguments), described)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
-        # A config.json may hold anything, and timm and the models raise almost any type of error for it.
+        # A config.json may contain anything, and timm and the models raise errors of almost any type for wrong
+        # contents.
         except Exception as error:
             raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
 

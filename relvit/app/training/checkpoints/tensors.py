@@ -16,7 +16,7 @@ MOST_NAMES, SMALL = 16, 2**24
 
 
 def check_tensors(content: Any, path: str) -> None:
-    """Refuse tensors that are not plain ones in memory, or that stand for many more bytes than are stored.
+    """Refuse tensors that are not plain tensors in memory, or that stand for many more bytes than are stored.
 
     A tensor may repeat one stored number any number of times (`Tensor.expand`), so that a file of some kilobytes
     stands for more values than any memory holds, and the first operation would take that memory.
@@ -54,7 +54,7 @@ def check_tensors(content: Any, path: str) -> None:
 
 
 def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
-    """Refuse weights that are infinite or not a number, or would be in single precision.
+    """Refuse weights that are infinite or NaN, or would become infinite in single precision.
 
     Raises:
         ValueError: A weight is not finite; the message names the first tensor with such a weight.
@@ -77,7 +77,7 @@ def _tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     while waiting:
         name, value = waiting.pop()
-        # A list may be an item of many others, or of itself.
+        # A list may be an item of many lists, or of itself, so visit each object once.
         if id(value) in seen and not isinstance(value, Tensor):
             continue
         seen.add(id(value))

@@ -11,7 +11,7 @@ from relvit.version import __version__
 KEY = "relvit"
 # The format that this version writes. It grows when `read_checkpoint` becomes unable to read earlier checkpoints.
 FORMAT = 1
-# For each earlier format: a function that changes the content of a checkpoint, in place, to the next format.
+# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format.
 # Parameters are named in 'state_dict' and 'ema_state_dict' ('net.' and timm's name) and in 'state_dict_ema' (timm's
 # name). Published folders do not pass here: `checkpoint_filter_fn` of `relvit/models/weights/convert.py` reads them.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
@@ -21,11 +21,11 @@ def upgrade(content: dict[str, Any], path: str) -> None:
     """Bring the content of a checkpoint to the format of this version, in place.
 
     Args:
-        content: The content of the file, in which only the description is known to exist.
+        content: The content of the file, which is only known to contain a description.
         path: The file, for messages.
 
     Raises:
-        ValueError: The description names no format, or a newer one.
+        ValueError: The description names no format, or the format of a newer relvit.
     """
     description = content[KEY]
     found = description.get("format") if isinstance(description, dict) else None

@@ -20,7 +20,7 @@ def check_losses(
         given: The arguments of `ImageClassifier`.
         defaults: The defaults of these options.
         net: The network.
-        models: The models that return a loss, by the name of the loss.
+        models: Name of a loss -> a description of the models that return this loss.
 
     Raises:
         ValueError: An option is given for a loss that the network does not return.

@@ -53,9 +53,9 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
 
 
 class Teacher:
-    """A trained classifier that is evaluated and never trained, on images that are normalised for the student.
+    """A trained classifier that is only evaluated, on images that are normalised for the student.
 
-    The teacher is no submodule of anything: checkpoints of the student do not hold it.
+    The teacher is not a submodule of the student, so checkpoints of the student do not contain it.
 
     Args:
         pretrained: The teacher, see `Pretrained`; not a file of plain weights.
@@ -64,7 +64,7 @@ class Teacher:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The weights cannot be had, or belong to other classes.
+        ValueError: The weights cannot be fetched or read, or belong to other classes.
     """
 
     def __init__(

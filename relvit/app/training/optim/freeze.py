@@ -23,9 +23,9 @@ class Backbone:
         self.frozen: bool = False
 
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
-        """Freeze or unfreeze; frozen parts are in evaluation mode, without dropout, drop path and running statistics.
+        """Freeze or unfreeze; frozen parts are in evaluation mode: no dropout, drop path or update of statistics.
 
-        `without_gradients` saves the time for gradients. With DDP, which waits for gradients, give False and call
+        `without_gradients=True` saves the time for gradients. DDP waits for gradients: with DDP pass False, and call
         `drop_gradients` before each optimiser step.
         """
         if frozen == self.frozen:

@@ -17,9 +17,10 @@ class NonFiniteLossError(RuntimeError):
 
 
 class FiniteCheck:
-    """Check the losses since the last optimiser step, and the gradients; all devices come to the same decision.
+    """Check the losses since the last optimiser step and the gradients, with the same decision on all devices.
 
-    If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights stay.
+    If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do
+    not change.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
@@ -33,7 +34,7 @@ class FiniteCheck:
         self._loss = loss if self._loss is None else torch.where(self._loss.isfinite(), loss, self._loss)
 
     def before_step(self, trainer: Trainer, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, bool]:
-        """Return the norm of all gradients together, before they are clipped, and whether the optimiser may use them.
+        """Return the norm of all gradients before clipping, and whether the optimiser may use the gradients.
 
         Raises:
             NonFiniteLossError: A loss or gradient is not finite, and `nonfinite` is 'stop'.
@@ -45,8 +46,7 @@ class FiniteCheck:
         )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # The gradient scaler of float16 finds its scale by infinite gradients, and itself skips steps with such
-        # gradients.
+        # The gradient scaler of float16 adapts its scale when gradients are infinite, and skips these steps itself.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:
@@ -75,7 +75,7 @@ def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) ->
     """Make the gradients at an optimiser step the mean over the batches that were accumulated for this step.
 
     Lightning divides every loss by `accumulate_grad_batches`, although the last step of an epoch may have fewer
-    batches. Their number is known only at the optimiser step.
+    batches. The number of batches in a step is known only at the optimiser step.
     """
     planned = trainer.accumulate_grad_batches
     accumulated = trainer.fit_loop.epoch_loop.batch_idx % planned + 1

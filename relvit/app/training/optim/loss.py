@@ -22,9 +22,9 @@ Loss = Literal["ce", "bce", "asl"]
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
     """Convert labels (B,) to target distributions (B, num_classes), float32, each of which sums to one.
 
-    The label gets 1 - smoothing + smoothing / num_classes, every other class smoothing / num_classes (Szegedy et al.
-    2016, arXiv 1512.00567, section 7). Labels of multi-label images, bool (B, num_classes), are smoothed in the same
-    way; their targets do not sum to one.
+    The target of the label is 1 - smoothing + smoothing / num_classes, of every other class smoothing / num_classes
+    (Szegedy et al. 2016, arXiv 1512.00567, section 7). Labels of multi-label images, bool (B, num_classes), are
+    smoothed in the same way; their targets do not sum to one.
     """
     hot = labels if labels.ndim == 2 else F.one_hot(labels, num_classes)
     return hot.float() * (1.0 - smoothing) + smoothing / num_classes
@@ -45,13 +45,14 @@ class ClassificationLoss(KeepConstants):
 
     The loss is the mean over the images, and with binary cross-entropy also over the classes. Multi-label images can
     have the asymmetric loss instead (Ridnik et al. 2021, arXiv 2009.14119, eq. 2 to 7), which is summed over the
-    classes: gamma is 1 for present labels and 4 for absent ones, whose probability is shifted by 0.05.
+    classes: gamma is 1 for present classes and 4 for absent classes, and probabilities of absent classes are shifted by
+        0.05.
 
     With class weights w the sum over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
     sum of their weights, so that batches of several devices or steps add up to one larger batch.
 
     Args:
-        num_classes, kind, class_weights, multi_label: See `ImageClassifier`, which calls `kind` loss.
+        num_classes, kind, class_weights, multi_label: See `ImageClassifier`, where `kind` has the name `loss`.
         smoothing: See `label_smoothing` of `ImageClassifier`; soft targets are not smoothed further.
         threshold: See `bce_threshold` of `ImageClassifier`.
 
@@ -92,7 +93,7 @@ class ClassificationLoss(KeepConstants):
         self.smoothing = smoothing
         self.threshold = threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # Checkpoints hold the weights as an argument already.
+        # Not persistent, because checkpoints already hold the weights as an argument.
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -15,23 +15,24 @@ from tqdm import tqdm
 from relvit.app.utils.progress import rank_zero_print
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
-# A Gaussian smooths the losses over neighbouring rates. Its width is this number of steps, a third of a decade.
+# A Gaussian smooths the losses over neighbouring rates. Its standard deviation is this number of steps, a third of a
+# decade.
 WIDTH = 5
-# If the smoothed loss falls by fewer standard deviations than this, the fall is taken for noise.
+# If the smoothed loss falls by less than this number of standard deviations, the fall counts as noise.
 CLEAR = 5.0
 
 
 class FindLearningRate(LearningRateFinder):
-    """Set the learning rate to that of `steepest_fall` after a range test before the training.
+    """Set the learning rate to the result of `steepest_fall` after a range test before the training.
 
     The test tries rates from 1e-7 to 1 in 100 steps, then weights and random state are restored. If no rate above
-    `min_lr` is found, the configured rate stays. The rate found is for the present batch size, and is converted where
+    `min_lr` is found, the configured rate stays. The rate is found for the present batch size, and is converted if
     there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` and
     `position_lr_scale` are.
 
-    Lightning's own callback changes only the optimiser's rate, which the schedule overwrites at its next step.
-    Lightning's callback looks for the steepest fall per rate instead of per order of magnitude, in losses that are
-    hardly smoothed where rates are small, so with few images it finds noise.
+    Lightning's own callback does not work here: it changes only the optimiser's rate, which the schedule overwrites at
+    its next step. It also looks for the steepest fall per rate instead of per order of magnitude, and hardly smooths
+    the losses at small rates, so with few images it finds noise.
 
     Attributes:
         rates: The learning rate of each batch of the test.
@@ -84,14 +85,15 @@ def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | No
         losses: The losses of the batches; losses that are not finite are left out.
 
     Returns:
-        The rate. None if the loss does not fall clearly more than it scatters, or is steepest at an end of the range.
+        The rate. None if the loss does not fall clearly more than it scatters, or falls most steeply at an end of the
+        range.
     """
     finite = np.isfinite(losses)
     x, index = np.unique(np.asarray(rates)[finite], return_inverse=True)
     if len(x) < 4 * WIDTH:
         return None
     y = np.bincount(index, np.asarray(losses)[finite]) / np.bincount(index)
-    # The height of an exploding loss says nothing, and would dominate the smoothed losses.
+    # The value of an exploding loss has no meaning, and would dominate the smoothed losses: limit it.
     y = np.minimum(y, 2 * y[: len(y) // 4].mean())
     smooth = gaussian_filter1d(y, WIDTH, mode="nearest")
     lowest = int(smooth.argmin())

@@ -28,15 +28,15 @@ def make_optimizer(
     """Build an optimiser of `timm.optim` over all parameters of a network.
 
     Norms, biases and the parameters that the network's `no_weight_decay()` names (tables of relative positions,
-    embeddings, tokens) take no decay. Muon treats matrices alone, and leaves these parameters and the classifier to its
-    fallback optimiser.
+    embeddings, tokens) take no decay. Muon only optimises matrices, and leaves these parameters and the classifier to
+    its fallback optimiser.
 
     Args:
         net: A timm model.
         opt, weight_decay, opt_kwargs: See `ImageClassifier`; `timm.optim.list_optimizers()` lists the names.
         lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`.
-        layer_decay: See `ImageClassifier`; in 0 < x <= 1, by the network's `group_matcher` (ELECTRA, Clark et al. 2020,
-            arXiv 2003.10555; BEiT, arXiv 2106.08254).
+        layer_decay: See `ImageClassifier`; 0 < layer_decay <= 1; the network's `group_matcher` defines the layers
+            (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
         position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.
 
     Raises:

@@ -13,10 +13,10 @@ from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# A function of the optimiser step and, by name, of `total`, `warmup` and `floor`, as `warmup_cosine` is.
+# A function with the arguments of `warmup_cosine`: the optimiser step, and `total`, `warmup` and `floor` by name.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
-# A note tells of a learning rate that is smaller by this factor than the one that the user gave.
+# A note is printed if the learning rate is smaller than the given one by this factor.
 SMALL = 8
 
 
@@ -39,7 +39,7 @@ def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
 
 
 def schedule_of(schedule: str | Schedule) -> Schedule:
-    """Return a schedule, which is imported where it is given as 'module.function'.
+    """Return a schedule; a schedule that is given as 'module.function' is imported.
 
     Raises:
         ValueError: There is no such function.
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
         lr: The peak learning rate for this batch.
         steps: The number of optimiser steps of the training.
         warmup: The number of steps of the warm-up, at most half of `steps`.
-        warmup_asked: The number of steps of the warm-up that `warmup_epochs` asks for.
+        warmup_asked: The number of steps of the warm-up according to `warmup_epochs`.
     """
 
     batch: int
@@ -101,14 +101,14 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     """Plan the training that a trainer is about to begin or to resume.
 
     `lr` is meant for `base_batch` images per step, and grows in proportion to the batch (Goyal et al. 2017, arXiv
-    1706.02677); None for `base_batch` leaves `lr` as it is. The warm-up takes at most half of the steps, so that the
-    full rate is reached, and used.
+    1706.02677); if `base_batch` is None, `lr` does not change. The warm-up takes at most half of the steps, so that the
+    full rate is reached and used.
     """
-    # Lightning sets up the data only when it needs their length, which --trainer.max_steps makes unnecessary.
+    # With --trainer.max_steps Lightning does not need the length of the data, and would not set them up here.
     trainer.fit_loop.setup_data()
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
-        raise ValueError("the cosine needs an end: give --trainer.max_epochs or --trainer.max_steps")
+        raise ValueError("the cosine schedule needs an end: give --trainer.max_epochs or --trainer.max_steps")
     warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
     batch = batch_size_of(trainer) * accumulated * trainer.world_size
     scaled = lr * batch / base_batch if base_batch else lr
@@ -121,7 +121,7 @@ def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
         return 0
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
-        raise ValueError(f"the data does not know its length, so {name} {epochs:g} has none: give 0")
+        raise ValueError(f"the data does not know its length, so the length of {name} {epochs:g} is unknown: give 0")
     # The last step of an epoch may have fewer batches, and is a step as well.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
@@ -139,8 +139,8 @@ def batch_size_of(trainer: Trainer) -> int:
 def update_rates(scheduler: LambdaLR) -> None:
     """Set the optimiser's learning rates by the scheduler's step.
 
-    A checkpoint holds the rates of the schedule with which it was written. If the training has become longer, the
-    schedule and its rates are different now.
+    A checkpoint holds the rates of the schedule with which it was written. If the training has become longer since, the
+    schedule and its rates are different.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
@@ -151,7 +151,7 @@ def update_rates(scheduler: LambdaLR) -> None:
 def describe(
     plan: Plan, trainer: Trainer, lr: float, base_batch: int | None, freeze_epochs: int, position_lr_scale: float
 ) -> str:
-    """Describe a plan in a line, with the factors of batch and learning rate, and in further lines what may surprise.
+    """Describe a plan in a line, with the factors of batch and learning rate, and surprises in further lines.
 
     Surprises are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
     """
@@ -170,7 +170,7 @@ def describe(
             f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches, or give a higher "
             "--model.lr"
         )
-    # A loader that does not know its length has no number of epochs either.
+    # If the loader does not know its length, the number of steps in the frozen epochs is unknown.
     known = freeze_epochs and math.isfinite(trainer.num_training_batches)
     if known and steps_of(trainer, "freeze_epochs", freeze_epochs) >= plan.steps:
         text += (

@@ -8,7 +8,7 @@ DIVIDING = FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Refuse a strategy that divides the weights, since averages, checkpoints and norms need all of them.
+    """Refuse a strategy that divides the weights, since averages, checkpoints and norms need all weights.
 
     Raises:
         ValueError: The strategy divides the weights.

@@ -1,4 +1,4 @@
-"""Callback that records a run's images, by `images_csv.py`, those held out for validation, and those skipped.
+"""Callback that records a run's images (with `images_csv.py`), images held out for validation, and skipped images.
 
 A resumed training compares its images with digests in the checkpoint.
 """
@@ -64,12 +64,12 @@ class DataRecord(Callback):
         return {"images": self.digests} if self.digests else {}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume a training with other images, in all processes; the main one compares.
+        """Refuse to resume a training with other images, in all processes; only the main process compares.
 
         Raises:
             ValueError: The images of train or val differ.
         """
-        # The search for a learning rate loads a checkpoint of its own, which has no path.
+        # The search for a learning rate loads a temporary checkpoint, which has no path, and is no resumed training.
         resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         if not resumes or not isinstance(trainer.datamodule, ImageData):
             return
@@ -98,7 +98,8 @@ class DataRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write `images.csv.gz`."""
-        # Some strategies load the checkpoint only when the training starts, and until then its images may be refused.
+        # Some strategies load the checkpoint only when the training starts, and may refuse the images then: record them
+        # afterwards.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

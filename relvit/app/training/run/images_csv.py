@@ -19,10 +19,10 @@ from relvit.utils.messages import listing
 FILE = "images.csv.gz"
 # The images of test take no part in the training, so they may change.
 SPLITS: tuple[Split, ...] = ("train", "val")
-# File names need not be UTF-8.
+# File names need not be UTF-8; 'surrogateescape' keeps their bytes.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 
-# The digests of each split are the number of images, and a hash of their names, contents and labels in order.
+# Split -> the number of images, and a hash of the images' names, contents and labels in order.
 Digests = dict[str, dict[str, Any]]
 
 
@@ -49,9 +49,9 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
 
 
 def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
-    """Describe how the images of each split, with digests `now`, differ from those of a checkpoint, `before`.
+    """Describe how the images of each split (digests `now`) differ from a checkpoint's images (digests `before`).
 
-    The description is empty if all are the same. Without the manifest of the checkpoint's run at `path`, the
+    The description is empty if all images are the same. If the manifest of the checkpoint's run is not at `path`, the
     description names no image.
     """
     texts = []

@@ -21,12 +21,12 @@ from relvit.app.utils.devices import cores
 from relvit.app.utils.exceptions import LostProcessError
 from relvit.utils.messages import did_you_mean
 
-# gloo and NCCL raise errors with these words where a process has ended.
+# gloo and NCCL raise errors with these words if a process has ended.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
 OUT_OF_MEMORY = ", as the system does where memory runs out"
 # A job of Slurm that is an interactive shell has one of these names.
 SHELLS = ("bash", "interactive")
-# The number of seconds that the main process has to end by itself where another process fails.
+# The number of seconds that the main process has to end by itself if another process fails.
 PATIENCE = 60
 
 
@@ -50,7 +50,7 @@ class SrunTasks(SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        # Lightning always needs this variable, but Slurm sets it only if the job asks for it.
+        # Lightning always needs this variable, but Slurm sets it only if the job's options contain --ntasks-per-node.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
         super().__init__(auto_requeue=False)
 
@@ -70,7 +70,7 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     strategy = options["strategy"]
     start = strategy if isinstance(strategy, str) else getattr(strategy, "_start_method", None) or ""
     if re.search("spawn|fork|notebook", start):
-        # Processes that start from copies of the run's objects leave the main one without its results.
+        # If all processes start from copies of the run's objects, the main process would not get the results.
         raise ValueError(f"processes cannot start by {start} here: give --trainer.strategy ddp, which runs the command")
     launch = launched()
     if options["devices"] == "auto" and launch is not None:
@@ -84,7 +84,7 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
 
 
 def launched() -> Launch | None:
-    """Return how torchrun or srun has started this process; None if it is the only one so far.
+    """Return how torchrun or srun has started this process; None if this is the only process so far.
 
     In a job of Slurm a process is alone if a shell (`srun --pty bash`, `salloc`) or the job's script has started it,
     whatever the job's number of tasks.
@@ -96,13 +96,13 @@ def launched() -> Launch | None:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
     tasks, nodes = _tasks(), _nodes()
-    # The tasks of srun have no terminal, and a shell by `srun --pty` has one.
+    # The tasks of srun have no terminal, but a shell that `srun --pty` has started has a terminal.
     in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
     if tasks < 2 or in_shell:
         return None
     if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ValueError(
-            f"srun has started {tasks} tasks on {nodes} machines, not equally many on each: give --ntasks-per-node, "
+            f"srun has started {tasks} tasks on {nodes} machines, not the same number on each: give --ntasks-per-node, "
             "the number of GPUs of a machine"
         )
     return Launch("srun", tasks, nodes)
@@ -140,11 +140,11 @@ def check_devices(accelerator: Any, devices: Any) -> None:
 
 
 def check_processes(launch: Launch | None, trainer: Trainer) -> None:
-    """Refuse other numbers of processes than the trainer is to use: some would wait for others that never come.
+    """Refuse a number of processes that differs from the trainer's: some would wait for processes that never start.
 
     Raises:
-        ValueError: The numbers differ, several machines are to be used and no process runs on the others, or this
-            machine would start more processes than it has cores.
+        ValueError: The numbers differ; several machines are to be used, but no process runs on the other machines; or
+            this machine would start more processes than it has cores.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
@@ -165,7 +165,7 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
 
 
 class PatientLauncher(Callback):
-    """Give the main process a minute to end by itself where a process that it has started fails.
+    """Give the main process a minute to end by itself if a process that it has started fails.
 
     The main process then closes its files, draws its curves and returns the exit status of the process that failed.
     Lightning would kill all processes, including the main process, within seconds.
@@ -202,7 +202,7 @@ def _started(trainer: Trainer) -> list[Any]:
 
 
 def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
-    """Explain an error of a broken connection by the end of the other process; return other errors unchanged.
+    """Replace the error of a broken connection by one about the process that has ended; return other errors unchanged.
 
     A process that has failed has printed its reason, so the present process ends with the same exit status and prints
     no more. `hint` says how to resume if a signal has ended the other process.
@@ -224,7 +224,7 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
 
 
 def leave_processes() -> None:
-    """Leave the group of processes at the end of a run; Lightning does so with NCCL alone.
+    """Leave the group of processes at the end of a run; Lightning does so only with NCCL.
 
     A C++ thread that is still running when the interpreter ends aborts the process: "terminate called without an active
     exception".

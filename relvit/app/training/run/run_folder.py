@@ -65,6 +65,6 @@ def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
         return
     shutil.rmtree(folder)
     for parent in made:
-        # Another run may have been started in this folder.
+        # If another run has been started in this folder, it is not empty and stays.
         with contextlib.suppress(OSError):
             parent.rmdir()

@@ -17,7 +17,7 @@ FIGURES = ("training_images.png", "curves.png", "positions.png")
 def send_results(trainer: Trainer, folder: Path, summary: Mapping[str, Any]) -> None:
     """Send a run's figures, and the results in its `summary.json`, to Weights & Biases, MLflow and TensorBoard.
 
-    Results such as test/acc1 are named summary/test/acc1. Called in the main process, after the training.
+    Results such as test/acc1 are named summary/test/acc1. The main process calls this function after the training.
     """
     figures = [path for name in FIGURES if (path := folder / name).is_file()]
     numbers = {f"summary/{name}": value for name, value in summary.items() if "/" in name}

@@ -266,7 +266,7 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
                 raise ValueError(
                     f"MultiScaleVit cannot be retrofitted: timm builds the same model for images of "
                     f"{' and '.join(map(str, sorted(different.values())))} px, and its offsets differ between them; "
-                    "choose a patch_padding and strides that leave one"
+                    "choose a patch_padding and strides that fit one size only"
                 )
             sides.append(next(iter(different.values()), least))
         return sides[0], sides[1]

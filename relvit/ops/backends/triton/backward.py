@@ -1,11 +1,11 @@
 """The backward kernels in Triton: one over query tiles, one over key tiles, so that no sum needs atomics.
 
-As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and
-dS = P (dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient
-with the sum of the value and the value table's vectors for the key's row and column; the first kernel looks up the
-products with the table as it looks up the logits. Sums of dS along either axis of a tile are the gradients of row and
-column logits; summed by table entry, these gradients are multiplied by the key table for the gradient of queries, and,
-in PyTorch, by the queries for the gradient of the table.
+As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and dS = P
+(dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient with three
+vectors: the value, and the value table's vectors for the key's row and column. The first kernel looks up products with
+this table, as it looks up logits. Sums of dS along the axes of a tile are the gradients of row and column logits.
+Summed by table entry, these gradients times the key table are a part of the queries' gradient; times the queries (in
+PyTorch) they are the table's gradient.
 """
 
 import triton
@@ -100,9 +100,9 @@ def backward_queries(
     """Compute the gradients of blocks of BLOCK_M queries, head by head, and of their products with the key table.
 
     The axes of tensors are as in `forward`: `grad` and `out` as its result, `grad_position` as `position`. `entries`,
-    (B, Nq, heads, KEY_ENTRIES), are the gradients of the products with the key table. `backward_keys` reads what this
-    kernel stores: D in `means`, (B, heads, Nq), and for each row and column `logits` and `products`, (B, heads, Nq, H +
-    W) each. `sums`, (BLOCK_M, H + W) float32, is a program's workspace.
+    (B, Nq, heads, KEY_ENTRIES), are the gradients of the products with the key table. This kernel stores numbers for
+    `backward_keys`: D in `means`, (B, heads, Nq), and for each row and column `logits` and `products`, (B, heads, Nq, H
+    + W) each. `sums`, (BLOCK_M, H + W) float32, is a program's workspace.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):

@@ -192,7 +192,7 @@ def test_the_start_says_where_the_normalisation_is_from(vit, animals, capsys):
         (["--model.pretrained=none.ckpt"], "no weights at none.ckpt"),
         (["--model.pretrained=vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
         (["--model.pretrained=test_relvit"], "there are no pretrained weights of test_relvit"),
-        (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture that the weights are of"),
+        (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture of the weights"),
     ],
 )
 def test_mistakes(arguments, message, best, animals, tmp_path, fails):

@@ -146,7 +146,7 @@ def test_a_checkpoint_outside_its_run_replaces_the_folder_without_the_results_of
 
 def test_figures_of_another_checkpoint_are_refused(tmp_path, fails):
     message = fails(["publish", "other.ckpt", f"--to={tmp_path / 'owls'}", "--curve=run/resolutions.json"])
-    assert "run/resolutions.json has no figures of other.ckpt" in message
+    assert "run/resolutions.json has no results of other.ckpt" in message
 
 
 def test_the_remedies_leave_nothing_that_the_card_lacks(card, photos, tmp_path):

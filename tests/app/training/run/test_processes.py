@@ -61,7 +61,7 @@ def test_who_has_started_this(surroundings, variables, expected):
 
 def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
     surroundings(JOB | STEP | {"SLURM_STEP_TASKS_PER_NODE": "9,7"})
-    with pytest.raises(ValueError, match="16 tasks on 2 machines, not equally many on each: give --ntasks-per-node"):
+    with pytest.raises(ValueError, match="16 tasks on 2 machines, not the same number on each: give --ntasks-per-node"):
         launched()
 
 

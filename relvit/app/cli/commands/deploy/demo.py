@@ -32,14 +32,15 @@ def demo(
 ) -> None:
     """Open a page: drop an image, choose its size, see classes, attention and positions. Ctrl-C ends it.
 
-    The page works without internet. Uploaded images are removed, at the latest when it ends.
+    The page works without internet. Uploaded images are removed, at the latest when the command ends.
 
     Args:
-        host: The address of this machine to listen at; at any other than 127.0.0.1 others can open the page.
-        port: The port to listen at; 0 takes any that is free.
-        max_mb: The size of a file, in MB of 2^20 bytes, that no upload may exceed.
-        max_total_mb: The size of all files together, uploads and pictures of the page, that no upload may exceed.
-        max_pixels: The number of pixels that no uploaded image may exceed.
+        host: The address of this machine to listen at; with any address but 127.0.0.1, other machines can open the
+            page.
+        port: The port to listen at; 0 takes any free port.
+        max_mb: The largest size of an uploaded file, in MB of 2^20 bytes.
+        max_total_mb: The largest size of all uploads and pictures of the page together, in MB of 2^20 bytes.
+        max_pixels: The largest number of pixels of an uploaded image.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
         # Gradio reads these environment variables when it is imported.
@@ -64,7 +65,7 @@ def demo(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         import uvicorn
 
-        # At another log level, uvicorn would complain of pages that are still open when the server ends.
+        # At any lower log level, uvicorn would complain of pages that are still open when the server ends.
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])

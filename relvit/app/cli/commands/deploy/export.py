@@ -30,17 +30,18 @@ def export(
 ) -> None:
     """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
-    It takes any number of normalised images of any size that the model takes, of two patches or more on each side.
-    Class names and transforms are in the file, too.
+    The file takes any number of normalised images of any size that the model takes, with two patches or more on each
+    side. The file also contains class names and transforms.
 
     Args:
-        output: The file to write: its name ends in .onnx or .pt2 (torch.export). Its folder is made where there is
-            none.
-        img_size: The size of a model that takes only one, such as 288 or [256,384]; None means as in training.
+        output: The file to write: its name ends in .onnx or .pt2 (torch.export). The folder is created if it does not
+            exist.
+        img_size: The image size in pixels, such as 288 or [256,384], for models that take only one size; by default as
+            in training.
         int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
         aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
-        calibration: With --int8, a folder of images like those of the training: they fix the ranges of activations,
-            which are found anew for each image otherwise.
+        calibration: With --int8, a folder of images similar to the training's images, which fix the ranges of
+            activations. Without this option the ranges are computed for each image at run time.
     """
     check_export(output, int8, aot, calibration)
     data_type = named_data_module(data)

@@ -10,8 +10,8 @@ def publish(ckpt_path: str, *, to: str, license: str | None = None, curve: str |
     """Write a folder or Hugging Face repository that timm.create_model loads.
 
     Args:
-        to: The folder to write to, or hf-hub:OWNER/NAME to upload to that repository (log in by hf auth login).
-        license: The licence of the weights by its identifier, such as apache-2.0; by default the card has none.
+        to: The folder to write to, or hf-hub:OWNER/NAME to upload to this repository (log in with hf auth login first).
+        license: The identifier of the licence of the weights, such as apache-2.0; by default the card names no licence.
         curve: The file that relvit resolutions --output FILE.json wrote for this checkpoint; by default
             resolutions.json in the folder of the run, if it has one.
     """

@@ -2,6 +2,6 @@
 
 Forward and backward look the bias of each pair of tokens up in the table, tile by tile: nothing of N x N is in memory.
 Besides inputs, result and log-sum-exp, memory holds one float32 number per offset and head (two and a half if there are
-prefix tokens), and in backward about four. The operations are those of flash attention with a load for each pair, and
-two more products for each pair if the table needs a gradient.
+prefix tokens), and in backward about four. The kernels compute what flash attention computes, with one more load for
+each pair, and two more products for each pair if the table needs a gradient.
 """

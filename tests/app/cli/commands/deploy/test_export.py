@@ -329,7 +329,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
         ("none.pt2", "photo.jpg"): "no file none.pt2: relvit export CKPT --output none.pt2",
-        (file, images, "--reach=logn"): "reach 'logn' is chosen at the export of",
+        (file, images, "--reach=logn"): "reach 'logn' must be chosen when",
     }.items():
         assert message in fails(["predict", *arguments, f"--runs={tmp_path}"])
     assert not list(tmp_path.iterdir())
