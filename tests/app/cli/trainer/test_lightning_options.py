@@ -148,51 +148,89 @@ def assert_trains_and_resumes(arguments, steps=3):
     return folder
 
 
-# A run takes about two seconds; the quick test has two that Lightning's own hooks would most easily break.
-QUICK = ("ModelCheckpoint", "Timer")
+REFUSED = [name for name, (_, refusal) in CALLBACKS.items() if refusal]
+# A Trainer takes one bar and one summary.
+BARS = ("RichProgressBar", "ProgressBar", "TQDMProgressBar")
+SUMMARIES = ("RichModelSummary", "ModelSummary")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if refusal or name in QUICK else pytest.mark.slow)
-        for name, (_, refusal) in CALLBACKS.items()
-    ],
-)
-def test_callbacks(name, photos, tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_callback_that_disturbs_the_training_is_refused(name, photos, tmp_path, monkeypatch, fails):
     monkeypatch.chdir(tmp_path)
     arguments, refusal = CALLBACKS[name]
-    arguments = with_callback(name, *arguments)
-    if name in LOGGING:
-        assert f"Lightning's {name} writes to a logger, and there is none" in fails(fit(photos, *arguments))
-        arguments += CSV
-    arguments = fit(photos, *arguments, bar="ProgressBar" in name)
-    if refusal:
-        message = fails(arguments)
-        assert f"Lightning's {name} cannot be used here: {refusal}" in message
-        assert not Path("runs").exists()
-    else:
-        assert_trains_and_resumes(arguments)
+    message = fails(fit(photos, *with_callback(name, *arguments), *(CSV if name in LOGGING else ())))
+    assert f"Lightning's {name} cannot be used here: {refusal}" in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", sorted(LOGGING))
+def test_a_callback_that_writes_to_a_logger_is_refused_without_one(name, photos, tmp_path, monkeypatch, fails):
+    monkeypatch.chdir(tmp_path)
+    message = fails(fit(photos, *with_callback(name, *CALLBACKS[name][0])))
+    assert f"Lightning's {name} writes to a logger, and there is none" in message
+
+
+# The quick test has two that Lightning's own hooks would most easily break.
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ModelCheckpoint", "Timer"),
+        pytest.param(
+            [name for name in CALLBACKS if name not in {*REFUSED, *BARS[1:], *SUMMARIES[1:]}], marks=pytest.mark.slow
+        ),
+        *(pytest.param(names, marks=pytest.mark.slow) for names in (BARS[1:2], (BARS[2], SUMMARIES[1]))),
+    ],
+    ids=" ".join,
+)
+def test_a_training_with_other_callbacks_resumes_and_keeps_its_schedule(names, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [option for name in names for option in with_callback(name, *CALLBACKS[name][0])]
+    bar = any(name in BARS for name in names)
+    assert_trains_and_resumes(fit(photos, *arguments, *(CSV if LOGGING & set(names) else ()), bar=bar))
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "outcome"),
-    [
-        pytest.param(*row, id="-".join([row[0], *row[1]]), marks=() if type(row[2]) is not int else pytest.mark.slow)
-        for row in TRAINER
-    ],
+    ("options", "message"),
+    [pytest.param(*row[1:], id="-".join([row[0], *row[1]])) for row in TRAINER if isinstance(row[2], str)],
 )
-def test_arguments_of_the_trainer(name, options, outcome, photos, tmp_path, monkeypatch, fails):
+def test_an_argument_of_the_trainer_that_disturbs_the_training_is_refused(
+    options, message, photos, tmp_path, monkeypatch, fails
+):
     monkeypatch.chdir(tmp_path)
-    arguments = fit(photos, *(f"--trainer.{option}" for option in options))
-    if isinstance(outcome, str):
-        assert outcome in fails(arguments)
-        assert not Path("runs").exists()
-    elif outcome is None:
-        assert main(arguments) == 0
-        assert not Path("runs").exists()
-    else:
-        assert_trains_and_resumes(arguments, outcome)
+    assert message in fails(fit(photos, *(f"--trainer.{option}" for option in options)))
+    assert not Path("runs").exists()
+
+
+def test_a_rehearsal_leaves_no_run(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(fit(photos, "--trainer.fast_dev_run=true")) == 0
+    assert not Path("runs").exists()
+
+
+def groups():
+    """Rows of `TRAINER` that train, together where no two give one option or change the number of steps."""
+    found = []
+    for _, options, steps in TRAINER:
+        if type(steps) is int:
+            names = {option.partition("=")[0] for option in options}
+            # What these do depends on other options.
+            alone = {"precision", "max_steps", "check_val_every_n_epoch", "val_check_interval"} & names
+            fits = (each for each in found if each[2] == steps and not alone and not each[0] & names and not each[3])
+            group = next(fits, None)
+            if group is None:
+                found.append(group := (set(), [], steps, alone))
+            group[0].update(names)
+            group[1].extend(options)
+    return [(options, steps) for _, options, steps, _ in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "steps"), groups(), ids=str)
+def test_a_training_with_other_arguments_of_the_trainer_resumes_and_keeps_its_schedule(
+    options, steps, photos, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert_trains_and_resumes(fit(photos, *(f"--trainer.{option}" for option in options)), steps)
 
 
 def test_an_average_needs_weights_in_float32(photos, tmp_path, monkeypatch, fails):
