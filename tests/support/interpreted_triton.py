@@ -44,12 +44,12 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
     [
         ((3, 5), 1, "kvb", 20),
         ((2, 6), 0, "v", 16),
-        ((3, 5), 2, "k", 32),
-        ((3, 5), 1, "b", 20),
+        ((2, 3), 2, "k", 32),
+        ((2, 3), 1, "b", 20),
         ((2, 3), 1, "", 5),
         ((1, 1), 0, "kvb", 5),
         # Several strips of columns, several tiles of rows, of queries and of prefix tokens; a head of 128.
-        ((3, 18), 1, "kv", 16),
+        ((2, 18), 1, "kv", 16),
         ((5, 7), 33, "kvb", 40),
         ((4, 3), 1, "kv", 128),
         # A strip in either direction.
@@ -63,18 +63,17 @@ def test_equals_the_reference_with_gradients(size, prefix, which, dim):
 
 
 @pytest.mark.parametrize(
-    ("size", "prefix", "which", "keys"),
+    ("size", "prefix", "which", "keys", "padded"),
     [
         # Tiles of one row as wide as the grid, in several strips, beside several of prefix tokens; of several rows.
-        ((3, 18), 1, "kvb", 32),
-        ((4, 18), 0, "kvb", 16),
-        ((2, 40), 19, "kv", 64),
-        ((3, 14), 1, "k", 16),
-        ((3, 14), 1, "v", 16),
-        ((5, 6), 1, "kvb", 32),
+        ((3, 18), 1, "kvb", 32, True),
+        ((4, 18), 0, "kvb", 16, False),
+        ((2, 40), 19, "kv", 64, True),
+        ((3, 14), 1, "k", 16, False),
+        ((3, 14), 1, "v", 16, True),
+        ((5, 6), 1, "kvb", 32, False),
     ],
 )
-@pytest.mark.parametrize("padded", [False, True])
 def test_tiles_of_few_rows(size, prefix, which, keys, padded, monkeypatch):
     monkeypatch.setattr(launch, "BLOCKS_OF_FLOAT32", launch.Blocks(16, keys, 4, 1, by_row=True))
     launch.constants.cache_clear()
@@ -86,12 +85,12 @@ def test_tiles_of_few_rows(size, prefix, which, keys, padded, monkeypatch):
     launch.constants.cache_clear()
 
 
-# Half of all combinations, with each pair of operands beside any terms.
+# Half of all combinations, with each pair of operands beside all terms; other terms with one operand, or all but one.
 SCENES = [
     (which, operands)
     for number, which in enumerate(["", "k", "v", "b", "kv", "vb", "kvb"])
     for operands in itertools.product((False, True), repeat=3)
-    if (number + sum(operands)) % 2 == 0
+    if (number + sum(operands)) % 2 == 0 and (which == "kvb" or sum(operands) in (1, 2))
 ]
 
 
