@@ -8,7 +8,7 @@ without an installation (it needs torch, triton, timm, einops and matplotlib):
 
 The card's machine may have an older timm than pyproject.toml allows; a newer one goes into a folder of its own:
 
-    python3 -m pip install --no-deps --target packages "timm>=1.0.31"    # then PYTHONPATH=.:packages
+    python3 -m pip install --no-deps --target packages "timm>=1.0.26"    # then PYTHONPATH=.:packages
 
 Steps that have never been measured come first. Each step is a process of its own with a part of the time; the last step
 gets all the time that is left. A step that fails or takes too long does not stop the others. Figures are written as
