@@ -76,4 +76,7 @@ def lack(model: nn.Module, need: str) -> str | None:
         if part is not None and need in part.lacks:
             return part.lacks[need]
     mixers = (getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ())
-    return ([reason for mixer in mixers if (reason := lack_of(mixer, need))] or [None])[0]
+    for mixer in mixers:
+        if reason := lack_of(mixer, need):
+            return reason
+    return None

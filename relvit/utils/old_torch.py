@@ -1,6 +1,6 @@
 """What PyTorch 2.8 to 2.10 cannot do and newer versions can: compile `_replace`, build the GPU's kernels.
 
-The compiler of PyTorch 2.8 cannot slice a named tuple either, or call `next` with a default, so code that is compiled
+The compiler of PyTorch 2.8 cannot slice a named tuple or call `next` with a default, so code that is compiled
 slices `(*grid,)`.
 """
 
