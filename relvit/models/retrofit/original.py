@@ -25,11 +25,15 @@ class Absent:
 
 
 class Before(NamedTuple):
-    """A module before it was retrofitted, or what has changed since; `members` are tensors and modules by kind."""
+    """A module before it was retrofitted, or what has changed since.
+
+    `members` are tensors and modules by kind, `values` the buffers that the module cannot compute again.
+    """
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
     members: dict[str, dict[str, Any]]
+    values: Mapping[str, Tensor] = {}
 
 
 def snapshot(model: nn.Module) -> dict[str, Before]:
@@ -45,16 +49,20 @@ def snapshot(model: nn.Module) -> dict[str, Before]:
 
 
 def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
-    """Record in a model what differs from the snapshot; of tensors and modules that are gone the shapes are kept."""
-    record = {}
-    for name, now in snapshot(model).items():
-        if (then := before.get(name)) is None:
-            continue
+    """Record in a model what differs from the snapshot.
+
+    Of tensors and modules that are gone, the record keeps the shapes, and the values of buffers that nothing computes.
+    """
+    record, after = {}, snapshot(model)
+    for name, then in before.items():
+        # A module that is gone is recorded among the members of its owner; under its own name are these buffers alone.
+        now = after.get(name, then)
+        values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)
         members = {kind: _changed(then.members[kind], now.members[kind]) for kind in MEMBERS}
         members = {kind: {key: _skeleton(value) for key, value in part.items()} for kind, part in members.items()}
-        if then.kind is not now.kind or attributes or any(members.values()):
-            record[name] = Before(then.kind, attributes, members)
+        if then.kind is not now.kind or attributes or any(members.values()) or values:
+            record[name] = Before(then.kind, attributes, members, values)
     setattr(model, RECORD, record)
 
 
@@ -100,6 +108,7 @@ def restore(model: nn.Module) -> nn.Module:
             for name in LATER:
                 vars(module).pop(name, None)
     renewed: list[nn.Module] = []
+    values: list[tuple[nn.Module, Mapping[str, Tensor]]] = []
     for name, then in record.items():
         try:
             module = model.get_submodule(name)
@@ -114,11 +123,16 @@ def restore(model: nn.Module) -> nn.Module:
             _put_back(vars(module)[kind], made)
             renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
         renewed += [module] if then.members["_buffers"] else []
+        values.append((module, then.values))
     delattr(model, RECORD)
     for module in renewed:
         # In this method timm computes the buffers that a state dict leaves out.
         if hasattr(module, "init_non_persistent_buffers"):
             module.init_non_persistent_buffers()
+    for module, buffers in values:
+        for key, value in buffers.items():
+            like = module.get_buffer(key)
+            module.register_buffer(key, value.to(like), key not in module._non_persistent_buffers_set)
     return model
 
 
@@ -134,6 +148,28 @@ def _put_back(here: dict[str, Any], former: Mapping[str, Any]) -> None:
             here.pop(key, None)
         else:
             here[key] = value
+
+
+def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the buffers that a module does not have any more and that its class does not compute as they were.
+
+    In some versions of timm a class has no method for its buffers: Swin V2's block with the mask of shifted windows.
+    """
+    buffers = {
+        key: value
+        for key, value in then.members["_buffers"].items()
+        if value is not None and not value.is_meta and value is not now.get(key)
+    }
+    if not buffers or not hasattr(then.kind, "init_non_persistent_buffers"):
+        return buffers
+    # A copy gets wrong numbers in these buffers, so that a number that timm's method does not compute shows.
+    again = then.kind.__new__(then.kind)
+    vars(again).update({**then.attributes, **{kind: dict(part) for kind, part in then.members.items()}})
+    vars(again)["_non_persistent_buffers_set"] = set(then.attributes["_non_persistent_buffers_set"])
+    vars(again)["_buffers"].update({key: torch.full_like(value, -7) for key, value in buffers.items()})
+    again.init_non_persistent_buffers()
+    computed = dict(again.named_buffers(recurse=False))
+    return {key: value for key, value in buffers.items() if key in computed and not torch.equal(computed[key], value)}
 
 
 def _skeleton(part: Any) -> Any:

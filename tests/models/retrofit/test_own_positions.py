@@ -19,8 +19,9 @@ from own_positions import (
     tolerance_of,
     trained_images,
 )
-from retrofit_cases import EACH, build, fingerprint, images, retrofitted, with_exact_offsets
+from retrofit_cases import EACH, SWIN, build, fingerprint, images, retrofitted, with_exact_offsets
 from sam_cases import SAMS
+from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from torch import nn
 
 import relvit
@@ -155,6 +156,36 @@ def test_half_precision_training_mode_and_pickles(case):
     assert all(part.training for part in model.modules())
     for name, tensor in original.half().state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("computes", ["no method", "nothing", "all"])
+def test_restored_models_have_the_buffers_that_timm_does_not_compute(computes, monkeypatch):
+    # In timm 1.0.26 a block of Swin V2 has no such method, which computes the mask of shifted windows.
+    method = "init_non_persistent_buffers"
+    if computes == "no method":
+        monkeypatch.delattr(SwinTransformerV2Block, method, raising=False)
+    elif computes == "nothing":
+        monkeypatch.setattr(SwinTransformerV2Block, method, lambda self: None, raising=False)
+    original = SwinTransformerV2(**SWIN | {"img_size": (32, 48), "window_size": 4}).eval()
+    buffers, x = dict(original.named_buffers()), images(32, 48).float()
+    assert any(name.endswith("attn_mask") for name in buffers)
+    model = imported(original)
+    # New memory may contain the former numbers by chance; in this mode PyTorch fills new memory.
+    torch.use_deterministic_algorithms(True)
+    try:
+        relvit.restore(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    restored = dict(model.named_buffers())
+    assert restored.keys() == buffers.keys()
+    assert all(torch.equal(restored[name], tensor) for name, tensor in buffers.items())
+    assert torch.equal(model(x), original(x))
+    assert fingerprint(model) == fingerprint(original)
+    # Later conversions apply, and a table that was computed is not kept.
+    kept = {name for part in vars(relvit.retrofit(model))["_before_retrofit"].values() for name in part.values}
+    assert kept <= {"attn_mask"}
+    mask = next(tensor for name, tensor in relvit.restore(model.half()).named_buffers() if name.endswith("attn_mask"))
+    assert mask.dtype == torch.float16
 
 
 @pytest.mark.parametrize("case", ["sam", "beit"])
