@@ -191,8 +191,6 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
         for part, size in (("rows", key_grid.height), ("cols", key_grid.width)):
             logits = getattr(terms.axis_logits, part)
             check_shape(f"terms.axis_logits.{part}", logits, (*query.shape[:3], size))
-    if terms.query_bias is not None:
-        check_shape("terms.query_bias", terms.query_bias, (heads, head_dim))
     # Some kernels would read another device's memory without an error.
     for name, where in (("grid", grid), (key_grid_name, key_grid)):
         named |= {f"{name}.coords": where.coords, f"{name}.valid": where.valid}
@@ -235,7 +233,7 @@ def _check_options(inputs: AttentionInputs) -> None:
 
 
 def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int) -> None:
-    """Raise unless the tables fit the heads and the widths."""
+    """Raise unless the tables and the bias of the queries fit the heads and the widths."""
     if not isinstance(terms, RelativeTerms):
         raise TypeError(
             f"terms must be RelativeTerms, got {type(terms).__name__} (without relative terms: RelativeTerms())"
@@ -250,6 +248,8 @@ def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int)
             axes = 2 if isinstance(tables, JointTable) else 1
             for part, table in zip(type(tables)._fields, tables, strict=True):
                 _check_table(f"terms.{term}.{part}", table, axes, heads, width)
+    if terms.query_bias is not None:
+        check_shape("terms.query_bias", terms.query_bias, (heads, head_dim))
 
 
 def _check_table(name: str, table: Tensor, axes: int, heads: int, width: tuple[int, ...]) -> None:

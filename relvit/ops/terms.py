@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relvit.ops.checks import check_shape
 from relvit.utils.old_torch import compiled_replace
 
 
@@ -137,9 +138,14 @@ def is_stock(terms: RelativeTerms) -> bool:
 
 
 def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, RelativeTerms]:
-    """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms."""
+    """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms.
+
+    Raises:
+        ValueError: a bias of another shape, which might broadcast to the queries in another meaning.
+    """
     if terms.query_bias is None:
         return query, terms
+    check_shape("terms.query_bias", terms.query_bias, (query.shape[1], query.shape[3]))
     return query + terms.query_bias[:, None].to(query.dtype), terms._replace(query_bias=None)
 
 

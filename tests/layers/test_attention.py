@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from relvit.layers import RelativeAttention, RelativeBlock, RelativePosition2d, SlopePosition2d
-from relvit.ops import make_grid
+from relvit.layers.positions.rope import RotaryEmbedding2d
+from relvit.ops import RelativeTerms, make_grid
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,31 @@ def test_positions_of_other_heads_are_refused_at_once(position):
         RelativeAttention(12, num_heads=2, position=position)
     with pytest.raises(ValueError, match=message):
         timm.create_model("test_relvit", embed_dim=12, num_heads=2, position=lambda *_, **__: position)
+
+
+class Biased(nn.Module):
+    """A position with a bias of the queries, of any shape, from the start or only on larger grids."""
+
+    def __init__(self, *shape, late=False):
+        super().__init__()
+        self.shape, self.late = shape, late
+
+    def forward(self, grid):
+        return RelativeTerms(query_bias=None if self.late and grid.height == 1 else torch.ones(self.shape))
+
+
+@pytest.mark.parametrize("shape", [(6,), (8, 6), (1, 6), (2, 1), (2, 8, 6)])
+def test_a_bias_of_the_queries_has_a_row_for_each_head(shape):
+    """With 8 tokens and 6 channels some of these shapes would broadcast to the queries."""
+    message = r"terms.query_bias has shape .*, expected \(2, 6\)"
+    with pytest.raises(ValueError, match=f"position Biased is not for 2 heads of width 6: {message}"):
+        RelativeAttention(12, num_heads=2, position=Biased(*shape))
+    late = RelativeAttention(12, num_heads=2, position=Biased(*shape, late=True))
+    with pytest.raises(ValueError, match=message):
+        late(torch.randn(2, 8, 12), make_grid(2, 4))
+    late.rope = RotaryEmbedding2d(4, 2)
+    with pytest.raises(ValueError, match=message):
+        late(torch.randn(2, 8, 12), make_grid(2, 4))
 
 
 def test_position_and_backend_may_be_set_later():
