@@ -9,11 +9,14 @@ from torch import nn
 
 from relvit.layers.mixer import Mixer
 
+# The default factor on the learning rate of relative positions that learn.
+POSITION_LR_SCALE = 10.0
+
 
 def param_groups(
     model: nn.Module,
     lr: float,
-    position_lr_scale: float = 10.0,
+    position_lr_scale: float | None = None,
     weight_decay: float = 0.05,
     layer_decay: float | None = None,
     **options: Any,
@@ -26,7 +29,7 @@ def param_groups(
 
     Examples:
         >>> vit = relvit.retrofit(timm.create_model("vit_tiny_patch16_224"), rel_terms="kv")
-        >>> optimizer = torch.optim.AdamW(param_groups(vit, lr=0.0005, position_lr_scale=10))
+        >>> optimizer = torch.optim.AdamW(param_groups(vit, lr=0.0005))
         >>> [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
         [(0.0005, 0.0, 102), (0.005, 0.0, 48), (0.0005, 0.05, 50)]
 
@@ -34,14 +37,15 @@ def param_groups(
         model: a model of relvit or timm.
         lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
         position_lr_scale: the factor on the learning rate of the parameters of position modules, such as tables, on top
-            of `layer_decay`; 1 gives them the rate of their layer.
+            of `layer_decay`; 1 gives them the rate of their layer. None: 10, and no effect on a model without relative
+            positions that learn.
         weight_decay: the weight decay; biases, norms and the parameters of the model's `no_weight_decay()` have none.
         layer_decay: the factor per layer from the classifier down to the stem; None: all layers have the same rate.
         **options: further arguments of timm's `param_groups_weight_decay`, or with a `layer_decay` of
             `param_groups_layer_decay`.
 
     Raises:
-        ValueError: a `position_lr_scale` other than 1 for a model without relative positions that learn.
+        ValueError: a given `position_lr_scale` other than 1 for a model without relative positions that learn.
     """
     given = {"weight_decay": weight_decay, **options}
     if hasattr(model, "no_weight_decay"):
@@ -51,6 +55,7 @@ def param_groups(
     else:
         groups = param_groups_layer_decay(model, layer_decay=layer_decay, **given)
     scaled = {id(parameter) for parameter in scaled_positions(model, position_lr_scale)}
+    scale = POSITION_LR_SCALE if position_lr_scale is None else position_lr_scale
     found = []
     for group in groups:
         rate = lr * group.pop("lr_scale", 1.0)
@@ -61,23 +66,24 @@ def param_groups(
         if positions:
             # The entry `position_lr_scale` marks this group. Of all groups without this entry, the last layer's has the
             # highest `lr`.
-            own = {"params": positions, "lr": rate * position_lr_scale, "position_lr_scale": position_lr_scale}
+            own = {"params": positions, "lr": rate * scale, "position_lr_scale": scale}
             found.append(group | own)
     return found
 
 
-def scaled_positions(model: nn.Module, position_lr_scale: float) -> list[nn.Parameter]:
+def scaled_positions(model: nn.Module, position_lr_scale: float | None) -> list[nn.Parameter]:
     """Return the parameters to which a factor on the learning rate of relative positions applies: none if it is 1.
 
     Raises:
-        ValueError: another factor than 1 for a model without relative positions that learn.
+        ValueError: a given factor other than 1 for a model without relative positions that learn.
     """
     if position_lr_scale == 1:
         return []
     mixers = [part for part in model.modules() if isinstance(part, Mixer)]
     positions = [getattr(mixer, name, None) for mixer in mixers for name in ("position", "prefix_bias")]
     parameters = [each for position in positions if position is not None for each in position.parameters()]
-    if not (learning := [each for each in parameters if each.requires_grad]):
+    learning = [each for each in parameters if each.requires_grad]
+    if not learning and position_lr_scale is not None:
         raise ValueError(
             f"position_lr_scale {position_lr_scale:g} has no effect on {type(model).__name__}, which has no relative "
             "positions that learn: leave it out, or add them by relvit.retrofit"

@@ -45,7 +45,7 @@ def test_layer_decay_reaches_the_tables_of_each_block():
 def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_decay):
     """The optimiser is made by timm with the groups' function, as a loop of one's own would make it."""
     model = small(rel_terms="kv", class_token=True)
-    function = partial(param_groups, lr=0.01, position_lr_scale=10, layer_decay=layer_decay)
+    function = partial(param_groups, lr=0.01, layer_decay=layer_decay)
     optimizer = create_optimizer_v2(model, "adamw", lr=0.01, param_group_fn=function)
     groups, scales = optimizer.param_groups, groups_of(model)
     assert sum(len(group["params"]) for group in groups) == len(scales)
@@ -67,9 +67,11 @@ def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_
 
 def test_positions_that_do_not_learn_have_no_rate():
     for model in (small(position="slopes"), small().requires_grad_(False), timm.create_model("test_vit")):
-        assert len(param_groups(model, 0.01, position_lr_scale=1)) < 3
+        plain = param_groups(model, 0.01, position_lr_scale=1)
+        assert len(plain) < 3
+        assert param_groups(model, 0.01) == plain
         with pytest.raises(ValueError, match=f"position_lr_scale 10 has no effect on {type(model).__name__}, which"):
-            param_groups(model, 0.01)
+            param_groups(model, 0.01, position_lr_scale=10)
 
 
 def test_dropouts_are_timms():
@@ -145,6 +147,7 @@ def named_tensors(model):
 @pytest.mark.parametrize(("kind", "options"), MADE, ids=str)
 def test_made_without_memory_and_filled_later(kind, options):
     options = {**SMALL, "embed_dim": 64, "class_token": True, **options}
+    torch.manual_seed(0)
     model, ready = timm.create_model(kind, device="meta", **options), timm.create_model(kind, **options).eval()
     assert {tensor.device.type for _, tensor in named_tensors(model)} == {"meta"}
     model.to_empty(device="cpu")
