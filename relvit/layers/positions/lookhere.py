@@ -68,7 +68,11 @@ class LookHerePosition2d(Position):
             raise ValueError(f"view must be one of {', '.join(map(str, VIEWS))} (degrees), got {view!r}")
         least = 4 if view != 45 else 12
         if num_heads < least:
-            raise ValueError(f"num_heads must be at least {least} with view {view}, got {num_heads}")
+            larger = "relvit_base" if view == 45 else "relvit_small"
+            raise ValueError(
+                f"num_heads must be at least {least} with view {view}, got {num_heads}: give the model "
+                f"num_heads={least}, or take a model with more heads, such as {larger}"
+            )
         index, depth = layer
         if not 0 <= index < depth:
             raise ValueError(f"layer must be (index, depth) with 0 <= index < depth, got {layer}")
