@@ -16,6 +16,9 @@ from relvit.layers.positions.by_name import check_maker, make_position
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 
+# How blocks call `mixer`, for the error about one that cannot be called.
+MIXER_ARGUMENTS = "dim, num_heads, qkv_bias=, proj_bias=, proj_drop="
+
 
 class GridBlock(Block):
     """timm's pre-norm `Block` that hands the `Grid` of the tokens to its mixer.
@@ -99,7 +102,7 @@ class MixerBlock(GridBlock):
         attn_layer: type[nn.Module] = nn.Identity,
         **kwargs: Any,
     ) -> None:
-        check_maker("mixer", mixer, "dim, num_heads, qkv_bias=, proj_bias=, proj_drop=", "RelativeAttention")
+        check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
         super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.attn: nn.Module = mixer(
@@ -108,7 +111,7 @@ class MixerBlock(GridBlock):
 
 
 class RelativeBlock(MixerBlock):
-    """`MixerBlock` whose mixer is attention with a relative position, `RelativeAttention`.
+    """`MixerBlock` whose mixer may have a relative position, by default `RelativeAttention`.
 
     Examples:
         >>> block = RelativeBlock(192, num_heads=3, position=partial(RelativePosition2d, max_distance=3))
@@ -118,14 +121,16 @@ class RelativeBlock(MixerBlock):
     Args:
         dim: width of the tokens.
         num_heads: number of attention heads.
-        position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`.
+        position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`,
+            if the mixer has an attribute `position`.
         rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments as `position`; None: no rotary
             embedding.
         prefix_bias: whether there is a `PrefixBias`.
-        mixer: see `MixerBlock`; it makes attention that has an attribute `position` and takes the arguments of
-            `timm.layers.Attention`.
-        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; the mixer gets
-            these arguments, too.
+        mixer: see `MixerBlock`. A mixer with an attribute `position`, None at first, gets the block's position there;
+            such a mixer has an attribute `head_dim`, too.
+        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
+            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. A mixer is given only those
+            that are not off: `norm_layer` together with a norm.
         **kwargs: see `MixerBlock`.
 
     Raises:
@@ -148,15 +153,20 @@ class RelativeBlock(MixerBlock):
         norm_layer: type[nn.Module] = LayerNorm,
         **kwargs: Any,
     ) -> None:
-        check_maker("mixer", mixer, "dim, num_heads", "RelativeAttention")
-        norms = {"qk_norm": qk_norm, "scale_norm": scale_attn_norm, "norm_layer": norm_layer}
-        attention = partial(mixer, attn_drop=attn_drop, **norms)
-        super().__init__(dim, num_heads, mixer=attention, norm_layer=norm_layer, **kwargs)
-        self.attn.position = make_position(position, self.attn)
+        check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
+        # A mixer that is no attention need not have the arguments of attention.
+        options = {"attn_drop": attn_drop, "qk_norm": qk_norm, "scale_norm": scale_attn_norm}
+        options = {name: given for name, given in options.items() if given}
+        if qk_norm or scale_attn_norm:
+            options["norm_layer"] = norm_layer
+        super().__init__(dim, num_heads, mixer=partial(mixer, **options), norm_layer=norm_layer, **kwargs)
+        like = {name: kwargs.get(name) for name in ("device", "dtype")}
+        check_maker("position", position, "head_dim, num_heads", "RelativePosition2d")
+        if hasattr(self.attn, "position"):
+            self.attn.position = make_position(position, self.attn.head_dim, num_heads, **like)
         if (rope is not None or prefix_bias) and not isinstance(self.attn, RelativeAttention):
             raise ValueError(f"rope and prefix_bias are for RelativeAttention, not for {type(self.attn).__name__}")
-        weight = self.attn.proj.weight
         if rope is not None:
-            self.attn.rope = rope(self.attn.head_dim, num_heads, device=weight.device, dtype=weight.dtype)
+            self.attn.rope = rope(self.attn.head_dim, num_heads, **like)
         if prefix_bias:
-            self.attn.prefix_bias = PrefixBias(num_heads, device=weight.device, dtype=weight.dtype)
+            self.attn.prefix_bias = PrefixBias(num_heads, **like)

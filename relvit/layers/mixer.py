@@ -21,7 +21,7 @@ class LayerPlan(NamedTuple):
         terms: letters as in `rel_terms`, and 'c' for free channels.
         backend: name of the backend, '' for mixers without a choice.
         reason: why this backend is chosen.
-        width: width of a head's vectors, before and after 'fused' augments them.
+        width: width of a head's vectors, before and after 'fused' augments them; 0 for mixers without heads.
         keeps: description of the tensors that are kept for backward, besides inputs and output.
         parameters: number of parameters of the position module, or of an attention-free mixer.
     """
@@ -57,10 +57,12 @@ class Mixer(FillConstants, Leaf):
         torch.Size([2, 24, 192])
 
     Attributes:
+        head_dim: width of a head's vectors; 0 for mixers without heads.
         lacks: what a model with this mixer cannot do: a name in `relvit.models.lack` -> the reason, as the rest of a
             sentence whose subject is the mixer.
     """
 
+    head_dim: int = 0
     lacks: ClassVar[Mapping[str, str]] = {"memory": "takes no memory", "weights": "shows no weights"}
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:

@@ -52,7 +52,8 @@ def explain(
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or relvit.retrofit a timm model"
+            f"{type(model).__name__} has no layers of relvit, which are `Mixer`s: take a relvit_* model, or "
+            "relvit.retrofit a timm model"
         )
     if embed is None:
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]

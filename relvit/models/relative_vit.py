@@ -48,7 +48,8 @@ class RelVisionTransformer(GridVisionTransformer):
         rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`; None: its defaults.
         rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
             None: the default of the position, 0.1 for tables.
-        mixer: your own attention, with an attribute `position`, see `RelativeBlock`; None: `RelativeAttention`.
+        mixer: your own attention or other mixer, see `RelativeBlock`; None: `RelativeAttention`. All arguments of
+            positions are for a mixer with an attribute `position`.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
         band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
             bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
@@ -86,15 +87,15 @@ class RelVisionTransformer(GridVisionTransformer):
         if mixer is not None and backend != "auto":
             raise ValueError(f"backend {backend!r} is for RelativeAttention, and not for mixer {mixer!r}")
         check_arguments(type(self), kwargs)
-        make_position = position_factory(
-            position,
-            max_distance=max_distance,
-            rel_terms=rel_terms,
-            shared_heads=shared_heads,
-            layout=layout,
-            bucketing=bucketing,
-            rel_init_std=rel_init_std,
-        )
+        of_position = {
+            "max_distance": max_distance,
+            "rel_terms": rel_terms,
+            "shared_heads": shared_heads,
+            "layout": layout,
+            "bucketing": bucketing,
+            "rel_init_std": rel_init_std,
+        }
+        make_position = position_factory(position, **of_position)
         check_choice("rope", rope, ROPES)
         if prefix_bias and not (kwargs.get("class_token") or kwargs.get("reg_tokens")):
             raise ValueError("prefix_bias=True is for models with class_token=True or reg_tokens")
@@ -108,6 +109,8 @@ class RelVisionTransformer(GridVisionTransformer):
             ),
             **kwargs,
         )
+        if not hasattr(attn := self.blocks[0].attn, "position"):
+            _refuse_position(attn, {"position": position, **of_position})
         if band_rows is not None or memory_rows is not None:
             self.segmenter = self.own_segmenter = SEGMENTERS["bands"].of(self, band_rows, memory_rows)
 
@@ -116,6 +119,17 @@ class RelVisionTransformer(GridVisionTransformer):
         if self.segmenter is not None and not is_exporting():
             return self.segmenter.classify(self, x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
+
+
+def _refuse_position(mixer: nn.Module, given: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of positions that are not the defaults, with a mixer that takes no position."""
+    for name, value in given.items():
+        default = "tables" if name == "position" else None
+        if value != default:
+            raise ValueError(
+                f"{name} must be {default!r}, the default, with mixer {type(mixer).__name__}, which has no attribute "
+                f"`position`, got {value!r}"
+            )
 
 
 TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}

@@ -13,6 +13,7 @@ RESULTS = {
     "docs/attention.md": lambda names: names["x"].shape == (2, 140, 64),
     "docs/checkpoints.md": lambda names: names["features"].shape == (2, 16) and names["received"].shape == (2, 2),
     "docs/own_data.md": lambda names: len(names["scores"]) == 3 and names["average"].module is not None,
+    "docs/extend.md": lambda names: type(names["named"].blocks[0].attn) is names["RowColumnMean"],
     "docs/own_position.md": lambda names: names["model"].blocks[0].attn.position.centre.grad.abs().max() > 0,
 }
 

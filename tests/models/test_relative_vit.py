@@ -4,11 +4,13 @@ import pytest
 import timm
 import torch
 from draws import brute_force
+from torch import nn
 from vits import NAMES, groups_of, images, small
 
 from relvit.families.reversible import ReversibleDepth
 from relvit.families.transformer_xl import TransformerXLPosition2d
-from relvit.layers import RelativeAttention, RelativePosition2d, SlopePosition2d
+from relvit.layers import Mixer, RelativeAttention, RelativePosition2d, SlopePosition2d
+from relvit.models import explain
 from relvit.ops import Grid
 
 AXIAL = ["axial", "axial-sum"]
@@ -112,6 +114,40 @@ def test_a_mixer_of_the_users_takes_the_place_of_attention_with_the_model_around
     torch.testing.assert_close(doubled(x), own(x))
 
 
+class Mean(nn.Module):
+    """The least that a mixer has: no base, no position, no heads, no projection."""
+
+    def __init__(self, dim, num_heads, *, qkv_bias, proj_bias, proj_drop, device, dtype):
+        super().__init__()
+
+    def forward(self, x, grid, attn_mask=None, is_causal=False):
+        return x.mean(dim=1, keepdim=True).expand_as(x)
+
+
+class MeanWithPosition(Mean, Mixer):
+    """A mixer that has a position, without a projection, and with other heads than the model's."""
+
+    head_dim = 8
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.position = None
+
+
+@pytest.mark.parametrize("name", ["relvit_tiny", "relvit_universal_tiny"])
+def test_a_mixer_needs_no_attributes_of_attention(name):
+    plain = small(name, mixer=Mean).eval()
+    assert not any(".position." in key for key in plain.state_dict())
+    assert plain(images()).shape == (2, 5)
+    with pytest.raises(ValueError, match=r"no layers of relvit, which are `Mixer`s"):
+        explain(plain)
+    mixed = small(name, mixer=MeanWithPosition, dtype=torch.float64)
+    table = mixed.blocks[0].attn.position.key_rows
+    assert (table.shape[1], table.dtype) == (8, torch.float64)
+    assert explain(mixed)[0].width == (8, 8)
+    assert explain(small(name, mixer=type("Headless", (Mean, Mixer), {})))[0].width == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -121,6 +157,9 @@ def test_a_mixer_of_the_users_takes_the_place_of_attention_with_the_model_around
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
         ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
+        ({"mixer": Mean, "position": "slopes"}, "position must be 'tables', the default, with mixer Mean, .*'slopes'"),
+        ({"mixer": Mean, "rel_terms": "q"}, "rel_terms must be None, the default, with mixer Mean, .* got 'q'"),
+        ({"mixer": Mean, "rope": "axial"}, "rope and prefix_bias are for RelativeAttention, not for Mean"),
         ({"mixer": Doubled, "backend": "fused"}, "backend 'fused' is for RelativeAttention, and not for mixer"),
         ({"backend": "fuse"}, r"unknown backend 'fuse' \(did you mean 'fused'\?\)"),
         ({"pos_embed": "axia"}, r"allowed are '', 'learn', 'axial', 'axial-sum' \(did you mean 'axial'\?\)"),

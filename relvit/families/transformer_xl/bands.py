@@ -16,6 +16,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, RelativeBlock
+from relvit.layers.attention import GridAttention
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.positions.base import needs_extent
 from relvit.models.depth import lack
@@ -155,7 +156,7 @@ def check_bands(model: nn.Module) -> None:
         reason = "its class token or registers are in no band"
     elif model.pos_embed is not None or model.axial is not None:
         reason = "its absolute embedding depends on the height of the image, which a band does not know: pos_embed=''"
-    elif any(needs_extent(block.attn.position) for block in blocks):
+    elif any(needs_extent(getattr(block.attn, "position", None)) for block in blocks):
         position = type(blocks[0].attn.position).__name__
         reason = f"its {position} depends on the size of the image or the place in it, which a band does not know"
     elif not isinstance(model.patch_drop, nn.Identity):
@@ -169,7 +170,9 @@ def check_bands(model: nn.Module) -> None:
 def _check_reach(model: nn.Module) -> None:
     """Raise a ValueError if `relvit.models.set_reach` has made a model depend on the size of the image."""
     for attn in (block.attn for block in model.blocks):
-        if attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None):
+        if isinstance(attn, GridAttention) and (
+            attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None)
+        ):
             raise ValueError("bands need reach 'trained': all other reaches depend on the size of the image")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from relvit.families.universal.halting import AdaptiveHalting, HaltingState, ponder_cost, start_halting
 from relvit.families.universal.running_tokens import put_tokens, run_gathered, take_tokens
 from relvit.families.universal.signals import PositionStepSignals
+from relvit.layers import RelativeAttention
 from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
@@ -296,7 +297,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def _may_gather(self, x: Tensor) -> bool:
         attn = self.blocks[0].attn
-        if not self.gather or isinstance(x, torch.fx.Proxy) or not is_eager():
+        # Gathered tokens take the steps of relvit's own attention, without the layer's `forward`.
+        own = type(attn) is RelativeAttention
+        if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
         # With gathered tokens the parts of the block are called one by one, which would skip the hooks on these
         # modules.

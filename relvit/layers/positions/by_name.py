@@ -65,16 +65,15 @@ def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.
     return lambda *args, **kwargs: factory(*args, layer=(next(index), depth), **kwargs)
 
 
-def make_position(factory: Callable[..., nn.Module], attn: nn.Module) -> nn.Module:
-    """Build a position module for an attention layer, on its device and in its dtype.
+def make_position(factory: Callable[..., nn.Module], head_dim: int, num_heads: int, **like: Any) -> nn.Module:
+    """Build a position module for an attention layer, given its `device` and `dtype`, and check it.
 
     Raises:
         TypeError: `factory` is a module, or makes something that is no position module.
     """
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
-    weight = attn.proj.weight
-    position = factory(attn.head_dim, attn.num_heads, device=weight.device, dtype=weight.dtype)
-    check_position(position, attn.head_dim, attn.num_heads)
+    position = factory(head_dim, num_heads, **like)
+    check_position(position, head_dim, num_heads)
     return position
 
 

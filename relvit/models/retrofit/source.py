@@ -75,7 +75,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
         """Build the modules for the original model, which is not changed."""
         attentions = dict(cls.named_attentions(model))
         factory = numbered(factory, len(attentions))
-        return {path: {"position": make_position(factory, attn)} for path, attn in attentions.items()}
+        layers = {}
+        for path, attn in attentions.items():
+            like = {"device": attn.proj.weight.device, "dtype": attn.proj.weight.dtype}
+            layers[path] = {"position": make_position(factory, attn.head_dim, attn.num_heads, **like)}
+        return layers
 
     def open_to_all_sizes(self) -> None:
         """Let images of every size in; `relvit.retrofit` calls it once, at the end."""
