@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, lean, pair_bias, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
-from relvit.ops.checks import check_backend, check_kind
+from relvit.ops.checks import check_backend, check_kind, check_names
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.index_range import check_index_range
 from relvit.ops.inputs import (
@@ -287,8 +287,8 @@ def choose(
         device: the kind of device that would compute, 'cpu' or 'cuda', even if this machine has none; None: the
             query's.
     """
-    inputs = checked(AttentionInputs(query, key, value, terms, grid, key_grid, **options))
-    choice = _choose(inputs, device)
+    check_names("choose", options, AttentionInputs._fields[6:])
+    choice = _choose(checked(AttentionInputs(query, key, value, terms, grid, key_grid, **options)), device)
     tensors = (leaf for leaf in tree_leaves((query, key, value, terms)) if isinstance(leaf, Tensor))
     if not is_eager() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return choice

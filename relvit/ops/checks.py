@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -16,6 +16,14 @@ def check_backend(name: str, backends: Sequence[str]) -> None:
     allowed = ["auto", *backends]
     if name not in allowed:
         raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
+
+
+def check_names(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise TypeError for a keyword argument that a function lacks."""
+    for name in given:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            raise TypeError(f"{function} has no argument {name!r}{hint}, allowed: {listing(allowed)}")
 
 
 def check_kind(name: str, given: Any, kinds: type | tuple[type, ...], expected: str) -> None:

@@ -1,5 +1,7 @@
 """Models with relative attention: numbers against brute force, absolute embeddings, sizes, the registered family."""
 
+import functools
+
 import pytest
 import timm
 import torch
@@ -154,6 +156,7 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
         ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .* \(did you mean 'slopes'\?\)"),
         ({"position": "slopes", "rel_terms": "k"}, "rel_terms is for position 'tables', got rel_terms='k' with"),
         ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', .* got rel_init_std=0.5"),
+        ({"rel_init_std": -1}, "rel_init_std must not be negative, got -1"),
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
         ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
@@ -168,6 +171,11 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
 def test_errors(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(**kwargs)
+
+
+def test_an_unknown_argument_of_a_position_is_named():
+    with pytest.raises(TypeError, match=r"SlopePosition2d.* unexpected keyword argument 'distanse'"):
+        build(position=functools.partial(SlopePosition2d, distanse=2))
 
 
 @pytest.mark.parametrize("pos_embed", AXIAL)

@@ -5,7 +5,7 @@ import torch
 from draws import draw_case, leaves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from relvit.ops import attention, choose, relative_attention
+from relvit.ops import RelativeTerms, attention, choose, make_grid, relative_attention
 from relvit.ops.inputs import AttentionInputs, checked
 from relvit.utils.old_torch import BUILDS_KERNELS
 
@@ -114,3 +114,10 @@ def test_the_rules_for_gpus(monkeypatch):
     monkeypatch.setattr(attention, "is_compiling", lambda: True)
     assert on_a_gpu(width=257) == "fused"
     assert on_a_gpu(layout="joint") == "gathered"
+
+
+@pytest.mark.parametrize(("name", "given"), [("backend", "fused"), ("scal", 1.0)])
+def test_arguments_that_it_lacks(name, given):
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    with pytest.raises(TypeError, match=f"choose has no argument '{name}'.*, allowed: .*scale"):
+        choose(q, k, v, RelativeTerms(), make_grid(2, 2), **{name: given})

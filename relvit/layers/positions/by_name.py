@@ -29,7 +29,7 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             own default. Positions that learn nothing take an `init_std` of 0.
 
     Raises:
-        ValueError: an unknown name, or an argument that the position lacks.
+        ValueError: an unknown name, an argument that the position lacks, or a negative standard deviation.
     """
     named = isinstance(position, str)
     if named:
@@ -39,6 +39,8 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
         own = ALIASES.get(name, name)
         if given is None or (own == "init_std" and given == 0 and not (named and accepts(position, own))):
             continue
+        if own == "init_std" and given < 0:
+            raise ValueError(f"{name} must not be negative, got {given}")
         if not named:
             raise ValueError(
                 f"{name}={given!r} is for positions known by name; give it to your own one: "
@@ -59,7 +61,11 @@ def accepts(position: str, argument: str) -> bool:
 
 def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.Module]:
     """Give `layer=(index, depth)` to a factory that accepts this argument; the first position that it makes gets 0."""
-    if not callable(factory) or "layer" not in inspect.signature(factory).parameters:
+    try:
+        if not callable(factory) or "layer" not in inspect.signature(factory).parameters:
+            return factory
+    except ValueError:
+        # A partial with wrong arguments has no signature, and its call says which argument is wrong.
         return factory
     index = count()
     return lambda *args, **kwargs: factory(*args, layer=(next(index), depth), **kwargs)

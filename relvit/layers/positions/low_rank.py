@@ -55,8 +55,7 @@ class LowRankPosition2d(Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+        _check_rank(rank)
         shape = (*int_pair("grid_size", grid_size, 1), num_heads, rank)
         self.query: nn.Parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.key: nn.Parameter = nn.Parameter(torch.empty_like(self.query))
@@ -116,13 +115,23 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias, each with
         the square roots of the singular values; and the error, (heads,) float64: the Frobenius norm of the difference,
         relative to the norm of the bias. No factors of this rank have a smaller error (Eckart & Young 1936).
+
+    Raises:
+        ValueError: a bias of another shape, or a rank below 1.
     """
+    check_shape("bias", bias, ("heads", "Nq", "Nk"))
+    _check_rank(rank)
     left, values, right = torch.linalg.svd(bias.to(torch.float64), full_matrices=False)
     roots = values[:, None, :rank].sqrt()
     query, key = left[..., :rank] * roots, right.mT[..., :rank] * roots
     lost, whole = values[:, rank:].norm(dim=-1), values.norm(dim=-1)
     error = torch.where(whole > 0, lost / whole, 0.0)
     return Channels(query[None].to(bias.dtype), key[None].to(bias.dtype)), error
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}")
 
 
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:

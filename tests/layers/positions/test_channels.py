@@ -60,6 +60,19 @@ def test_factors_of_a_bias_and_their_error():
     assert factorise_bias(manhattan, 7)[1].max() < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("shape", "rank", "message"),
+    [
+        ((4, 4), 2, r"bias has shape \(4, 4\), expected \(heads, Nq, Nk\)"),
+        ((1, 1, 4, 4), 2, r"bias has shape \(1, 1, 4, 4\), expected"),
+        ((1, 4, 4), 0, "rank must be at least 1, got 0"),
+    ],
+)
+def test_what_has_no_factors(shape, rank, message):
+    with pytest.raises(ValueError, match=message):
+        factorise_bias(torch.ones(shape), rank)
+
+
 def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones():
     """At full rank nothing is lost: at the own size, with prefix tokens, dropped patches, fewer rows."""
     trained = make_grid(4, 3)
