@@ -85,13 +85,8 @@ EXAMPLES = """examples:
 def main() -> int:
     """Run the command that the user typed, and return its exit status."""
     arguments = sys.argv[1:]
-    if (text := answer(arguments)) is not None:
-        print(text)
-        return 0 if arguments else 2
-    typed = [argument for argument in arguments if argument != "--debug"]
-    if typed and typed[0] not in COMMANDS:
-        print(unknown_command(typed[0]), file=sys.stderr)
-        return 2
+    if (status := answer(arguments)) is not None:
+        return status
     prepare_environment()
     # As with `python -m relvit`, the user can name modules in the current folder (--data my_module.Mine). The folder is
     # last in `sys.path`, so that no file in it hides an installed module.
@@ -143,11 +138,20 @@ def prepare_environment() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def answer(arguments: Sequence[str]) -> str | None:
-    """Return what `relvit`, `relvit --help` or `relvit --version` prints; None: the arguments name a command."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        return overview()
-    return f"relvit {version()}" if arguments[0] == "--version" else None
+def answer(arguments: Sequence[str]) -> int | None:
+    """Answer no command, `--help`, `--version` and unknown commands; return the exit status, or None for a command."""
+    typed = [argument for argument in arguments if argument != "--debug"]
+    if not typed or typed[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if typed else 2
+    if typed[0] == "--version":
+        print(f"relvit {version()}")
+        return 0
+    # `relvit.app.cli` takes the option `--max_pixels` away, which may stand before the command.
+    if typed[0] in COMMANDS or typed[0].partition("=")[0] == "--max_pixels":
+        return None
+    print(unknown_command(typed[0]), file=sys.stderr)
+    return 2
 
 
 def version() -> str:

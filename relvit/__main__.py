@@ -2,7 +2,9 @@
 
 import sys
 
-from relvit_start import run
+from relvit_start import answer, run
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    # Without the packages of the application, `relvit_start` still answers `--help`, `--version` and unknown commands.
+    status = answer(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]) if status is None else status)

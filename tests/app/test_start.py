@@ -63,6 +63,43 @@ def test_the_core_alone_names_the_extra_that_is_missing():
     assert done.stdout == ""
 
 
+def test_the_core_alone_answers_what_needs_no_extra():
+    """`python -m relvit` says what the console script says, although packages of the application are missing."""
+    missing = "import runpy, sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse')))"
+    lines = (["--help"], ["-h"], [], ["--debug", "--help"], ["--version"], ["trian", "x"])
+    script, module = (
+        loaded_after(
+            f"{missing}\nfor arguments in {lines}:\n sys.argv = ['relvit', *arguments]\n try: {call}\n"
+            " except SystemExit as end: print(arguments, end.code)"
+        )
+        for call in (
+            "import relvit_start; sys.exit(relvit_start.main())",
+            "runpy.run_module('relvit', run_name='__main__')",
+        )
+    )
+    assert module.stdout == script.stdout
+    assert [int(line.rpartition(" ")[2]) for line in module.stdout.splitlines() if line[:1] == "["] == [
+        0,
+        0,
+        2,
+        0,
+        0,
+        2,
+    ]
+    (unknown,) = script.stderr.splitlines()[:-1]
+    assert unknown.startswith("relvit: error: unknown command 'trian' (did you mean ")
+    assert unknown in module.stderr
+
+
+def test_an_option_of_all_commands_may_stand_before_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("RELVIT_MAX_PIXELS", "9")
+    monkeypatch.setattr(sys, "argv", ["relvit", "--max_pixels", "many", "fit"])
+    assert relvit_start.main() == 2
+    assert "--max_pixels must be a whole number, 1 or more, got 'many'" in capsys.readouterr().err
+    assert main(["--max_pixels=9"]) == 2
+    assert capsys.readouterr().out.startswith("usage: relvit COMMAND")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_table_says_what_the_functions_say(command):
     module, summary = COMMANDS[command]

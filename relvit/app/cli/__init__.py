@@ -16,7 +16,7 @@ from typing import Any
 from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
 from relvit.app.cli.typed_words import Arguments, read_arguments
 from relvit.app.utils.shown_text import visible_lines
-from relvit_start import COMMANDS, answer, unknown_command
+from relvit_start import COMMANDS, answer
 
 _stock_format = warnings.formatwarning
 
@@ -30,22 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if (text := answer(arguments)) is not None:
-        print(text)
-        return 0 if arguments else 2
     # `relvit demo` has a `--max_pixels` of its own, with a smaller default.
-    if arguments[0] != "demo":
+    if arguments[:1] != ["demo"]:
         arguments, pixels = _without(arguments, "--max_pixels")
         if pixels is not None:
             if not re.fullmatch(r"[1-9]\d{0,17}", pixels):
                 print(f"relvit: error: --max_pixels must be a whole number, 1 or more, got {pixels!r}", file=sys.stderr)
                 return 2
             os.environ["RELVIT_MAX_PIXELS"] = pixels
+    if (status := answer(arguments)) is not None:
+        return status
 
     command, *rest = arguments
-    if command not in COMMANDS:
-        print(unknown_command(command), file=sys.stderr)
-        return 2
     given = Arguments([], {}, {})
     try:
         # These imports load Lightning, which takes seconds, so an unknown command is refused before them.
