@@ -16,6 +16,7 @@ from relvit.layers.mixer import lack_of
 from relvit.models.depth import lack
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
+from relvit.ops.checks import check_model
 from relvit.utils.messages import an, listing
 
 
@@ -39,7 +40,7 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
     The weights of each layer take N x N numbers per head and image. The model is not changed. A block that runs several
-    times, as in `relvit_universal_*`, returns the weights of its last run.
+    times, as in `relvit_universal_*`, returns the weights of its last step.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -54,7 +55,7 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         layers: indices of the blocks, negative ones count from the last block; None: all blocks.
 
     Raises:
-        TypeError: a model without attention, or with another kind of attention.
+        TypeError: no module, a model without attention, or with another kind of attention.
         ValueError: a model in training mode, an index without a block, images of another shape.
     """
     weights = _record_weights(model, images, layers, Tensor.float)
@@ -127,9 +128,10 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         (B, heads, N, head_dim), terms, grid and options. If a block runs several times, the arguments of its last run.
 
     Raises:
-        TypeError: a model without attention with relative positions.
+        TypeError: no module, or a model without attention with relative positions.
         ValueError: a model in training mode, in windows or bands, or whose layers do not compute all patches.
     """
+    check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
     name = type(model).__name__
     if not layers:
@@ -179,8 +181,7 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
     """Return the attention of each block."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}; of relvit.load it is the attribute model")
+    check_model(model)
     blocks = list(getattr(model, "blocks", ()))
     if not blocks:
         raise _unknown(model, "it has no blocks")

@@ -10,7 +10,7 @@ from torch import nn
 from relvit.layers.mixer import LayerPlan, Mixer
 from relvit.layers.patch_embed import check_divisible
 from relvit.ops import Grid
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import check_model, int_pair
 from relvit.utils.messages import check_choice, part_of
 
 # Backends are chosen by different rules on these devices.
@@ -44,8 +44,10 @@ def explain(
         A plan for each layer, in the order of the model.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: a size that the model does not take, a model without layers of relvit, or an unknown device.
     """
+    check_model(model)
     if device is not None:
         check_choice("device", device, DEVICES)
     embed = getattr(model, "patch_embed", None)

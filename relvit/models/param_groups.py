@@ -8,6 +8,7 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from relvit.layers.mixer import Mixer
+from relvit.ops.checks import check_model
 
 # The default factor on the learning rate of relative positions that learn.
 POSITION_LR_SCALE = 10.0
@@ -45,8 +46,10 @@ def param_groups(
             `param_groups_layer_decay`.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: a given `position_lr_scale` other than 1 for a model without relative positions that learn.
     """
+    check_model(model)
     given = {"weight_decay": weight_decay, **options}
     if hasattr(model, "no_weight_decay"):
         given["no_weight_decay_list"] = model.no_weight_decay()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.utils.messages import did_you_mean, listing
 
@@ -30,6 +30,19 @@ def check_kind(name: str, given: Any, kinds: type | tuple[type, ...], expected: 
     """Raise TypeError unless `given` is an instance of `kinds`, which the message calls `expected`."""
     if not isinstance(given, kinds):
         raise TypeError(f"{name} must be {expected}, got {type(given).__name__}")
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError unless `model` is a module; a name, a class and the Predictor of `relvit.load` get a hint."""
+    if isinstance(model, nn.Module):
+        return
+    given, hint = type(model).__name__, ""
+    if isinstance(model, str | type):
+        given = repr(model) if isinstance(model, str) else f"the class {model.__name__}"
+        hint = "; create the model first, with timm.create_model(...)"
+    elif isinstance(getattr(model, "model", None), nn.Module):
+        hint = "; give its attribute model"
+    raise TypeError(f"model must be a module, got {given}{hint}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> None:

@@ -1,7 +1,13 @@
 """Texts of messages: the nearest allowed name, short lists of names, articles."""
 
+import functools
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
@@ -111,3 +117,22 @@ def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         hint = did_you_mean(str(value), allowed)
         raise ValueError(f"{argument} is {value!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+
+
+def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse unknown keyword arguments with the nearest of its own names.
+
+    Raises:
+        TypeError: in a call of the function, an unknown argument.
+    """
+    allowed = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in allowed:
+                hint = did_you_mean(name, allowed) or f", allowed: {listing(allowed, len(allowed))}"
+                raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,11 +1,15 @@
 """Numbers that no model has and inputs that are no images are refused with what is allowed, in all families."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from vits import images, small
 
 import relvit
+from relvit.families.transformer_xl import set_bands
+from relvit.models import attention_rollout, logit_inputs, param_groups, set_reach
 
 FAMILIES = ["relvit_tiny", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small"]
 WRONG = {
@@ -56,3 +60,29 @@ def test_inputs(given, kind, message):
 def test_what_is_no_path(path):
     with pytest.raises(TypeError, match="ckpt_path must be the path of a checkpoint, got "):
         relvit.load(path)
+
+
+OF_A_MODEL = {
+    "retrofit": relvit.retrofit,
+    "restore": relvit.restore,
+    "explain": relvit.explain,
+    "attention_maps": lambda model: relvit.attention_maps(model, images()),
+    "attention_rollout": lambda model: attention_rollout(model, images()),
+    "logit_inputs": lambda model: logit_inputs(model, images()),
+    "set_reach": lambda model: set_reach(model, "stretch"),
+    "set_bands": lambda model: set_bands(model, 2),
+    "param_groups": lambda model: param_groups(model, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("call", OF_A_MODEL.values(), ids=OF_A_MODEL)
+def test_a_name_or_a_class_in_place_of_a_model(call):
+    create = r"; create the model first, with timm\.create_model\(\.\.\.\)$"
+    with pytest.raises(TypeError, match=f"^model must be a module, got 'relvit_tiny'{create}"):
+        call("relvit_tiny")
+    with pytest.raises(TypeError, match=f"^model must be a module, got the class RelVisionTransformer{create}"):
+        call(relvit.RelVisionTransformer)
+    with pytest.raises(TypeError, match=r"got SimpleNamespace; give its attribute model$"):
+        call(SimpleNamespace(model=small()))
+    with pytest.raises(TypeError, match=r"^model must be a module, got NoneType$"):
+        call(None)

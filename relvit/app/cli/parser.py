@@ -21,7 +21,7 @@ from relvit.app.data import ImageData
 # Several commands have these options; the docstring of a command need not describe them again.
 SHARED: dict[str, str] = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
-    "reach": "How attention works at other sizes than in training; see docs/sizes.md.",
+    "reach": "How attention works at other sizes than in training; help(relvit.models.set_reach) explains the names.",
     "img_size": "The size of the images that the model gets, such as 288 or [256,384]; None means as in training.",
     "batch_size": "The number of images in a batch; None means as in training.",
     "root": "The folder of the images, where it is not the one that the checkpoint remembers.",

@@ -117,7 +117,7 @@ SYNONYMS: dict[str, list[str]] = {
     for other in " ".join([*_ELSEWHERE.values(), _NOWHERE]).split()
 }
 _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --model.model_kwargs.drop_path_rate"
-_FOLDS = "K-fold cross-validation is a recipe in docs/own_data.md"
+_FOLDS = "K-fold cross-validation is a recipe of the documentation, in 'Your own data and training in Python'"
 _CLASSES = "the classes are found in the data"
 _LIST = "a CSV list of images is --data ImageListData --data.train FILE"
 # `fit` has no options of these names; the values say what to do instead.

@@ -21,7 +21,7 @@ from relvit.layers.patch_embed import check_divisible
 from relvit.layers.positions.base import needs_extent
 from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import check_model, int_pair
 
 # A model in bands cannot do these things, for these reasons; see `relvit.models.lack`.
 LACKS = {
@@ -146,6 +146,7 @@ def _check_rows(name: str, given: object, least: int = 0) -> None:
 
 def check_bands(model: nn.Module) -> None:
     """Raise a ValueError for a model that cannot compute in bands."""
+    check_model(model)
     blocks = getattr(model, "blocks", None)
     reason = None
     if not blocks or any(type(block) is not RelativeBlock for block in blocks):

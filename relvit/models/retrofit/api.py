@@ -11,17 +11,18 @@ from torch import nn
 from relvit.layers.positions.by_name import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
-from relvit.models.retrofit.recognise import refusal_of, source_of
+from relvit.models.retrofit.recognise import TIMM, refusal_of, source_of
 from relvit.models.retrofit.source import Retrofitted
 from relvit.ops.attention import BACKENDS
-from relvit.ops.checks import check_backend, int_pair
-from relvit.utils.messages import an, check_choice, part_of
+from relvit.ops.checks import check_backend, check_model, int_pair
+from relvit.utils.messages import an, check_choice, part_of, with_near_names
 
 ABS_POS = ("keep", "freeze", "drop")
 # `timm.create_model` creates retrofitted models by this name.
 RETROFITTED_NAME = "retrofitted"
 
 
+@with_near_names
 def retrofit(
     model: nn.Module,
     rel_terms: str | None = None,
@@ -77,7 +78,7 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, or `position` makes no modules.
+        TypeError: `model` is no module, `position` makes no modules, or an unknown argument.
         ValueError: a model that cannot be retrofitted, with the reason and the name of the module at fault, or an
             argument out of range. The model is not changed then.
     """
@@ -164,12 +165,10 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
 
 def _source_of(model: nn.Module) -> type[Retrofitted]:
     """Return the class that a model becomes, or raise with the reason why there is none."""
-    if not isinstance(model, nn.Module):
-        hint = ": create the model first, with timm.create_model" if isinstance(model, str) else ""
-        raise TypeError(f"model must be a module, got {model!r} of type {type(model).__name__}{hint}")
+    check_model(model)
     if (found := source_of(type(model))) is not None:
         return found
-    takes = "docs/retrofit.md lists the models that retrofit takes"
+    takes = "help(relvit.retrofit) lists the models that it takes"
     base = next((f"{_library(cls)}'s {cls.__name__}" for cls in type(model).__mro__ if source_of(cls)), None)
     inner = next((name for name, part in model.named_modules() if source_of(type(part))), None)
     done = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
@@ -192,7 +191,7 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif own is not None:
         why = f"it has relative positions of its own, {own}; {takes}"
     else:
-        why = takes
+        why = f"retrofit takes timm's {', '.join(TIMM)}, and others that help(relvit.retrofit) lists"
     raise ValueError(f"{type(model).__name__} cannot be retrofitted: {why}")
 
 

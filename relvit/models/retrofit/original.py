@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
+from relvit.ops.checks import check_model
 from relvit.utils.messages import part_of
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -87,10 +88,12 @@ def restore(model: nn.Module) -> nn.Module:
         `model` itself.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: the model has not been retrofitted; the original classes cannot hold the model's tables, since
             `relvit.retrofit` has created these tables, or has added a shared table to a block's table; or the retrofit
             has dropped the absolute embedding. The model is not changed then.
     """
+    check_model(model)
     if not isinstance(model, Retrofitted):
         inner = next((name for name, part in model.named_modules() if isinstance(part, Retrofitted)), None)
         hint = "" if inner is None else f"; its {inner} has: relvit.restore({part_of(inner)})"

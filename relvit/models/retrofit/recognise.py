@@ -30,12 +30,19 @@ SOURCES = {
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
+# These classes of timm are listed where a model is refused that is like none of them.
+TIMM = [name.rpartition(".")[2] for name in SOURCES if name.startswith("timm.")]
 _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
 # Beginning of a class's name -> the reason why `relvit.retrofit` cannot keep the relative positions of these classes.
 REFUSED = {
+    "timm.models.swin_transformer_v2_cr.": (
+        "it is another implementation of Swin V2, with blocks and attention of its own, which retrofit does not know: "
+        "take one of timm's swinv2_*"
+    ),
+    "timm.models.maxxvit.": "it has further kinds of blocks beside attention, such as convolutions",
     "torchvision.models.video.mvit.MViT": (
         "its tokens are those of videos, with a time axis beside rows and columns, and relvit's positions have none"
     ),

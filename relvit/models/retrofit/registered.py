@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -21,7 +21,7 @@ def retrofitted(
     pretrained_cfg: Any = None,
     cache_dir: Any = None,
     *,
-    model: str = "vit_small_patch16_224",
+    model: str | None = None,
     retrofit: dict[str, Any] | None = None,
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
@@ -39,7 +39,7 @@ def retrofitted(
             'hf-hub:', load the weights that it describes, with relative tables; otherwise load timm's weights of
             `model`, which have no tables.
         pretrained_cfg, cache_dir: see `timm.create_model`.
-        model: any name that `timm.create_model` knows.
+        model: any name that `timm.create_model` knows; it has to be given.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
         features_only: whether to return a model that computes feature maps (B, channels, rows, columns), timm's
             `FeatureGetterNet`.
@@ -48,8 +48,18 @@ def retrofitted(
         kwargs: arguments of `model`.
 
     Raises:
-        ValueError: a model that cannot be retrofitted.
+        TypeError: `retrofit` is no dictionary.
+        ValueError: there is no `model`, or the model cannot be retrofitted.
     """
+    if model is None:
+        raise ValueError(
+            "model= is missing, the name of the timm model to retrofit: "
+            "timm.create_model('retrofitted', model='vit_small_patch16_224')"
+        )
+    if not isinstance(retrofit, Mapping | None):
+        raise TypeError(
+            f"retrofit must hold arguments of relvit.retrofit, such as {{'rel_terms': 'kv'}}, got {retrofit!r}"
+        )
     published = isinstance(pretrained_cfg, dict)
     net = timm.create_model(model, pretrained and not published, pretrained_cfg, cache_dir=cache_dir, **kwargs)
     retrofit_model(net, **(retrofit or {}))

@@ -12,7 +12,7 @@ from relvit.layers.mixer import lack_of
 from relvit.layers.positions.base import is_stretchable, needs_tokens
 from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import check_model, int_pair
 from relvit.utils.messages import check_choice, part_of
 
 Reach = Literal["trained", "stretch", "logn", "stretch-logn", "windows", "bands", "mirror", "stretch-mirror"]
@@ -59,8 +59,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         `model` itself.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: an unknown `reach`, or a `reach` that this model cannot have; the model is not changed.
     """
+    check_model(model)
     check_choice("reach", reach, get_args(Reach))
     # In blocks that cut windows of one size in all images, offsets are never larger than in training, so no reach
     # applies.

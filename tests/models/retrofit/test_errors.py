@@ -77,11 +77,19 @@ MODELS = {
     ),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
-        "ResNet cannot be retrofitted: docs/retrofit.md lists the models that retrofit takes$",
+        "ResNet cannot be retrofitted: retrofit takes timm's VisionTransformer, .*Beit, .*help.relvit.retrofit. lists$",
     ),
     "others of its own": (
+        lambda: holder(relative_position_bias=nn.Linear(1, 1)),
+        r"it has relative positions of its own, relative_position_bias\.weight; help\(relvit\.retrofit\) lists",
+    ),
+    "other blocks": (
         lambda: MaxxVit(MaxxVitCfg((32,), (1,), ("M",), 16), img_size=56),
-        r"MaxxVit .* it has relative positions of its own, stages\.0\.blocks\.0\.attn.*; docs/retrofit\.md lists",
+        "MaxxVit cannot be retrofitted: it has further kinds of blocks beside attention, such as convolutions$",
+    ),
+    "Swin V2's other implementation": (
+        lambda: timm.create_model("swinv2_cr_tiny_224", embed_dim=12, depths=(1,), num_heads=(2,)),
+        "SwinTransformerV2Cr cannot be retrofitted: it is another implementation of Swin V2, .* swinv2_",
     ),
     "videos": (
         lambda: MViT((32, 32), 4, 2 * [BLOCK_OF_VIDEOS], True, False, rel_pos_embed=True, proj_after_attn=False),
@@ -180,6 +188,10 @@ MODELS = {
 }
 ARGUMENTS = [
     ({"rel_terms": "kz"}, ValueError, "each at most once, got 'kz'"),
+    ({"rel_term": "k"}, TypeError, r"retrofit has no argument 'rel_term' \(did you mean 'rel_terms'\?\)"),
+    ({"max_dist": 3}, TypeError, "did you mean 'max_distance'"),
+    ({"rel_init_std": 0.02}, TypeError, "did you mean 'init_std'"),
+    ({"colour": 1}, TypeError, "has no argument 'colour', allowed: 'model', 'rel_terms', "),
     ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
     ({"abs_pos": "dropp"}, ValueError, r"allowed are 'keep', 'freeze', 'drop' \(did you mean 'drop'"),
     ({"backend": "fussed"}, ValueError, "did you mean 'fused'"),
@@ -264,8 +276,6 @@ def test_what_only_some_models_have():
     assert relvit.retrofit(model).max_grid == (64, 64)
     with pytest.raises(ValueError, match="abs_pos='drop': this Eva has no absolute embedding, leave 'keep'"):
         relvit.retrofit(Eva(**SMALL, use_abs_pos_emb=False), abs_pos="drop")
-    with pytest.raises(TypeError, match=r"got 'vit_tiny' of type str: create the model first, with timm.create_model"):
-        relvit.retrofit("vit_tiny")
 
 
 @pytest.mark.parametrize(("case", "options"), [("clip", {}), ("naflex", {"embed_proj_type": "linear"})])

@@ -96,3 +96,14 @@ def test_what_cannot_be_saved_or_made(tmp_path):
         save_for_hf(own, tmp_path)
     with pytest.raises(ValueError, match="ResNet cannot be retrofitted"):
         timm.create_model("retrofitted", model="test_resnet")
+
+
+def test_arguments_of_the_registered_name():
+    with pytest.raises(
+        ValueError, match=r"model= is missing, the name of the timm model .* model='vit_small_patch16_224'"
+    ):
+        timm.create_model("retrofitted")
+    with pytest.raises(TypeError, match=r"arguments of relvit.retrofit, such as {'rel_terms': 'kv'}, got 'kv'"):
+        timm.create_model("retrofitted", model="test_vit", retrofit="kv")
+    with pytest.raises(TypeError, match=r"retrofit has no argument 'rel_term' .did you mean 'rel_terms'"):
+        timm.create_model("retrofitted", model="test_vit", retrofit={"rel_term": "kv"})

@@ -18,8 +18,8 @@ survey = load("retrofit_survey")
         ("vit_small_patch16_18x2_224", "refused, blocks.N is a ParallelThingsBlock", "VisionTransformer"),
         ("test_vit_relpos", "retrofitted", "VisionTransformerRelPos with RelPosAttention"),
         ("swin_tiny_patch4_window7_224", "retrofitted", "SwinTransformer with WindowAttention"),
-        ("swinv2_cr_tiny_224", "refused, docs/retrofit.md lists the models", "SwinTransformerV2Cr"),
-        ("test_resnet", "refused, docs/retrofit.md lists the models", "ResNet"),
+        ("swinv2_cr_tiny_224", "refused, it is another implementation of Swin V2", "SwinTransformerV2Cr"),
+        ("test_resnet", "refused, retrofit takes timm's VisionTransformer, ", "ResNet"),
     ],
 )
 def test_answers(name, text, kind, monkeypatch):

@@ -104,8 +104,8 @@ def test_a_hint_is_what_was_meant(command):
 @pytest.mark.parametrize(
     ("typed", "instead"),
     [
-        ("kfold", "docs/own_data.md"),
-        ("n-folds", "docs/own_data.md"),
+        ("kfold", "'Your own data and training in Python'"),
+        ("n-folds", "'Your own data and training in Python'"),
         ("num_classes", "found in the data"),
         ("class_num", "found in the data"),
         ("dropout", "--model.model_kwargs.drop_rate"),
