@@ -11,7 +11,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding
+from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, GridBlock
 from relvit.layers.feed_forward import check_chunk
 from relvit.models.absolute import AbsoluteEmbedding
 from relvit.models.depth import DEPTHS, Depth
@@ -22,7 +22,7 @@ from relvit.ops import Grid
 from relvit.ops.grid import keep_patches, keep_tokens
 from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
-from relvit.utils.messages import check_choice
+from relvit.utils.messages import an, check_choice
 
 # A value of `pos_embed` -> the argument `combine` of `AxialPositionEmbedding` that the value selects.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
@@ -219,7 +219,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
             `reversible` that is not boolean, `reversible` for a class that fixes its own depth.
-        TypeError: an `mlp_chunk` that is no integer.
+        TypeError: an `mlp_chunk` that is no integer; no `block_fn`, or one that makes other blocks than `GridBlock`s.
     """
 
     # Arguments that a user of this class cannot choose, with the reason.
@@ -253,6 +253,11 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             **kwargs,
         )
         self.blocks: nn.ModuleList = nn.ModuleList(self.blocks)
+        if other := next((block for block in self.blocks if not isinstance(block, GridBlock)), None):
+            raise TypeError(
+                f"block_fn must make GridBlocks, got {an(type(other).__name__)}: give block_fn=partial(MixerBlock, "
+                "mixer=...), or choose RelVisionTransformer, whose blocks have relative attention"
+            )
         self.depth_plan: Depth = self.depth_for({"reversible": reversible})
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from timm.models.vision_transformer import Block
 from vits import images, small
 
 import relvit
 from relvit.families.transformer_xl import set_bands
-from relvit.models import attention_rollout, logit_inputs, param_groups, set_reach
+from relvit.models import GridVisionTransformer, attention_rollout, logit_inputs, param_groups, set_reach
 
 FAMILIES = ["relvit_tiny", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small"]
 WRONG = {
@@ -86,3 +87,12 @@ def test_a_name_or_a_class_in_place_of_a_model(call):
         call(SimpleNamespace(model=small()))
     with pytest.raises(TypeError, match=r"^model must be a module, got NoneType$"):
         call(None)
+
+
+@pytest.mark.parametrize("given", [{}, {"block_fn": Block}])
+def test_blocks_that_take_no_grid(given):
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    with pytest.raises(
+        TypeError, match=r"block_fn must make GridBlocks, got a Block: give block_fn=partial\(MixerBlock"
+    ):
+        GridVisionTransformer(**sizes, **given)

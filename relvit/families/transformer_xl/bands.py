@@ -208,13 +208,15 @@ def forward_segment(
         memory: The memory that the call for the previous segment returned. None: this segment is the first.
         memory_rows: The number of rows of patches that are remembered: the rows that were computed last, wherever they
             are in the image. None remembers all rows.
-        start: Row and column of the segment's first patch, for offsets to earlier segments. None puts the segment below
-            the previous one. Tiles have their own row and column; all frames have (0, 0).
+        start: Row and column of the segment's first patch, for offsets to earlier segments; any integers, also negative
+            ones, since only differences count. None puts the segment below the previous one. Tiles have their own row
+            and column; all frames have (0, 0).
 
     Returns:
         Tokens (B, N, embed_dim) after the last norm, and the memory.
 
     Raises:
+        TypeError: `start` is no pair, or does not hold integers.
         ValueError: The model cannot compute in bands, or the memory belongs to another model or batch.
     """
     check_bands(model)
@@ -224,15 +226,21 @@ def forward_segment(
     if memory is not None and not isinstance(memory, Memory):
         raise ValueError(f"memory must be the second value that forward_segment returned, got {type(memory).__name__}")
     if start is not None:
+        if not isinstance(start, Sequence):
+            raise TypeError(f"start must be (row, column) of the segment's first patch, got {start!r}")
         start = int_pair("start", start, None)
     x, own = model.embed(images)
     regions: tuple[Region, ...] = ()
     states: tuple[Tensor | None, ...] = (None,) * len(model.blocks)
     if memory is not None and memory.regions:
         states, regions = memory
-        kept = {(len(state), state.shape[2]) for state in states}
-        if len(states) != len(model.blocks) or kept != {(len(x), x.shape[2])}:
-            raise ValueError(f"the memory is not of this model and {len(x)} images: begin with memory=None")
+        if len(states) != len(model.blocks) or any(state.shape[2] != x.shape[2] for state in states):
+            raise ValueError("the memory is of another model: begin with memory=None")
+        if len(states[0]) != len(x):
+            raise ValueError(
+                f"this segment is of {len(x)} images, and the segments before it are of {len(states[0])}: all segments "
+                "need the same images, and other images start without a memory"
+            )
     if start is None:
         start = (regions[-1].top + regions[-1].rows, regions[-1].left) if regions else (0, 0)
     regions = _joined((*regions, Region(*start, own.height, own.width)))

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from relvit.models.depth import lack
 from relvit.ops import Grid, grid_from_naflex
+from relvit.utils.messages import listing
+
+# The tensors of a batch of timm's NaFlex loader.
+NAMES = ("patches", "patch_coord", "patch_valid")
 
 
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
@@ -30,9 +34,11 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
         Tokens (B, prefix + N, embed_dim), and their grid.
 
     Raises:
-        ValueError: patches of another size, or a model that needs grids of one size.
+        ValueError: a missing tensor, patches of another size, or a model that needs grids of one size.
     """
-    patches, coord, valid = (batch[name] for name in ("patches", "patch_coord", "patch_valid"))
+    if missing := [name for name in NAMES if name not in batch]:
+        raise ValueError(f"a native batch must hold {listing(NAMES)}; it has no {listing(missing)}")
+    patches, coord, valid = (batch[name] for name in NAMES)
     weight = _projection(model).weight
     # timm's patches have the order (height, width, C).
     weight = weight.permute(0, 2, 3, 1).flatten(1)

@@ -190,6 +190,10 @@ def of_another_batch():
     return forward_segment(model, photos(batch=3), forward_segment(model, photos())[1])
 
 
+def of_another_model():
+    return forward_segment(build(depth=2), photos(), forward_segment(build(depth=3), photos())[1])
+
+
 REFUSED = [
     (lambda: build(band_rows=0), "band_rows must be an integer, 1 or more, or None, got 0"),
     (lambda: build(band_rows=(2, 2)), r"band_rows must be an integer, .* got \(2, 2\)"),
@@ -221,7 +225,9 @@ REFUSED = [
     (lambda: attention_maps(build(band_rows=2), photos()), "there are no N x N weights in bands"),
     (lambda: classify_bands(build(global_pool="max"), [photos()]), "is for global_pool 'avg', got 'max'"),
     (lambda: classify_bands(build(), []), "there is no band to classify"),
-    (of_another_batch, "the memory is not of this model and 3 images"),
+    (of_another_batch, "this segment is of 3 images, and the segments before it are of 2: all segments need the same"),
+    (lambda: classify_bands(build(), [photos(), photos(batch=3)]), "this segment is of 3 images, and the segments"),
+    (of_another_model, "the memory is of another model: begin with memory=None"),
 ]
 
 
@@ -229,3 +235,14 @@ REFUSED = [
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_start_is_a_row_and_a_column_of_which_only_differences_count():
+    with pytest.raises(TypeError, match=r"start must be \(row, column\) of the segment's first patch, got 3"):
+        forward_segment(build(), photos(), start=3)
+    model = build()
+    shifted = []
+    for row, column in ((0, 0), (-5, -9)):
+        _, memory = forward_segment(model, photos(), start=(row + 4, column + 1))
+        shifted.append(forward_segment(model, photos(), memory, start=(row, column))[0])
+    torch.testing.assert_close(*shifted, rtol=0, atol=1e-12)

@@ -150,6 +150,10 @@ def test_more_errors():
     batch = native_batch(images(torch.float32), PATCH)
     with pytest.raises(ValueError, match=r"patches have 64 values each, the model takes 96: of 8 x 4 px"):
         model(batch | {"patches": torch.zeros(5, batch["patches"].shape[1], 64)})
+    for name in ("patches", "patch_coord", "patch_valid"):
+        rest = {other: tensor for other, tensor in batch.items() if other != name}
+        with pytest.raises(ValueError, match=f"must hold 'patches', 'patch_coord', 'patch_valid'; it has no '{name}'$"):
+            model(rest)
     with pytest.raises(ValueError, match="rows from -1 to 4, the grid has 0 to 4"):
         model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
     with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
