@@ -95,11 +95,11 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command of the application and return its exit status, or say which packages are missing."""
+    """Run a command of the application and return its exit status, or say which packages are missing or too old."""
     end_with_starter()
     try:
         import relvit.app  # noqa: F401
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         print(f"relvit: error: {error}", file=sys.stderr)
         return 1
     from relvit.app.cli import main as run_command

@@ -9,9 +9,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relvit import families, layers, models, ops
-from relvit.models import Reach, RelVisionTransformer, attention_maps, explain, restore, retrofit
-from relvit.version import __version__
+from relvit.version import __version__, check_versions
+
+# With older packages the other imports, or models later on, would fail without a word about versions.
+check_versions()
+
+from relvit import families, layers, models, ops  # noqa: E402
+from relvit.models import Reach, RelVisionTransformer, attention_maps, explain, restore, retrofit  # noqa: E402
 
 if TYPE_CHECKING:
     from relvit.app.evaluation import Predictor

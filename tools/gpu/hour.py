@@ -6,7 +6,7 @@ without an installation (it needs torch, triton, timm, einops and matplotlib):
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5 --commit NAME
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 2 --steps tune
 
-The card's machine may have an older timm than pyproject.toml allows; a newer one goes into a folder of its own:
+The card's machine may have an older timm than relvit needs; a newer one goes into a folder of its own:
 
     python3 -m pip install --no-deps --target packages "timm>=1.0.26"    # then PYTHONPATH=.:packages
 
@@ -37,7 +37,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -49,16 +48,8 @@ TOOLS = Path(__file__).resolve().parents[1]
 # The folder above contains the modules that are imported next.
 sys.path.insert(0, str(TOOLS))
 
-try:
-    import benchmark_report
-    from benchmark import FAST_BACKENDS
-except ImportError as error:
-    project = tomllib.loads((TOOLS.parent / "pyproject.toml").read_text())["project"]
-    needed = next(package for package in project["dependencies"] if package.startswith("timm"))
-    raise ImportError(
-        f"{error}: relvit needs {needed}, and this machine may have an older one; put it into a folder of its own, "
-        f'python3 -m pip install --no-deps --target packages "{needed}", and name the folder in PYTHONPATH'
-    ) from error
+import benchmark_report  # noqa: E402
+from benchmark import FAST_BACKENDS  # noqa: E402
 
 # 'tiled' and 'gathered' are for CPUs and for arguments that no kernel takes, so the GPU does not measure them.
 WAYS = [backend for backend in FAST_BACKENDS if backend not in ("tiled", "gathered")]

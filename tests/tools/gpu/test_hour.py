@@ -3,11 +3,9 @@
 import contextlib
 import io
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -149,16 +147,6 @@ def test_without_a_card_it_names_the_option(tool, tmp_path):
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"torch sees no GPU: .* on the CPU with --toy"):
         load(tool).main(["--output", str(tmp_path)])
-
-
-def test_an_older_timm_is_answered_with_what_to_install(monkeypatch):
-    # Where timm is too old, importing relvit and with it the benchmark fails.
-    monkeypatch.delitem(sys.modules, "hour")
-    monkeypatch.setitem(sys.modules, "benchmark", ModuleType("benchmark"))
-    with pytest.raises(ImportError, match="this machine may have an older one") as raised:
-        load("hour")
-    (command,) = re.findall(r'pip install --no-deps --target packages "timm>=[\d.]+"', str(raised.value))
-    assert command in hour.__doc__
 
 
 def test_times_of_a_summary():

@@ -1,0 +1,43 @@
+"""Versions of PyTorch and timm that relvit takes, and the answer where one is older."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import relvit
+from relvit.version import OLDEST, check_versions
+
+ROOT = Path(relvit.__file__).parents[1]
+
+
+def test_they_are_those_of_the_package():
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{name}>={oldest}" for name, oldest in OLDEST.items()} <= set(needed)
+    assert all(f"{name} {oldest}" in (ROOT / "README.md").read_text() for name, oldest in OLDEST.items())
+
+
+def test_importing_relvit_with_an_older_timm_says_what_to_install():
+    code = "import timm, relvit_start; timm.__version__ = '1.0.25'; relvit_start.run(['fit']); import relvit"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    answer = 'relvit needs timm>=1.0.26, got timm 1.0.25: pip install --upgrade "timm>=1.0.26"'
+    lines = done.stderr.splitlines()
+    # The command says it in one line, and Python in the last line.
+    assert (lines[0], lines[-1]) == (f"relvit: error: {answer}", f"ImportError: {answer}")
+
+
+def test_versions_are_compared_as_numbers(monkeypatch):
+    for version in ("2.8.0a0+nv25.06", "2.8.1+cu128", "2.10.0", "3.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        check_versions()
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    monkeypatch.setattr(timm, "__version__", "0.9.16")
+    needed = r"relvit needs torch>=2\.8 and timm>=1\.0\.26, got torch 2\.7\.1\+cu126 and timm 0\.9\.16"
+    with pytest.raises(ImportError, match=rf'^{needed}: pip install --upgrade "torch>=2\.8" "timm>=1\.0\.26"$'):
+        check_versions()
