@@ -59,7 +59,7 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Raises:
         ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen for this
-            class or for this position; in `forward`, an image whose sides are no multiples of the patch.
+            class, position or mixer; in `forward`, an image whose sides are no multiples of the patch.
         TypeError: an unknown argument, a `position` that makes no modules.
     """
 
@@ -128,7 +128,8 @@ def _refuse_position(mixer: nn.Module, given: dict[str, Any]) -> None:
         if value != default:
             raise ValueError(
                 f"{name} must be {default!r}, the default, with mixer {type(mixer).__name__}, which has no attribute "
-                f"`position`, got {value!r}"
+                f"`position`, got {value!r}: leave it out, and take no model whose name sets it (relvit_learn_*, "
+                "relvit_xl_*)"
             )
 
 

@@ -161,6 +161,7 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
         ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),
         ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
         ({"mixer": Mean, "position": "slopes"}, "position must be 'tables', the default, with mixer Mean, .*'slopes'"),
+        ({"mixer": Mean, "max_distance": 2}, r"max_distance must be None, .* got 2: leave it out, .*relvit_learn_\*"),
         ({"mixer": Mean, "rel_terms": "q"}, "rel_terms must be None, the default, with mixer Mean, .* got 'q'"),
         ({"mixer": Mean, "rope": "axial"}, "rope and prefix_bias are for RelativeAttention, not for Mean"),
         ({"mixer": Doubled, "backend": "fused"}, "backend 'fused' is for RelativeAttention, and not for mixer"),
