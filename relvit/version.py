@@ -3,7 +3,7 @@
 import importlib
 
 __version__ = "0.2.0"
-# The dependencies in pyproject.toml are the same; from a checkout in PYTHONPATH no metadata say them.
+# pyproject.toml says the same, but a checkout in PYTHONPATH has no metadata that could be read here.
 OLDEST = {"torch": "2.8", "timm": "1.0.26"}
 
 
