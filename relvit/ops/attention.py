@@ -35,7 +35,7 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# Up to this many tokens, the attention weights take no more memory than the tokens' vectors.
+# Up to this many tokens, a head's N x N attention weights take no more memory than its N vectors of width 64.
 SMALL_WINDOW = 64
 # Beyond this many tokens the attention weights that training keeps take too much of a GPU's memory.
 LARGEST_MASK = 1024
@@ -87,26 +87,26 @@ def relative_attention(
         value: (B, heads, Nk, value_dim), same dtype.
         terms: tables, free channels, logits; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and also the key tokens unless `key_grid` is given.
-        key_grid: where the key tokens are (cross-attention, memory). Only this grid's `valid` is read.
+        key_grid: where the key tokens are (cross-attention, memory). Only the `valid` of the keys' grid is read.
         position_query: the vectors that are multiplied by a^K, shaped as `query`: queries before rotary embedding, or q
             + v for Transformer-XL's `query` q + u (Dai et al. 2019, arXiv 1901.02860, section 3.3). None: `query`.
         position_key: the vectors that are multiplied by a^Q, shaped as `key`. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which takes less memory.
         is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
-        dropout_p: dropout on the attention weights, value term included. Pass 0 in evaluation.
+        dropout_p: dropout on the attention weights, which the value term shares. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.log_n_scaling`.
         backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
             and v, in O(N (H + W)) memory; only `dropout_p` > 0 on the CPU, or a joint bias as the mask, keeps N x N for
-            backward); 'lean' (as 'fused', in the fewest operations: one raster without padding, tables per axis, no
-            mask, no dropout); 'tiled' (tiles of queries, recomputed in backward); 'gathered' (tiles in which each pair
-            looks up its table entries: slower, but with all joint tables, second derivatives and `torch.func`; 'fused'
-            and 'tiled' only take a joint bias between rasters); 'triton' (GPU kernels without augmented vectors: keys
-            on a raster, terms in tables, no query term, mask or dropout, see `relvit.ops.backends.triton`); 'reference'
-            (the paper's n products, in O(N^2 head_dim) memory). 'lean' and 'tiled' have no second derivatives, and
-            cannot be part of graphs.
+            backward); 'lean' (as 'fused', in the fewest operations, only for one raster without padding, with tables
+            per axis, without mask and dropout); 'tiled' (tiles of queries, recomputed in backward); 'gathered' (tiles
+            in which each pair looks up its table entries: slower, but with all joint tables, second derivatives and
+            `torch.func`; of joint tables, 'fused' and 'tiled' only take a bias between rasters); 'triton' (GPU kernels
+            without augmented vectors: keys on a raster, terms in tables, no query term, mask or dropout, see
+            `relvit.ops.backends.triton`); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean' and
+            'tiled' have no second derivatives, and cannot be part of compiled or exported graphs.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
@@ -160,8 +160,8 @@ def attend_projected(
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # Reading an attribute takes as long as a view. Only the tables' shapes are read: joining checks devices, casts
-    # dtypes.
+    # Reading a tensor's attribute takes as long as a view, so only the shapes of tables are read: the operations that
+    # join tables check devices and cast dtypes.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape
@@ -188,7 +188,7 @@ def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _D
         fits = terms.key is terms.value is None and (mask is None or mask.is_floating_point())
     else:
         fits = packed and mask is None
-    # Under autocast norms return queries and keys in single precision, but the projection returns values in half.
+    # Under autocast norms return queries and keys in float32, the projection values in half: no plan takes both dtypes.
     if not (fits and inputs.query.dtype == inputs.value.dtype and backend in ("auto", "fused" if joint else "lean")):
         return _Decision(backend, None)
     decision, filled = _decision(inputs, backend), completed(inputs)
@@ -326,7 +326,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     keeps = "augmented output, logits, marginals: O(N (H + W))"
     usual = lean.refusal(inputs, device) is None
-    # The CPU's rules come from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
+    # Rules for the CPU are from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     if device == "cpu" and usual and lean.pays_on_cpu(inputs):
         return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
@@ -339,7 +339,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         if triton.refusal(inputs, device) is None:
             return Choice("triton", "stock GPU kernels end at width 256, these augment nothing", "O(N)")
         return Choice("tiled", "fused GPU kernels end at width 256", little)
-    # Up to this width relvit's Triton kernels are slower than stock attention, in forward and in a training step, on
+    # Up to width 256 relvit's Triton kernels are slower than stock attention, in forward and in a training step, on
     # small and large grids (docs/benchmarks/h200.md), but keep less memory.
     narrower = "; 'triton' keeps half" if width > 128 and triton.refusal(inputs, device) is None else ""
     reason = "one stock attention over augmented q, k and v"
@@ -350,7 +350,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
 
 def _math_alone() -> bool:
     """Return True where stock attention may take no flash kernel, so that it has second derivatives."""
-    # In spite of its name, this switch applies to all devices.
+    # In spite of its name, `flash_sdp_enabled` applies to all devices.
     return not torch.backends.cuda.flash_sdp_enabled()
 
 
@@ -365,8 +365,8 @@ def relative_logits(
 ) -> tuple[Tensor, Tensor]:
     """Compute the relative part of the logits, q_i . a^K_ij, as one number per row and per column of the key grid.
 
-    The N x N logits never have to exist: q_i . a^K_ij = rows[..., i, y_j] + cols[..., i, x_j], unscaled. This is Shaw
-    et al. 2018 (arXiv 1803.02155), eq. 4, second summand, with H + W instead of H W numbers per query.
+    Memory never holds the N x N logits: q_i . a^K_ij = rows[..., i, y_j] + cols[..., i, x_j], unscaled. This is Shaw et
+    al. 2018 (arXiv 1803.02155), eq. 4, second summand, with H + W instead of H W numbers per query.
 
     Examples:
         >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))

@@ -16,16 +16,18 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
 
     'clip': offsets beyond +-`distance` share the outermost rows (Shaw et al. 2018, arXiv 1803.02155, eq. 4).
 
-    'piecewise': offsets up to alpha have rows of their own, further ones share rows on a logarithmic scale, up to
+    'piecewise': each offset up to alpha has its own row, and larger offsets share rows on a logarithmic scale, up to
     gamma, with alpha : beta : gamma = 1 : 2 : 8 and beta = `distance` (iRPE, Wu et al. 2021, arXiv 2107.14222, the
-    piecewise index function g). Both are odd functions of the offset.
+    piecewise index function g). With both bucketings, offsets d and -d use rows at the same distance from the middle
+    row.
     """
     if bucketing == "clip" or distance == 0:
         return offset.clamp(-distance, distance) + distance
     alpha, gamma = distance / 2, 4 * distance
-    # Single precision would round some offsets to another row, and MPS has no float64.
+    # Single precision would give some offsets a wrong row, so compute in float64: on the CPU if the device is MPS,
+    # which has no float64.
     size = (offset.cpu() if offset.device.type == "mps" else offset).abs().to(torch.float64)
-    # Near offsets are clamped, because their logarithm, which is not used, must be finite.
+    # Offsets below alpha are clamped to avoid the logarithm of zero; `torch.where` does not use their logarithms.
     stretched = torch.log(size.clamp(min=alpha) / alpha) * ((distance - alpha) / math.log(gamma / alpha)) + alpha
     far = stretched.round().clamp(max=distance)
     return (torch.where(size <= alpha, size, far).to(offset) * offset.sign()) + distance

@@ -17,9 +17,9 @@ from relvit.utils.old_torch import compiled_replace
 class Grid(NamedTuple):
     """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
 
-    A model builds the grid once, where the image becomes patches, and passes it from block to block. A plain tuple of
-    integers and optional tensors passes through tracing, checkpointing, compilation and export. `make_grid` checks its
-    arguments; building a `Grid` directly checks nothing.
+    A model builds the grid once, where the image becomes patches, and passes it from block to block. It is a plain
+    tuple of integers and optional tensors, so it passes through tracing, checkpointing, compilation and export.
+    `make_grid` checks its arguments; building a `Grid` directly checks nothing.
 
     Examples:
         >>> Grid(height=4, width=6, prefix=1)
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
         prefix: number of leading tokens without coordinates (class token, registers). Relative terms to, from and
             between them are zero.
         coords: (P, 2) or (B, P, 2) integers, row and column of each patch token; None: all H W patches in raster order.
-        valid: (P,) or (B, P) booleans, False for padding, which never receives attention; None: all are real.
+        valid: (P,) or (B, P) booleans, False for padding, which never receives attention; None: all patches are real.
             Prefix tokens are always valid.
     """
 
@@ -51,7 +51,7 @@ def make_grid(
         >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches behind a class token
         >>> num_tokens(grid)
         25
-        >>> make_grid(4, 6, coords=torch.tensor([[0, 0], [3, 5]]))[:3]  # two patches are left of 24
+        >>> make_grid(4, 6, coords=torch.tensor([[0, 0], [3, 5]]))[:3]  # keeps 2 of the 24 patches
         (4, 6, 0)
 
     Args: see `Grid`.
@@ -80,7 +80,8 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
     """Build the `Grid` of a batch of images of different sizes, as timm's NaFlex data loader yields them.
 
     Padding moves to row 0, column 0. The size of each image is not needed, because attention depends only on offsets.
-    The backend 'fused' appends a channel for each row and column of the bounds.
+    The backend 'fused' appends `height` + `width` channels to each vector, so these bounds should not be larger than
+    needed.
 
     Examples:
         >>> coords = torch.tensor([[[0, 0], [0, 1], [1, 0]], [[0, 0], [1, 0], [-1, -1]]])  # images of 3 and 2 patches
@@ -141,8 +142,8 @@ def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     if grid.coords is not None:
         y, x = batched_coords(grid, device).split(1, dim=-1)
         return y, x
-    # Rows and columns are separate tensors, unlike in `patch_coords`, so that a compiler can compute both where they
-    # are read.
+    # Here rows and columns are separate tensors, so that a compiler can compute each in the kernel that reads it. It
+    # would have to store the single tensor that `patch_coords` stacks.
     y = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     x = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return y.reshape(1, -1, 1), x.reshape(1, -1, 1)
@@ -238,7 +239,8 @@ def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
     def call(grid: Grid, *arguments: object) -> Any:
         if grid.coords is not None or not may_remember():
             return make(grid, *arguments)
-        # A tensor that was made in inference mode cannot be saved for backward outside of it.
+        # PyTorch cannot save a tensor made in inference mode for backward, so results made in this mode are cached
+        # apart.
         return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
 
     return call
@@ -271,7 +273,7 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
     if not knows_values() or not coords.numel():
         return
-    # All four numbers are copied from the device at once.
+    # Each copy from the device waits for it, so copy all four numbers at once.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:

@@ -7,8 +7,8 @@ from relvit.ops.backends.axis_logits import WIDTH_MULTIPLE, query_axes
 from relvit.ops.inputs import AttentionInputs, added_width
 from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, is_stock
 
-# On these kinds of devices some kernels of PyTorch 2.14, such as `bmm`, are silently wrong for tensors of more numbers
-# than `LARGEST` (pytorch/pytorch issue 197636).
+# On these kinds of devices some kernels of PyTorch 2.14, such as `bmm`, compute wrong results without an error if a
+# tensor has more numbers than `LARGEST` (pytorch/pytorch issue 197636).
 NARROW_DEVICES = ("mps",)
 LARGEST = 2**31 - 1
 
@@ -35,7 +35,7 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
         pairs = batch * heads * queries * keys
     entries = max(_entries(*term) for term in zip(RelativeTerms._fields[:4], (*inputs.terms,)[:4], strict=True))
     by_token = batch * heads * max(queries, keys) * max(per_token, entries)
-    # `reference` has a product of head_dim numbers for each pair.
+    # `reference` stores a vector of head_dim numbers for each pair of tokens.
     return max(by_token, pairs * max(dims) if backend == "reference" else pairs)
 
 

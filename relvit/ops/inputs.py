@@ -24,8 +24,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 class AttentionInputs(NamedTuple):
     """The arguments of `relvit.ops.relative_attention`.
 
-    After `checked` no attribute but `attn_mask` and `trained_keys` is None, a mask has at least two axes and booleans
-    or the query's dtype, and the two tables of a term are both shared by the heads or both per head.
+    After `checked` only `attn_mask` and `trained_keys` may be None. A mask has at least two axes, and is boolean or has
+    the query's dtype. The two tables of a term are either both shared by the heads or both per head.
     """
 
     query: Tensor
@@ -54,8 +54,8 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
-# Queries, keys and values, (B, heads, N, head_dim) each; or all three in one tensor (B, N, 3 heads, head_dim), as the
-# projection returns them, if no norm follows: this saves operations.
+# Queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, they may also be one tensor
+# (B, N, 3 heads, head_dim), as the projection returns it: splitting this tensor would take operations.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -89,8 +89,9 @@ def completed(inputs: AttentionInputs) -> AttentionInputs:
     position_query = query if position_query is None else position_query
     position_key = key if inputs.position_key is None else inputs.position_key
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        # Backends divide the bias and a mask's gradient by the scale, and multiply the numbers that hide padding by it.
-        # Here the contents are scaled instead.
+        # Backends divide the bias and a mask's gradient by the scale, and multiply the numbers that hide padding by the
+        # scale, which might overflow. So multiply queries, position queries and position keys by the scale here, and
+        # give backends the scale 1.
         position_query, position_key = scale * position_query, scale * position_key
         query, terms, scale = scale * query, with_axis_factor(terms, scale), 1.0
     return inputs._replace(
@@ -141,13 +142,14 @@ def with_axis_factor(terms: RelativeTerms, factor: Tensor | float) -> RelativeTe
 def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     """Append the free channels to queries and keys, in their dtype; position queries and keys stay as they are.
 
-    Large products that nearly cancel, such as squared coordinates, lose all bits in half precision. There each number
-    is split into a high and a low part, and each channel becomes three: high . high + low . high + high . low.
+    In half precision, large products that nearly cancel, such as squared coordinates, would lose all bits. So in half
+    precision each number is split into a high and a low part, and each channel becomes three channels, for the products
+    high . high, low . high and high . low.
     """
     channels, dtype = inputs.terms.channels, inputs.query.dtype
     if channels is None:
         return inputs
-    # The scale does not apply to the channels' logits, so undo it here.
+    # Backends multiply all products by the scale, but the channels' logits are not scaled: divide by the scale here.
     query, key = channels.query / inputs.scale, channels.key
     if added_width(inputs.terms, dtype) > key.shape[-1]:
         (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))
@@ -223,7 +225,7 @@ def _check_options(inputs: AttentionInputs) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-    # In a graph the scale may be a symbol.
+    # In a graph the scale may be a symbol without a known value.
     if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and inputs.trained_keys < 2:

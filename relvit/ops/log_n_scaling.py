@@ -12,10 +12,11 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
 
     Prefix tokens, and keys that a mask or causality hides, count as keys; padding does not. Numbers in `attn_mask` are
     added afterwards, unscaled. Source: logits times log(n), Chiang & Cholak 2022 (arXiv 2202.12172); the division by
-    log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here for fewer keys, too.
+    log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here also used with fewer keys than in
+    training.
 
-    Returns the inputs of `relvit.ops.inputs.checked` with other queries, position keys, bias tables and axis logits,
-    each in its own dtype. If n is `trained_keys`, their values do not change.
+    Takes what `relvit.ops.inputs.checked` returns, and returns it with multiplied queries, position queries, position
+    keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
 
     Raises:
         ValueError: a bias where samples have different numbers of keys.
@@ -28,7 +29,7 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     if valid is None:
         count = query.new_full((1, 1, 1, 1), inputs.key.shape[2], dtype=precision)
     else:
-        # A sample without keys has no logits, so its factor only has to be finite.
+        # A sample with padding alone has no logits, but its factor must be finite: count one key.
         count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
     # Both logarithms are computed by PyTorch, so that the ratio is exactly 1 if n is `trained_keys`.
     factor = count.log() / torch.full_like(count, inputs.trained_keys).log()

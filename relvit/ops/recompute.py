@@ -1,8 +1,8 @@
 """Less memory in training: recompute in backward instead of keeping tensors; refuse tensors modified in place.
 
 `recomputed` runs a whole function once more in backward (PyTorch's checkpoint, with a check for tensors modified in
-place). `recompute_saved` recomputes only the operands of another operation: `fused` uses it, since `recomputed` would
-run the attention twice.
+place). `recompute_saved` recomputes only the operands of an operation: `fused` uses it for the operands of stock
+attention, because `recomputed` would compute the attention itself twice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
-    Autograd checks the tensors that it keeps by itself, but neither tensors that a saved-tensor hook keeps nor tensors
-    that `torch.utils.checkpoint` reads in backward.
+    Autograd only checks tensors that autograd itself saved. It checks neither tensors that a saved-tensor hook keeps
+    nor tensors that `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # Inference tensors cannot be modified in place where gradients are computed, and have no version.
+        # Inference tensors have no version, and PyTorch forbids to modify them in place outside of inference mode.
         self._seen = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def __enter__(self) -> None:
@@ -71,13 +71,14 @@ def recompute_saved(
 ) -> Iterator[None]:
     """Context in which operations do not save `tensors` for backward, but recompute them there with `function`.
 
-    Autograd's saved-tensor hooks replace these tensors, so gradients of any order work, and every kernel stays the
-    same. In graphs and inside `torch.func`, which forbid such hooks, the context does nothing.
+    Autograd's saved-tensor hooks replace `tensors`, so gradients of any order work, and operations call the same
+    kernels as without the context. In graphs and inside `torch.func`, which forbid such hooks, the context does
+    nothing.
 
     Args:
         tensors: the operands of operations in the context.
         function: computes all of `tensors` from `inputs`.
-        inputs: tensors that exist anyway; None is passed to `function`.
+        inputs: the arguments of `function`: tensors that memory holds anyway, or None.
 
     Raises:
         RuntimeError: in backward, if one of `inputs`, or another saved tensor, was modified in place.
@@ -86,7 +87,7 @@ def recompute_saved(
         yield
         return
     recomputation = _Recomputation(function, inputs)
-    # Tensors stay alive within the context, so that no other tensor can get their addresses.
+    # `by_address` keeps `tensors` alive within the context, so that no other tensor can get the address of one of them.
     by_address = {tensor.data_ptr(): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
@@ -99,7 +100,7 @@ def recompute_saved(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack()):
             yield
     finally:
-        # Saved tensors keep their hooks alive, and the hooks would keep these tensors alive.
+        # Saved tensors keep `pack` alive, and `pack` would keep `tensors` alive through `by_address`.
         by_address.clear()
 
 

@@ -17,7 +17,7 @@ class AxisTables(NamedTuple):
 
     Examples:
         >>> tables = AxisTables(torch.randn(7, 64), torch.randn(9, 64))  # k is 3 for rows and 4 for columns
-        >>> above_left = tables.rows[3 - 2] + tables.cols[4 - 1]  # of a key two rows above and one column left
+        >>> above_left = tables.rows[3 - 2] + tables.cols[4 - 1]  # for a key two rows above and one column left
         >>> above_left.shape
         torch.Size([64])
 
@@ -141,7 +141,7 @@ def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, Relati
     """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms.
 
     Raises:
-        ValueError: a bias of another shape, which might broadcast to the queries in another meaning.
+        ValueError: `query_bias` has another shape than (heads, head_dim), and might broadcast to the queries wrongly.
     """
     if terms.query_bias is None:
         return query, terms

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 def is_compiling() -> bool:
     """Return True while PyTorch compiles, exports or traces a graph, which serves other values and sizes, too."""
-    # `torch.jit.trace` cannot record an autograd function with a custom backward.
+    # `torch.jit.trace` counts as compiling, because it cannot record an autograd function with a custom backward.
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def is_exporting() -> bool:
     """Return True while `torch.export` or `torch.jit.trace` makes a graph."""
-    # `torch.compiler.is_exporting` is always True in PyTorch 2.11's compiled graphs.
+    # Read the flag itself: `torch.compiler.is_exporting` is always True in PyTorch 2.11's compiled graphs.
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
@@ -29,11 +29,11 @@ def is_fusing() -> bool:
 
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
-    # PyTorch 2.11 compiles `torch.sym_max` only for symbolic sizes. Dynamo turns `max` of symbolic sizes into
-    # `sym_max`, while `torch.export` compares the sizes.
     if torch.jit.is_tracing():
-        # A traced size may be a tensor or, like constants, an integer.
+        # `torch.jit.trace` gives sizes as tensors, but sizes that are constants are integers.
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
+    # For `max` of symbolic sizes `torch.export` would compare the sizes, so it gets `torch.sym_max`. Dynamo turns `max`
+    # of symbolic sizes into `torch.sym_max` itself; PyTorch 2.11 cannot compile `torch.sym_max` of two integers.
     return max(one, other) if torch.compiler.is_dynamo_compiling() else torch.sym_max(one, other)
 
 
@@ -43,15 +43,15 @@ def is_functorch() -> bool:
     Inside such a transform or level, tensors have no memory of their own, and every operation needs a rule for each
     transform, which saved-tensor hooks and hand-written backwards do not have.
     """
-    # Of the functions that tell whether a transform is active, PyTorch 2.11's compiler reads only this one as a
-    # constant.
+    # PyTorch 2.11 has several functions that tell whether a transform is active, but its compiler treats only the
+    # result of `_are_functorch_transforms_active` as a constant.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_eager() -> bool:
     """Return True outside of graphs and `torch.func`: only there an operation may bring a backward of its own."""
-    # Layers call this function in every forward, so the conditions are written out, which saves calls of the functions
-    # above.
+    # Layers call `is_eager` in every forward, so the conditions of `is_compiling` and `is_functorch` are written out
+    # here, which saves two calls.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
@@ -84,7 +84,7 @@ def is_watched() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
-    # In PyTorch 2.11's compiler `is_autocast_available` cannot be called.
+    # The compiler of PyTorch 2.11 cannot call `is_autocast_available`.
     if not is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

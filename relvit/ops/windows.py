@@ -20,16 +20,17 @@ class Division(NamedTuple):
     size: tuple[int, int]  # patches of one window
     before: tuple[int, int]  # patches by which the first windows extend beyond the top and the left border
     after: tuple[int, int]  # patches by which the last windows extend beyond the bottom and the right border
-    number: tuple[int, int]  # windows below and beside each other
+    number: tuple[int, int]  # how many windows are below each other, and how many beside each other
 
 
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
     """Cut tokens on a grid into windows, each a sequence of its own.
 
     Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; the patches before the first
-    of these windows have windows of their own, which extend beyond the border. Attention in these windows equals Swin's
-    with the cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): in Swin the mask separates the
-    parts that the roll brings together in one window, here these parts are in different windows.
+    of these windows are in further windows, which extend beyond the border. Attention in these windows equals Swin's
+    attention with the cyclic shift and its mask (Liu et al. 2021, arXiv 2103.14030, section 3.2): Swin's shift brings
+    opposite parts of the image together in one window, and the mask separates them; here such parts are in different
+    windows.
 
     Examples:
         >>> tokens, grid = torch.randn(2, 5 * 7, 8), make_grid(5, 7)

@@ -30,10 +30,10 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     """Move non-persistent buffers from the meta device to another one, and let the module compute them."""
     gone = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
     gone = {name: buffer for name, buffer in gone.items() if buffer is not None and buffer.is_meta}
-    # PyTorch loads a module before its parts. Some parts compute buffers from their weights, so wait until the weights
-    # are loaded.
+    # PyTorch loads a module before its parts. Some parts compute buffers from their weights: leave such a part out
+    # until its weights are loaded.
     waits = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    # timm's own layers have a method of this name, too.
+    # `hasattr` also finds timm's own layers, which have this method, too.
     if gone and not waits and hasattr(module, "init_non_persistent_buffers"):
         for name, buffer in gone.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -43,8 +43,7 @@ def _fill(module: nn.Module, device: torch.device) -> None:
 class KeepConstants(FillConstants, nn.Module):
     """Base of modules that initialise themselves, whose non-persistent buffers are constants: in float32 at least.
 
-    `module.bfloat16()` would round constants, and a cast back to float32, with float32 weights, would leave them
-    rounded.
+    `module.bfloat16()` would round the constants, and `module.float()` afterwards would not restore their digits.
     """
 
     def init_non_persistent_buffers(self) -> None:
@@ -59,7 +58,7 @@ class KeepConstants(FillConstants, nn.Module):
         self.init_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # All casts and moves of a module go through this method.
+        # PyTorch calls `_apply` for every cast and every move of a module.
         before = {name: self._buffers[name] for name in self._non_persistent_buffers_set}
         super()._apply(fn, recurse)
         for name, constant in before.items():

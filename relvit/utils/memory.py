@@ -16,14 +16,15 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 def allocations(action: Callable[[], Any]) -> list[int]:
     """List bytes allocated on the CPU by an action, and, as negative numbers, released, one after the other."""
-    # Only the allocator knows all memory: saved-tensor hooks miss what other hooks and closures keep, and compiled code
-    # bypasses dispatch modes. This log level hides the messages of the profiler's start.
+    # Log level 6 hides the messages that the profiler prints when it starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # A garbage collection within the action would count memory of earlier objects as released by the action. Collecting
-    # before the action would take too long.
+    # A garbage collection during the action would release older objects, and the profiler would count their memory as
+    # released by the action. So switch collections off; to collect before the action would take too long.
     collects = gc.isenabled()
     gc.disable()
     try:
+        # The profiler records each allocation. Saved-tensor hooks would miss what closures and other hooks keep, and
+        # dispatch modes would miss the allocations of compiled code.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             action()
     finally:

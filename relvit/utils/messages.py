@@ -30,7 +30,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     ]
     typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
-    # A name that begins with the typed name is a better guess than a name with another ending or another letter.
+    # An allowed name that begins with the typed name is a better guess than an allowed name with another letter.
     continued = [each for each in long if spelt[each].startswith(typed)]
     if near and (not continued or min(near)[0] == 0):
         return allowed[min(near)[2]]
@@ -41,7 +41,7 @@ def _is_misspelt(typed: str, other: str) -> bool:
     one, two = ([word.casefold() for word in re.split(r"[\s_-]+", name)] for name in (typed, other))
     if len(one) == len(two):
         return all(a == b or _edits(a, b) <= _most_edits(a, b) for a, b in zip(one, two, strict=True))
-    # A name with an added short word, as in `freeze_bn`, means something else.
+    # If one name has all words of the other name and one more, as `top_k` beside `top`, they mean different things.
     added = {*one} <= {*two} or {*two} <= {*one}
     joined = "".join(one), "".join(two)
     return not added and _edits(*joined) <= min(1, _most_edits(*joined))

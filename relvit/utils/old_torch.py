@@ -1,7 +1,7 @@
 """What PyTorch 2.8 to 2.10 cannot do and newer versions can: compile `_replace`, build the GPU's kernels.
 
-The compiler of PyTorch 2.8 cannot slice a named tuple or call `next` with a default, so code that is compiled
-slices `(*grid,)`.
+`torch.compile` of PyTorch 2.8 cannot slice a named tuple, so code that is compiled makes a plain tuple first and slices
+this, as in `(*grid,)[:2]`. Neither can it compile `next` with a default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Record = TypeVar("Record", bound=type[tuple[Any, ...]])
 
 _VERSION = Version(torch.__version__)
 COMPILES_REPLACE = Version("2.11") <= _VERSION
-# PyTorch 2.8 brings Triton 3.4, whose loops do not know `disable_licm`.
+# PyTorch 2.8 brings Triton 3.4, in which `tl.range` has no `disable_licm`, an argument that relvit's kernels need.
 BUILDS_KERNELS = Version("2.9") <= _VERSION
 
 

@@ -1,8 +1,8 @@
 """Slow reference of relative attention, as Shaw et al. wrote it, with all N x N x head_dim position vectors.
 
 The functions have the same signatures as the public operations, but validate nothing. As in Shaw et al. 2018 (arXiv
-1803.02155), section 3.3, the relative logits are n matrix products, each of (batch * heads x head_dim) by (head_dim x
-n); the other terms of `RelativeTerms` are written the same way.
+1803.02155), section 3.3, the relative logits of n tokens are n matrix products, each of (batch * heads x head_dim) by
+(head_dim x n); the other terms of `RelativeTerms` are written the same way.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def attention_weights(
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
 
-    # A query that may attend to nothing gets zeros, and zero gradients instead of NaN.
+    # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, and zero gradients.
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 
