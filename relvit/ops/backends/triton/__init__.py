@@ -1,9 +1,10 @@
 """Relative attention in relvit's own Triton kernels, for GPUs: q, k and v are not augmented.
 
-`fused` augments queries, keys and values by H + W channels each. Here a key tile is made of parts of image rows, so the
-relative logits of a tile are one number per query and row and one per query and column, and all products are as narrow
-as in stock attention. The kernels read q, k, v and the tables (`lookup`) and write the result; backward also writes
-each program's share of the gradients of the tables. Triton is imported at the first call.
+`fused` augments queries, keys and values by H + W channels each. Here a key tile is a rectangle of patches, so a query
+has one relative logit for each row and one for each column of the tile, and all products are as narrow as in stock
+attention. The kernels read q, k, v and the tables (`lookup`). They write the result, the gradients of q, k and v, and
+numbers per query and table entry, from which PyTorch computes the gradients of the tables. Triton is imported at the
+first call.
 """
 
 from __future__ import annotations

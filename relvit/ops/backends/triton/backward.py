@@ -1,11 +1,11 @@
 """The backward kernels in Triton: one over query tiles, one over key tiles, so that no sum needs atomics.
 
 As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and dS = P
-(dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient with three
-vectors: the value, and the value table's vectors for the key's row and column. The first kernel looks up products with
-this table, as it looks up logits. Sums of dS along the axes of a tile are the gradients of row and column logits.
-Summed by table entry, these gradients times the key table are a part of the queries' gradient; times the queries (in
-PyTorch) they are the table's gradient.
+(dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient with the
+sum of three vectors: the value, and the value table's vectors for the key's row and column. `backward_queries` looks up
+products with the value table, as it looks up logits. Sums of dS along the axes of a tile are the gradients of row and
+column logits. These gradients are summed by table entry. The sums times the key table are a part of the queries'
+gradient; the sums times the queries (computed in PyTorch) are the gradient of the key table.
 """
 
 import triton
@@ -61,8 +61,8 @@ def backward_tile(
     else:
         if VALUE_ENTRIES:
             rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-            # Subtract D from the numbers per row: subtracting it per column is equal, but most tiles have fewer rows
-            # than columns.
+            # Subtract D from the numbers per row. Subtracting D from the numbers per column would give the same result,
+            # but most tiles have fewer rows than columns.
             grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
@@ -99,10 +99,11 @@ def backward_queries(
 ):  # fmt: skip
     """Compute the gradients of blocks of BLOCK_M queries, head by head, and of their products with the key table.
 
-    The axes of tensors are as in `forward`: `grad` and `out` as its result, `grad_position` as `position`. `entries`,
-    (B, Nq, heads, KEY_ENTRIES), are the gradients of the products with the key table. This kernel stores numbers for
-    `backward_keys`: D in `means`, (B, heads, Nq), and for each row and column `logits` and `products`, (B, heads, Nq, H
-    + W) each. `sums`, (BLOCK_M, H + W) float32, is a program's workspace.
+    The axes of tensors are as in `forward`: `grad` and `out` have the axes of the result of `forward`, and
+    `grad_position` has the axes of `position`. `entries`, (B, Nq, heads, KEY_ENTRIES), are the gradients of the
+    products with the key table. This kernel stores numbers for `backward_keys`: D in `means`, (B, heads, Nq), and for
+    each row and column `logits` and `products`, (B, heads, Nq, H + W) each. `sums`, (BLOCK_M, H + W) float32, is a
+    program's workspace.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
@@ -117,8 +118,8 @@ def backward_queries(
         tl.store(means + pair * length + queries, mean, mask=inside)
         q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
-        # These pointers say where the kernel stores, for each row and column, the logits and the products with value
-        # tables.
+        # `of_key` and `of_value` point to where the kernel stores, for each row and column, the logits and the products
+        # with value tables.
         of_key, of_value = logits + pair * length * axes, products + pair * length * axes
         index_of_key = key_index + batch * batched * length * axes
         index_of_value = value_index + batch * batched * length * axes
@@ -164,7 +165,8 @@ def backward_queries(
                 place = left + tl.arange(0, COLS)
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 tl.store(pointers, grad_cols, mask=inside[:, None] & (place < width)[None, :])
-                # The next strip reads sums that other threads of this program have stored, so wait for all threads.
+                # The next strip of columns reads sums that other threads of this program have stored, so wait for all
+                # threads.
                 tl.debug_barrier()
 
         total *= scale * LN_2
@@ -191,7 +193,7 @@ def backward_queries(
             store_tokens(at, queries, gp_token, inside, own, POSITION_DIM, BLOCK_POSITION)
         at = grad_query + batch * gq_batch + head * gq_head
         store_tokens(at, queries, gq_token, inside, total, DIM, BLOCK_DIM)
-        # The next item overwrites sums that other threads may still read, so wait for all threads.
+        # The next block of queries overwrites sums that other threads may still read, so wait for all threads.
         tl.debug_barrier()
 
 
@@ -235,7 +237,7 @@ def backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
-        # The log-sum-exp is infinite behind the last query, so that the weights there are zero.
+        # Behind the last query the log-sum-exp is set to infinity, so that the weights there are zero.
         base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
         mean = tl.load(means + before + queries, mask=inside, other=0.0)
         if KEY_ENTRIES:

@@ -3,9 +3,9 @@
 A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query,
 and the tile's part of the row and column marginals are sums of its weights along either axis. The kernel goes from one
 strip of columns to the next, so that the column logits and marginals of a strip stay in registers. In a tile of one row
-each query has a single row logit, the row marginal is the sum that the softmax needs anyway, and column marginals add
-up without a sum inside the tile. The softmax is computed as in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section
-3.1).
+each query has a single row logit; the row marginal is the sum of the weights that the softmax needs anyway, and the
+weights themselves are the tile's column marginals, so no sum inside the tile is needed. The softmax is computed as in
+FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
 
 Prefix keys come first, in tiles without terms.
 """
@@ -97,7 +97,7 @@ def forward_tile(
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
     pairs = add_product(pairs, query, k.trans(), PRECISION)
-    # With a key table, rows and columns beyond the grid already have logits of minus infinity.
+    # With a key table, keys in rows and columns beyond the grid already have the logit minus infinity.
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     largest = tl.max(pairs, 1)
@@ -106,7 +106,7 @@ def forward_tile(
         row = load_row(logits, slots, axes, inside, top)
         largest += row
     new_maximum = tl.maximum(maximum, largest * scale)
-    # The maximum is minus infinity for queries that have met no key so far.
+    # For queries that have met no key so far, the maximum is minus infinity. Subtract 0 instead, to avoid NaN.
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     decay = tl.exp2(maximum - finite)
     base = finite
@@ -121,10 +121,11 @@ def forward_tile(
             by_axis = weights.reshape(BLOCK_M, ROWS, COLS)
             row_sums = tl.sum(by_axis, 2)
             col_sums = col_sums * decay[:, None] + tl.sum(by_axis, 1)
-        # The weights of this tile enter the total through the column sums, once for each strip.
+        # `forward` adds the column sums to the total once for each strip of columns, so do not add this tile's weights
+        # here.
         total = total * decay
-        # Store logarithms of sums, which stay valid when the maximum grows. The strips to the left have already stored
-        # their sums.
+        # Store logarithms of sums, because a sum scaled by 2^-maximum would be wrong after the maximum grows. The
+        # strips to the left have already stored their sums of these rows: add them.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]
@@ -209,7 +210,8 @@ def forward(
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 stored = inside[:, None] & (place < width)[None, :]
                 tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
-                # The next strip reads sums that other threads of this program have stored, so wait for all threads.
+                # The next strip of columns reads sums that other threads of this program have stored, so wait for all
+                # threads.
                 tl.debug_barrier()
 
         base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))
@@ -232,5 +234,5 @@ def forward(
                         entries, of_entries, batch, head, queries, place, heads, length, stored, VALUE_ENTRIES
                     )
         store_tokens(out + batch * o_batch + head * o_head, queries, o_token, inside, result, VALUE_DIM, BLOCK_VALUE)
-        # The next item overwrites numbers that other threads may still read, so wait for all threads.
+        # The next block of queries overwrites numbers that other threads may still read, so wait for all threads.
         tl.debug_barrier()

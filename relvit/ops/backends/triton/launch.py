@@ -17,8 +17,8 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# Each multiprocessor gets this number of programs, more than it runs at once, so that it is idle only briefly at the
-# end.
+# Each multiprocessor gets this number of programs, more than run on it at once: when one ends, another starts, so it is
+# idle only briefly at the end.
 PROGRAMS = 4
 
 
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 # Keys: the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix units read
 # shared memory and leave more registers. Values: the largest tiles that `tools/gpu/kernels.py` compiles without spilled
-# registers, with few rows if this takes fewer instructions; `tools/gpu/tune.py` finds the fastest tiles for a GPU.
+# registers, `by_row` where this takes fewer instructions; `tools/gpu/tune.py` finds the fastest tiles for a GPU.
 # `joint/joint_launch.py` has the tiles of kernels with a joint bias.
 BLOCKS = {
     ("forward", False, False): Blocks(128, 32, 8, 2, by_row=True),
@@ -60,8 +60,8 @@ BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # Among sizes with equally many tiles, `min` takes the first. 16 comes first, because few columns keep the numbers
-    # per column in registers, and 8, which two threads of a matrix unit hold, comes next.
+    # Among sizes that need equally many tiles, `min` takes the first. 16 is first, because the numbers for so few
+    # columns stay in registers; 8, which two threads of a matrix unit hold, is second.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -96,7 +96,7 @@ class Variant(NamedTuple):
 
     dims: tuple[int, int, int]  # widths of queries, of values and of the vectors that the key table is multiplied by
     entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
-    position: str  # the key table is multiplied by: 'query', 'own' (`position`), or '': there is no table
+    position: str  # what the key table is multiplied by: 'query', 'own' (`position`), or '' without table
     bias: bool
     save: bool  # whether forward stores the log-sum-exp and sums for backward
     padded: bool

@@ -31,7 +31,8 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     bias = None if bias is None else with_width(bias)
     given = [tables for tables in (key, bias) if tables is not None]
     if len({clip_distances(tables) for tables in given}) > 1:
-        # Both tables get a row for each offset that one of them can distinguish.
+        # Tables of different clip distances get a row for each offset that one of them can distinguish, so that one
+        # index serves both.
         pairs = zip(*map(clip_distances, given), strict=True)
         distances = tuple(saturation(max(pair), bucketing) for pair in pairs)
         key, bias = (_by_offset(tables, distances, bucketing) for tables in given)
@@ -39,7 +40,7 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     grid_and_axes = (inputs.grid, clip_distances(given[0]), bucketing, grid_axes(inputs.key_grid))
     reach, index, bounds = _find(*grid_and_axes, inputs.query.device)
     if bias is not None:
-        # The kernels multiply all logits by the scale.
+        # The kernels multiply all logits by the scale, so divide the bias by it.
         bias = join_tables(bias, reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
     if key is not None:
         key = join_tables(key, reach, key.rows.dtype).expand(heads, -1, -1)

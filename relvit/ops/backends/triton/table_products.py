@@ -3,7 +3,7 @@
 A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
 all entries at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of
 the key grid. The index never decreases along rows, nor along columns, so the rows or columns of one entry are a range,
-and sums over the range are differences of running sums: no atomics.
+and the sum over this range is a difference of two running sums. So no sum needs atomics.
 """
 
 import triton

@@ -111,7 +111,7 @@ def joint_backward_keys(
         pairs = add_products_of(pairs, k, q, REST, PRECISION)
         if PADDED or EDGE:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
-        # The log-sum-exp is infinite behind the last query, so that the weights there are zero.
+        # Behind the last query the log-sum-exp is set to infinity, so that the weights there are zero.
         base = tl.load(lse + queries, mask=inside, other=float("inf"))
         weights = tl.exp2(pairs * scale - base[None, :])
         do = load_vectors(grad, queries, g_token, inside, VALUE_DIM, VALUE_MAIN, VALUE_REST)

@@ -33,8 +33,8 @@ def joint_forward(
     """Compute the attention of BLOCK_M queries of one head, and their log-sum-exp in base 2.
 
     `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, the last stride
-    1; valid (B, Nk) bytes; table (heads, entries) float32; `query_places` and `key_places` as `places` makes them; lse
-    (B, heads, Nq) float32. A query without keys gets zeros and the log-sum-exp +inf.
+    1; valid (B, Nk) bytes; table (heads, entries) float32; `query_places` and `key_places` are the `queries` and `keys`
+    of `layout`; lse (B, heads, Nq) float32. A query without keys gets zeros and the log-sum-exp +inf.
     """
     batch, head, pair, queries = place_of_block(tl.program_id(0), heads, length, BLOCK_M)
     inside = queries < length
@@ -58,7 +58,7 @@ def joint_forward(
         if PADDED or EDGE:
             pairs = tl.where(keep[None, :], pairs, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(pairs, 1) * scale)
-        # The maximum is minus infinity for queries that have met no key so far.
+        # For queries that have met no key so far, the maximum is minus infinity. Subtract 0 instead, to avoid NaN.
         finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         decay = tl.exp2(maximum - finite)
         weights = tl.exp2(pairs * scale - finite[:, None])

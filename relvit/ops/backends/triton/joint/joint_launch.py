@@ -67,7 +67,8 @@ def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
         rows = patches // cols
         return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
 
-    # Among equally good sizes `min` takes the first, which has the fewest rows and so needs the fewest sums at the end.
+    # Among equally good sizes `min` takes the first, which has the fewest rows, so that the last loop of
+    # `joint_backward_table` is shortest.
     cols = min((patches >> power for power in range(patches.bit_length())), key=covered)
     return patches // cols, cols
 
@@ -113,7 +114,7 @@ class Operands(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
-    table: Tensor  # (heads, entries) float32, over the scale, as `layout` says
+    table: Tensor  # (heads, entries) float32, divided by the scale, in the order that `layout` says
 
 
 class Launch(NamedTuple):
@@ -235,7 +236,7 @@ class JointAttention(torch.autograd.Function):
         launch.run(joint_backward_keys, (grad, grad_key, grad_value), (lse, means))
         grad_table = None
         if ctx.needs_input_grad[4]:
-            # Backward may run inside of a user's autocast, and forward ran without.
+            # Users may call backward inside of autocast, but forward ran without autocast.
             with without_autocast(grad.device):
                 sums, tile = launch.sums(grad, lse, means)
                 grad_table = by_entry(sums, table, launch.grid, launch.key_grid, tile, ctx.bucketing)
@@ -246,8 +247,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a joint bias between rasters; `inputs` are those that `triton.refusal` lets pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
-        # Free channels, as in BEiT, leave widths that are no multiple of 8, and a GPU loads such vectors in small
-        # pieces: fill them up with zeros.
+        # With free channels, as in BEiT, widths may be no multiple of 8. A GPU loads such vectors in small pieces, so
+        # fill them up with zeros.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
 

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     """How a flat table by offset is read: its row is (heads, `before` + offsets + `behind`), zeros on both sides."""
 
     queries: Tensor  # (Nq,) int32; a pair reads the entry number keys[j] - queries[i]
-    keys: Tensor  # (Nk,) int32, both up to a multiple of `LARGEST_BLOCK` tokens
+    keys: Tensor  # (Nk,) int32; both are filled up to a multiple of `LARGEST_BLOCK` tokens
     before: int
     behind: int
 

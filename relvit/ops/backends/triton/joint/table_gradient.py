@@ -1,11 +1,11 @@
 """The Triton kernel for the gradient of a joint bias table: sums over all pairs at one offset, without atomics.
 
-A tile is a rectangle of queries and one of keys, ROWS by COLS patches each. Where both rectangles move by the same
+A tile is a rectangle of queries and a rectangle of keys, ROWS by COLS patches each. If both rectangles move by the same
 number of patches, each pair of places in the tile keeps its offset. So a program takes one distance between rectangles,
 and adds up the gradients of the logits over samples and rectangles in one tile of registers; only at the end it sums
 over the pairs of places that have the same offset. The order of all sums is fixed. For each pair the kernel computes
 two products that backward also computes (queries with keys, gradients with values), but needs neither atomics nor sums
-within every tile; neighbouring distances share offsets, so memory is four float32 numbers for each entry.
+within every tile; neighbouring distances share offsets, so `sums` has about four float32 numbers for each offset.
 """
 
 import triton
@@ -26,9 +26,9 @@ def joint_backward_table(
 ):  # fmt: skip
     """Sum up the gradients of logits by offset, for one distance of rectangles, one head and a part of the samples.
 
-    The axes of tensors are as in `joint_backward_queries`; the table's entries begin at the number `first`. `sums` is
-    (splits, heads, distances of rows, distances of columns, 2 ROWS, 2 COLS) float32, of which the last row and the last
-    column are zero. Prefix tokens are left out.
+    The axes of tensors are as in `joint_backward_queries`; `first` is the index of a head's first entry in the table.
+    `sums` is (splits, heads, distances of rows, distances of columns, 2 ROWS, 2 COLS) float32. The last row and column
+    of `sums` are zero, because no pair in a tile has these offsets. Prefix tokens are left out.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)
