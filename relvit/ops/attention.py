@@ -37,7 +37,7 @@ BACKENDS: dict[str, ModuleType] = {
 
 # Up to this many tokens, a head's N x N attention weights take no more memory than its N vectors of width 64.
 SMALL_WINDOW = 64
-# Beyond this many tokens the attention weights that training keeps take too much of a GPU's memory.
+# Beyond this many tokens the N x N attention weights that training keeps take too much of a GPU's memory.
 LARGEST_MASK = 1024
 
 
@@ -207,8 +207,8 @@ class _Decision(NamedTuple):
     plan: lean.Plan | pair_bias.PairPlan | None
 
 
-# Cached decisions: the key holds everything that a decision depends on, so that a layer's inputs are checked once per
-# size.
+# Cached decisions. The key holds everything that a decision depends on, so that inputs of a layer are checked only once
+# for each size.
 _DECISIONS: dict[Any, _Decision] = {}
 _MOST_DECISIONS = 64
 

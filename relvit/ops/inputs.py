@@ -193,7 +193,7 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
         for part, size in (("rows", key_grid.height), ("cols", key_grid.width)):
             logits = getattr(terms.axis_logits, part)
             check_shape(f"terms.axis_logits.{part}", logits, (*query.shape[:3], size))
-    # Some kernels would read another device's memory without an error.
+    # If a tensor is on another device, some kernels would read wrong memory without an error.
     for name, where in (("grid", grid), (key_grid_name, key_grid)):
         named |= {f"{name}.coords": where.coords, f"{name}.valid": where.valid}
     named |= {"terms.query_bias": terms.query_bias, "attn_mask": inputs.attn_mask}

@@ -1,8 +1,9 @@
 """Logits per row and per column of the grid, which add up to the logit of a pair; their lookup indices.
 
-q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The tables of both axes are
-joined below each other, and an index says which entry belongs to each token and each row and column of the grid. The
-same index sums the attention per row and column by table entry; these sums are multiplied by the value tables.
+q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The row table and the
+column table are joined into one table, and an index says which entry of it each token uses for each row and each column
+of the grid. With the same index, the attention weights per row and column are summed by table entry; these sums times
+the value tables are the value term.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def with_columns(axes: Axes, number: int) -> Axes:
 def query_axes(inputs: AttentionInputs) -> Axes:
     """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
-    Queries that bring coordinates may lie outside the key grid. Beyond the clip distance of the tables all rows (or
-    columns) have the same logits.
+    Queries with coordinates may lie outside the key grid. Beyond the clip distance of the tables all rows (or columns)
+    have the same logits, so one row (or column) stands for all of these.
     """
     grid, key_grid = inputs.grid, inputs.key_grid
     if inputs.terms.query is None or grid.coords is None or grid is key_grid:
@@ -82,14 +83,14 @@ def table_index(
 ) -> tuple[Distances, Tensor]:
     """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
-    Returns the clip distances of the part of the tables that some pair of tokens can use, or of a whole table with at
-    most `spare` more rows; and an index (1 or B, 1, N, H + W) int64 into the rows of `join_tables`. For prefix tokens
-    the index is 0, which is a row of zeros.
+    Returns clip distances and an index. The clip distances cut each table to the rows that pairs of tokens can use; a
+    table of which at most `spare` rows are unused stays whole. The index, (1 or B, 1, N, H + W) int64, counts rows of
+    `join_tables`; for prefix tokens it is 0, the row of zeros.
     """
     reach = distances
-    # A graph for all sizes must not depend on whether a table reaches further than the grid.
+    # A graph for all sizes must not depend on whether a table has larger offsets than the grid.
     if grid.coords is None and bucketing == "clip" and knows_values():
-        # The largest offset that some pair can have.
+        # No pair of tokens has an offset as large as these sizes.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
         reach = tuple(
             distance if 2 * (distance - size + 1) <= spare else size - 1
@@ -162,7 +163,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     # Compute in single precision at least, because backward adds up the gradients over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
     table = table[..., 0].to(torch.promote_types(table.dtype, torch.float32)) / inputs.scale
-    # Samples on one grid share the result, (1 or B, heads, Nq, H + W).
+    # Samples on the same grid share one bias, (1 or B, heads, Nq, H + W).
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
     bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
@@ -174,7 +175,7 @@ def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     key, terms = inputs.position_key, inputs.terms
     if terms.query is None:
         return None
-    # Seen from the key, the offset to the query has the other sign.
+    # Seen from the key, the offset to the query has the other sign, so reverse the tables.
     mirrored = AxisTables(terms.query.rows.flip(-2), terms.query.cols.flip(-2))
     return axis_logits(key, *joined_with_index(mirrored, terms.bucketing, inputs.key_grid, axes, key))
 
@@ -182,7 +183,8 @@ def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
 def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """Compute query_i . rows[r - y_i] for all rows r, then the same for columns: (B, heads, N, H + W).
 
-    One product with all table rows, then a lookup, is faster than a product per row of the grid: the tables are short.
+    One product with all table rows, then a lookup, is faster than a product per row of the grid, because tables are
+    short.
     """
     per_entry = _entry_logits(query, table)
     return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
@@ -209,7 +211,7 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
 def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     """Add `times_table` of float32 or float64 weights to content (B, N, heads, dim), and keep the content's dtype."""
     if table.dim() == 2:
-        # A single product adds up in single precision and rounds once, as stock attention does for values.
+        # One `addmm` adds up in single precision and rounds once, as stock attention does for values.
         weights, table = weights.to(content.dtype), table.to(content.dtype)
         return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
     with without_autocast(content.device):
@@ -227,7 +229,7 @@ def by_head(x: Tensor, heads: int | None = None) -> Tensor:
 
 def by_row(x: Tensor) -> Tensor:
     """Reshape (B, N, heads, dim) to (B N heads, dim): one view where memory allows it."""
-    # On small grids `flatten` takes longer than the product that follows.
+    # On small grids `flatten` would take longer than the product that follows; `as_strided` does not.
     (batch, tokens, heads, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
     if of_token == heads * of_head and of_batch == tokens * of_token:
         return x.as_strided((batch * tokens * heads, dim), (of_head, of_number))
@@ -271,15 +273,16 @@ class Entries(NamedTuple):
     Attributes:
         firsts: the first row that is used, of the row table and of the column table.
         sizes: three numbers: used rows of the row table, used rows of the column table, zero vectors.
-        zeros: at least one zero vector, appended so that the number of entries is a multiple of 8; per head if the
-            tables are.
+        zeros: at least one zero vector, appended so that the number of entries is a multiple of 8; (heads, ...) if the
+            tables are per head.
         index: (B, N, heads, S) int64, the entry for each of the S rows and columns of the grid; prefix tokens have the
             entry of a zero vector.
-        sums: zeros, (B, N, heads, entries), where sums by entry start. `index` and `sums` are expanded views, so they
-            take little memory.
+        sums: zeros, (B, N, heads, entries), to which numbers are added by entry. `index` and `sums` are expanded views,
+            so they take little memory.
         table: `as_strided` arguments that cut this term's entries, ([heads,] entries, head_dim), from the joined tables
-            of all terms; None for a bias, as are `factor` and `by_token`.
-        factor: the same for the transposed entries of each head, (heads, head_dim, entries).
+            of all terms. For a bias `table`, `factor` and `by_token` are None.
+        factor: `as_strided` arguments that cut the transposed entries of each head, (heads, head_dim, entries), from
+            the joined tables.
         by_token: `as_strided` arguments that view products with `factor`, (heads, B N, entries), as (B, N, heads,
             entries).
     """
@@ -325,7 +328,7 @@ def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Ten
 def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Split the gradients of the terms' joined tables into those of each table."""
     if len(grads) == 2 and grads[0].dtype != dtype:
-        # A single `cat` joins both gradients and converts their dtype.
+        # `cat` with `out` joins both gradients and converts their dtype in one operation.
         whole = torch.cat(grads, -2, out=grads[0].new_empty(0, dtype=dtype))
         grads = whole.split_with_sizes([sum(entries.sizes) for entries in joined], -2)
     pieces = []
@@ -344,5 +347,5 @@ def sum_by_entry(entries: Entries, numbers: Tensor, dtype: torch.dtype) -> Tenso
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor that has another dtype."""
-    # Even where it does nothing, `Tensor.to` takes as long as an operation.
+    # A call of `Tensor.to` takes as long as an operation, even if the dtype is right already.
     return x if x.dtype == dtype else x.to(dtype)

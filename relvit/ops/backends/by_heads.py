@@ -1,9 +1,9 @@
 """Python threads that compute the tiles of whole heads, for the backend `tiled` on large grids of the CPU.
 
 OpenMP's threads share each operation of a tile, and wait for each other after every operation. Here the same number of
-Python threads run operations on one OpenMP thread each, and wait once, at the end; operations release the GIL. Each
-thread adds up a head in the order of a single thread, so results depend neither on the number of threads nor on their
-order.
+Python threads compute, each with one OpenMP thread, and wait for each other only once, at the end. They run at the same
+time, because PyTorch's operations release the GIL. A single thread adds up all sums of a head, tile after tile, so
+results depend neither on the number of threads nor on which thread computes a head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
 
     When this returns, or raises an error of a thread, no thread computes any longer.
     """
-    # A profiler or dispatch mode sees the operations of the calling thread only.
+    # A profiler or dispatch mode sees only the operations of the calling thread, so compute all tiles in this thread.
     if threads == 1 or is_watched():
         compute(tiles)
         return
@@ -51,29 +51,29 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
     left, inference = deque(by_head.values()), torch.is_inference_mode_enabled()
 
     def take_heads() -> Iterator[Tile]:
-        # Another thread may take the last head before this one does.
+        # When all heads are taken, `popleft` raises IndexError.
         with suppress(IndexError):
             while True:
                 yield from left.popleft()
 
     def work(future: Future) -> None:
         try:
-            # Each thread has its own inference and gradient modes. Autocast is off in new threads, as it is around
-            # tiles.
+            # PyTorch has inference and gradient modes per thread: set them as in the calling thread. Autocast is off in
+            # new threads, as it must be for tiles.
             with torch.inference_mode(inference), torch.no_grad():
                 future.set_result(compute(take_heads()))
         except BaseException as error:
             left.clear()
             future.set_exception(error)
 
-    # A forked process has no other thread than the one that called fork.
+    # After a fork the new process has none of these threads; with its own process id it starts new ones.
     jobs, futures = _served_queue(threads, os.getpid()), [Future() for _ in range(threads)]
     for future in futures:
         jobs.put(partial(work, future))
     try:
         wait(futures)
     finally:
-        # After Ctrl+C no thread takes a further head.
+        # If Ctrl+C ends `wait`, no thread takes a further head.
         left.clear()
     for future in futures:
         future.result()

@@ -1,13 +1,13 @@
 """Relative attention on GPUs and in compiled graphs: one stock fused attention over augmented q, k and v.
 
-With rows and columns apart, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append
-those H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented
-vectors is content plus relative logit. A bias goes into the same channels, divided by the scale. For the query term,
-queries and keys exchange roles. Row and column logits that the terms already hold (`AxisLogits`) are appended
-unchanged. Append the indicators to the value: the extra output channels are the attention's row and column marginals,
-and these times the value tables are the value-side term. No N x N tensor is formed here; `scaled_dot_product_attention`
-computes the attention and its gradients in O(N (H + W)) extra memory. The augmented vectors are not kept for backward,
-but recomputed.
+With one table per axis, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append those
+H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented vectors
+is content plus relative logit. A bias goes into the same channels, divided by the scale, by which stock attention
+multiplies it. For the query term, queries and keys exchange roles. Row and column logits that the terms already hold
+(`AxisLogits`) are appended unchanged. Append the indicators to the value: the extra output channels are the attention's
+marginals, the sums of a query's weights over each row and each column of keys, and these times the value tables are the
+value-side term. No N x N tensor is formed here; `scaled_dot_product_attention` computes the attention and its gradients
+in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but recomputed.
 
 Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
 (value-side concatenation).
@@ -51,13 +51,14 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         # Tables are joined outside of the checkpoint, so that backward does not join them once more.
         inputs = inputs._replace(terms=joined_ahead(inputs.terms, inputs.query.dtype))
     if trains_in_graph():
-        # The compiler's partitioner would keep the augmented vectors, as autograd would without `recompute_saved`.
+        # Without a checkpoint the compiler's partitioner would keep the augmented vectors for backward.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
     return _attend(inputs)
 
 
-# PyTorch logs this message for every compiled checkpoint with a `context_fn`, such as the one with `_keep_attention`.
+# PyTorch would log this message for each compiled graph, because `relative_attention` gives `checkpoint` a
+# `context_fn`.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 )
@@ -84,9 +85,9 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             (mask, attending), valid = _mask_padding(mask, valid), None
     key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
-    # Extra columns of the grid, without tokens, fill the width up to the multiple. Padding with zeros would need a
-    # separate case for no padding; extra columns need none, so that one graph works for all sizes. ExecuTorch computes
-    # remainders of negative numbers as C does, so no number here is negative.
+    # Extra columns of the grid, without tokens, fill the width up to a multiple of 8. `F.pad` would need a separate
+    # case where nothing is missing; zero extra columns need no such case, so that one graph works for all sizes.
+    # ExecuTorch computes remainders of negative numbers as C does, so no remainder of a negative number is taken here.
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
@@ -115,13 +116,13 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         table, index = joined_with_index(terms.value, terms.bucketing, grid, key_axes, value)
         result = _split_output(out, value.shape[-1], table, index)
     else:
-        # Slice with tokens before heads, so that the gradient has the layout of the attention's output, as after
-        # `_split_output`: PyTorch caches cuDNN's backward by the shapes and strides of q, k and v only, and would
-        # misread a later gradient of another layout.
+        # Slice the output with tokens before heads, as `_split_output` does, so that the gradient always has the
+        # output's layout in memory. PyTorch caches cuDNN's backward by the shapes and strides of q, k and v only, and
+        # would misread a later gradient that has another layout.
         result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
-    # Under autocast stock attention returns float32 inputs' results in half precision.
+    # Under autocast stock attention returns half precision, even for float32 inputs.
     result = result.to(query.dtype)
-    # Queries without any key have attended to padding: such queries get zeros, forward and backward.
+    # Queries that may attend to no key have attended to padding: they get zeros, forward and backward.
     return result if attending is None else torch.where(attending, result, 0.0)
 
 
@@ -136,7 +137,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
         value_width += key_axes
-    # If the widths of value and query differ, PyTorch falls back to a CPU kernel that keeps N x N.
+    # If value and query have different widths, PyTorch takes a CPU kernel that keeps N x N weights.
     return max(query_width, value_width)
 
 
@@ -151,7 +152,7 @@ def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) ->
     rows, cols = axis_indices(axes, device)
     y, x = rows_and_columns(grid, device)
     if grid.coords is not None:
-        # Tokens beyond the outermost row or column count as tokens of the outermost one.
+        # A token beyond the outermost row or column counts as a token of this row or column.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
     # `F.one_hot` would break export with symbolic sizes.
@@ -187,8 +188,8 @@ def _augment(
         queries.append(query_hot)
         keys.append(key_logits)
     if valid is not None:
-        # The query's number times the key's, -1e30, is finite and far below all logits; in float16, whose products are
-        # computed in float32, it is -3.6e9.
+        # The query's number times the key's number is -1e30, or in float16, whose products are computed in float32,
+        # -3.6e9: finite, but far below all logits.
         size = 6e4 if query.dtype == torch.float16 else 1e15
         queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))
@@ -233,7 +234,8 @@ def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Hide padding in a mask; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
     A user's mask may hold numbers as low as the logit by which a channel hides padding, so padding gets -inf in the
-    mask. Queries that may attend to nothing attend to everything, because some kernels would divide zero by zero.
+    mask. Queries that may attend to no key attend to all keys, because some kernels would divide zero by zero;
+    `_attend` sets their result to zero.
     """
     mask, valid = mask[(None,) * (4 - mask.dim())], valid[:, None, None, :]
     if mask.dtype == torch.bool:

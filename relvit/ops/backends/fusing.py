@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from relvit.ops.tracing import is_eager, is_fusing
 
-# A sum over comparisons reads all numbers for each entry: with more entries it costs more than a second loop.
+# With more table entries than this, `scatter_add` in a loop of its own is faster, because a sum over comparisons reads
+# all numbers once per entry.
 MOST_COMPARED = 64
 
 
@@ -25,19 +26,19 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
     """Concatenate tensors of equal dtype along a negative `dim`, with zeros before and after."""
     if is_fusing():
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-            # PyTorch's compiler refuses one tensor as two arguments, such as one table for rows and columns, but
-            # accepts two views of it.
+            # PyTorch's compiler refuses one tensor as two arguments of an autograd function, such as one table for rows
+            # and columns, but accepts two views of it.
             return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
     joined = torch.cat(tuple(parts), dim=dim)
-    # Without zeros `F.pad` would copy the tensor.
+    # `F.pad` would copy the tensor even if it adds no zeros.
     return F.pad(joined, (*(0, 0) * (-dim - 1), before, after)) if before or after else joined
 
 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors (B, heads, N, width) unchanged; in a compiled graph, views of one tensor that one kernel computes.
 
-    Only N may differ; tensors of different N stay separate.
+    Only N may differ between the tensors; if it does, they stay separate.
     """
     tokens = parts[0].shape[2]
     if not is_fusing() or not all(statically_known_true(part.shape[2] == tokens) for part in parts):
@@ -50,7 +51,7 @@ def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """Return the first channels of a tensor and those that follow; it may have more."""
     if is_fusing():
-        # The gradient of `split` would be a `cat`, which takes longer.
+        # The gradient of `split` would be a `cat`, which takes longer than the gradients of two slices.
         return tensor[..., :first], tensor[..., first : first + second]
     return tensor[..., : first + second].split((first, second), dim=-1)
 
@@ -74,7 +75,8 @@ def _scatter_sum(values: Tensor, index: Tensor, entries: int) -> Tensor:
         numbers = torch.arange(entries, device=values.device)[:, None]
         return torch.where(index[..., None, :] == numbers, values[..., None, :], 0).sum(dim=-1)
     zeros = values.new_zeros(*values.shape[:-1], entries)
-    # PyTorch 2.11 compiles wrong gradients for an autograd function that changes a tensor in place.
+    # PyTorch 2.11 compiles wrong gradients for an autograd function that changes a tensor in place, as `scatter_add_`
+    # does.
     return zeros.scatter_add(-1, index, values) if is_fusing() else zeros.scatter_add_(-1, index, values)
 
 
@@ -91,8 +93,8 @@ def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     batch, heads, tokens, width = parts[0].shape
     joined = _sum_of_padded(-2, 0, 0, [part.transpose(1, 2) for part in parts]).contiguous()
-    # Inductor would compute each slice in its own kernel, but computes the whole tensor once if `as_strided` reads the
-    # tensor.
+    # If parts were slices, Inductor would compute each one in its own kernel. Before `as_strided` it computes the whole
+    # tensor in one kernel.
     row = len(parts) * heads * width
     size, stride = (batch, heads, tokens, width), (tokens * row, width, row, 1)
     return tuple(joined.as_strided(size, stride, number * heads * width) for number in range(len(parts)))
@@ -105,7 +107,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
-        # Without this class autograd would pad and add up the gradients of slices.
+        # Without this class autograd would pad the gradient of each part and add them up.
         return grads
 
 
@@ -117,7 +119,7 @@ class _PaddedCat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradient of `pad` would be a copy; these slices are views.
+        # Autograd's gradient of `pad` would copy each part; `narrow` returns a view.
         start, grads = ctx.before, []
         for size in ctx.sizes:
             grads.append(grad.narrow(ctx.dim, start, size))

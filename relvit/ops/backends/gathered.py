@@ -2,10 +2,11 @@
 
 On the CPU a joint bias between rasters takes `tiled` instead, see `pair_bias`.
 
-Joint tables do not split into rows and columns; and only plain operations, as here, can be transformed by `torch.func`
-and have derivatives of any order. As in `fused`, one product with all table rows gives each query's logit for each
-offset; a pair of tokens then looks up the logit of its offset. Each tile forms its logits against all keys, and
-backward recomputes them: N x N is never stored (Rabe & Staats 2021, arXiv 2112.05682).
+Joint tables do not split into rows and columns, so no other fast backend takes them as key, query and value terms.
+Besides, `torch.func` can transform only plain operations, such as the operations here, which have derivatives of any
+order. One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the
+logit of its offset. Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored
+(Rabe & Staats 2021, arXiv 2112.05682).
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
     terms, logits = inputs.terms, inputs.terms.axis_logits
-    # Backward recomputes tiles under the autocast state of their forward.
+    # Backward recomputes tiles under the autocast state of forward, so switch autocast off in forward.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
         if not may_recompute():
             # A graph for all sizes does not know the number of tiles, and transforms of `torch.func` cannot recompute
-            # tiles.
+            # tiles: compute all queries at once.
             return _attend(inputs, queries, keys, 0)
         length, step = query.shape[2], tile_queries(query, key)
         tiles = []
@@ -95,7 +96,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
             logits = logits + per_offset.gather(-1, index.transpose(-2, -1).expand_as(logits.mT)).mT
     if terms.axis_logits is not None:
         for of_axis, place in zip(terms.axis_logits, (keys.y, keys.x), strict=True):
-            # Prefix keys read the zero behind the last row and column.
+            # Prefix keys read the zero that `F.pad` puts behind the last row or column.
             place = place.masked_fill(~keys.on_grid, of_axis.shape[-1])[:, None, None]
             padded = F.pad(of_axis.to(logits.dtype), (0, 1))
             logits = logits + padded.gather(-1, place.expand(*logits.shape[:-1], -1))
@@ -117,7 +118,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
     if valid is None and mask is None:
         weights = logits.softmax(dim=-1)
     else:
-        # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+        # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, forward and backward.
         empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
         weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
     weights = F.dropout(weights, inputs.dropout_p)
@@ -137,7 +138,7 @@ def _entries(
 ) -> tuple[Tensor, list[Tensor]]:
     """Join all rows of the tables, a zero row last, ([heads,] entries, width); index the rows whose sum a pair needs.
 
-    There are one or two index tensors (one row, or one for each axis), (1 or B, 1, T, Nk) each.
+    For a joint table there is one index tensor, for tables per axis there are two, (1 or B, 1, T, Nk) each.
     """
     if isinstance(tables, JointTable):
         height, width = tables.table.shape[-3:-1]
@@ -152,6 +153,6 @@ def _entries(
 
 
 def _tokens(grid: Grid, device: torch.device) -> Tokens:
-    # Prefix tokens get coordinates (0, 0) as a placeholder; `on_grid` says that they are not to be used.
+    # Prefix tokens get coordinates (0, 0) as a placeholder, which nothing uses where `on_grid` is False.
     coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
     return Tokens(coords[..., 0], coords[..., 1], torch.arange(coords.shape[1], device=device) >= grid.prefix)

@@ -1,11 +1,11 @@
 """Relative attention in as few operations as possible, for small grids and GPUs: one autograd function.
 
 On small grids launching operations takes longer than their arithmetic. The augmented vectors are the same as in
-`fused`, whose docstring derives them. This backend computes only the usual case, a raster that attends to itself with
-tables per axis, by one `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys and values,
-stock attention, one `scatter_add_` and one product. The backward, written by hand, goes the same way in reverse: it
-makes the augmented vectors again and calls the backward of stock attention's kernel. A `Plan` holds all that depends on
-shapes only, and is computed once.
+`fused`, and the docstring of `fused` derives them. This backend computes only the usual case, a raster that attends to
+itself with tables per axis, by one `cat` of all tables, one product, one `gather`, one `cat` for queries, one for keys
+and values, stock attention, one `scatter_add_` and one product. The backward, written by hand, computes the gradients
+of these steps in reverse order: it makes the augmented vectors again and calls the backward of stock attention's
+kernel. A `Plan` holds all values that depend only on shapes, dtypes and the device, and is computed once.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
 DEVICES = ("cpu", "cuda")
-# A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing costs more than
-# multiplying a few rows in vain.
+# A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing takes longer than
+# multiplying a few rows whose products no pair uses.
 SPARE_ROWS = 32
 # On the CPU other backends are faster if there are more pairs of tokens than this, counted over all heads and samples.
 MOST_PAIRS = 2**17
-# With more logits and indicators than this, a second copy of them takes longer than the few extra calls that avoid the
-# copy.
+# If the relative logits and the one-hot rows and columns together have more numbers than this, copying them twice takes
+# longer than the extra calls that avoid the second copy.
 MOST_COPIED = 2**23
 
 
@@ -61,13 +61,14 @@ class Plan(NamedTuple):
         added: S, the number of rows plus the number of columns, by which vectors are augmented.
         scale: factor on the logits.
         hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
-        both_hot: (B, N, 2 heads, S), the same for keys and values that are one tensor.
-        apart: whether queries are augmented in memory of their own, so that logits and indicators are copied once.
-        no_logits: (B, N, heads, S), zeros for queries, where there is neither a key term nor a bias.
+        both_hot: (B, N, 2 heads, S), `hot` for keys and values that are one tensor.
+        apart: whether augmented queries get a separate block of memory, so that logits and `both_hot` are copied once,
+            not twice.
+        no_logits: (B, N, heads, S), zeros in place of logits if there is neither a key term nor a bias.
         key, value, bias: `Entries` of each term; None: there is no such term.
         vectors: `key` and `value`, without None: the terms whose tables are joined.
-        operands: `as_strided` arguments that cut augmented vectors, (B, heads, N, width) each, from one block of
-            memory.
+        operands: `as_strided` arguments that cut augmented vectors, (B, heads, N, width) each, from a block of memory
+            that holds one, two or all three of queries, keys and values.
         mixed, marginals: `as_strided` arguments that cut stock attention's output into (B N heads, head_dim) and (B, N,
             heads, S).
         kernel: the kernel of stock attention.
@@ -120,7 +121,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     lowered = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
     if lowered and query.dtype != lowered:
         return f"takes the dtype of autocast, {lowered}, got {query.dtype}"
-    # Fake tensors (`FakeTensorMode`) have no kernels, so only real tensors are asked for one.
+    # Fake tensors (`FakeTensorMode`) have no kernels, so look for a kernel only if the tensors are real.
     if type(query) is Tensor and device in (None, query.device.type) and _kernel(inputs) is None:
         return "needs a fused kernel of stock attention, and PyTorch has none for these inputs"
     return None
@@ -146,7 +147,7 @@ def _kernel(inputs: AttentionInputs) -> Kernel | None:
     return stock_kernel(*operands.transpose(2, 3))
 
 
-# Tensors that are made in inference mode could not be kept for backward by a later training.
+# PyTorch cannot save tensors made in inference mode for backward, and training may use this plan later.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> Plan:
     """Work out the plan for inputs.
@@ -184,7 +185,7 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
     if device.type == "cpu":
-        # On the CPU, where grids are small, `cat` of contiguous tensors takes half of the time.
+        # On the CPU, where grids are small, `cat` of contiguous tensors takes half as long as `cat` of expanded views.
         both_hot = both_hot.contiguous()
     apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
@@ -258,7 +259,7 @@ class _Lean(torch.autograd.Function):
         if torch.is_grad_enabled():
             # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
-        # Backward may run inside of a user's autocast.
+        # Users may call backward inside of autocast, which would change the dtypes of products here.
         inside = torch.is_autocast_enabled(grad.device.type)
         with without_autocast(grad.device) if inside else nullcontext():
             return _backward(ctx, grad)

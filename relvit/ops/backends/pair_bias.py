@@ -1,13 +1,13 @@
 """Add a scalar bias per pair of offsets (BEiT's, Swin's): on small grids in the mask, in tiles of logits by slices.
 
 On a small grid launching operations takes longer than their arithmetic, so this file uses few operations, as timm does:
-one cached index looks up the entries of all pairs of tokens, and stock attention takes the result as its mask.
+one cached index looks up the table entry of each pair of tokens, and stock attention takes the entries as its mask.
 
-On larger rasters the backend `tiled` takes slices. The bias of a query at (y, x) is table[y_j - y, x_j - x] for the
-keys of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x: slice[x][dy, x_j]
-= table[dy, x_j - x] (Toeplitz in x and x_j); all slices together take 2 / H of the N x N numbers. Vertical offsets then
-need no copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row depends on y. So no
-pair looks up an entry, and all samples of a batch share the slices.
+On larger rasters the backend `tiled` adds the bias by slices. The bias of a query at (y, x) is table[y_j - y, x_j - x]
+for the keys of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x:
+slice[x][dy, x_j] = table[dy, x_j - x] (Toeplitz in x and x_j); all slices together take 2 / H of the N x N numbers.
+Vertical offsets then need no copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row
+depends on y. So no pair looks up an entry, and all samples of a batch share the slices.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     table = bias.table.expand(inputs.query.shape[1], -1, -1)
     for axis, queries, keys in zip((1, 2), (*inputs.grid,)[:2], (*inputs.key_grid,)[:2], strict=True):
         distance = (table.shape[axis] - 1) // 2
-        # A table of exactly these offsets is used unchanged.
+        # If the table has exactly the offsets between queries and keys, it is used unchanged.
         if bucketing != "clip" or not queries - 1 == keys - 1 == distance:
             offsets = torch.arange(1 - queries, keys, device=table.device)
             table = table.index_select(axis, bucket(offsets, distance, bucketing))
     return table
 
 
-# A flat joint table ends with three entries for prefix tokens: to patches, from patches, between prefix tokens.
+# Behind a flat joint table follow three entries for pairs with prefix tokens: prefix query and patch, patch and prefix
+# key, two prefix tokens.
 PREFIX_ENTRIES = 3
 
 
@@ -81,7 +82,7 @@ class PairPlan(NamedTuple):
     prefix: bool
 
 
-# A tensor that is made in inference mode could not be kept for backward by a later training.
+# PyTorch cannot save a tensor made in inference mode for backward, and training may use this plan later.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> PairPlan:
     """Work out the plan for inputs of `relvit.ops.inputs.checked` with a joint bias on one raster."""
@@ -176,7 +177,7 @@ def rows_of(
     """Yield, for each image row of a tile's queries, the row's part of `pairs` (..., heads, T, H' W') and of `slices`.
 
     Args:
-        pairs: (..., heads, T, Nk), a number for each query of the tile and each key.
+        pairs: (..., heads, T, Nk), one number for each pair of a query in the tile and a key.
         slices: the slices of the tile's heads.
         queries: which of all queries are in the tile.
         grid, key_grid: rasters of queries and keys; prefix tokens are left out.

@@ -11,7 +11,7 @@ from torch import Tensor
 from relvit.ops.backends.axis_logits import Axes
 from relvit.ops.grid import Grid, batched_coords
 
-# Rows shorter than this are summed faster by a matrix product with ones.
+# For rows shorter than this, a matrix product with ones is faster than `torch.sum`.
 SHORT_ROW = 20
 
 
@@ -46,7 +46,7 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
         torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
         return
     lead = rows.shape[:-1]
-    # Prefix keys read the zero behind the last row and column.
+    # Prefix keys read the zero that `F.pad` puts behind the last row and behind the last column.
     torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
     out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
 

@@ -1,7 +1,8 @@
 """Stock fused attention and its backward as two calls, for autograd functions that compute their own gradients.
 
-`F.scaled_dot_product_attention` keeps its operands for backward. A function that can compute its operands again calls
-the kernel that PyTorch would choose, keeps only the results, and passes operands and results to the kernel's backward.
+`F.scaled_dot_product_attention` keeps its operands for backward. A function that can compute its operands again, as
+`lean` does, instead calls the kernel that PyTorch would choose. It keeps only the kernel's results, and passes operands
+and results to the kernel's backward.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
-# Functions in `torch` are faster to call than functions in `_aten`, but turn numbers among the results into tensors.
-# `_OFF` holds the arguments dropout_p and is_causal, which no caller uses.
+# Functions in `torch` are faster to call than functions in `_aten`, but turn numbers among the results into tensors, so
+# kernels that return numbers are called in `_aten`. `_OFF` holds the arguments dropout_p and is_causal, which no caller
+# uses.
 _OFF = (0.0, False)
 
 

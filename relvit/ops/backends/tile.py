@@ -17,7 +17,7 @@ class Operands(NamedTuple):
     query: Tensor  # (B, heads, Nq, head_dim)
     key: Tensor  # (B, heads, Nk, head_dim)
     value: Tensor  # (B, heads, Nk, value_dim)
-    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the configuration has a `logits_index`.
+    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the `TileConfig` has a `logits_index`.
     query_logits: Tensor | None
     key_logits: Tensor | None  # (B, heads, Nk, H' + W')
     pair_bias: Tensor | None  # (heads, H + H' - 1, W + W' - 1), see `offset_table`
@@ -30,7 +30,7 @@ class TileConfig(NamedTuple):
 
     grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` both are rasters
     keys: Positions
-    queries: Positions | None  # among the rows and columns of `key_logits`
+    queries: Positions | None  # positions among the rows and columns of `key_logits`
     logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
     value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
     valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
@@ -63,7 +63,8 @@ class Tile(NamedTuple):
     def contents(self, query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor) -> list[Tensor]:
         """Return the tile's queries, keys and values, and further tensors (B, heads, Nq, dim).
 
-        Several samples are copied to one batch of heads here, so that the products need no copies.
+        If the tile has several samples, each part is copied to contiguous memory once, so that no product copies it
+        again.
         """
         parts = [self.of(query), self.all_tokens(key), self.all_tokens(value), *map(self.of, of_queries)]
         return [part.contiguous() for part in parts] if parts[0].shape[0] > 1 else parts

@@ -1,11 +1,11 @@
 """Relative attention on the CPU: one tile of queries after the other, with the backward written out.
 
 Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored. A relative logit is a
-row logit plus a column logit of the query, so the logits of a tile start as the sum of two small tensors, broadcast
-over the key grid, to which the product with the keys is added in place; the row and column marginals of the attention,
-by which the value tables are multiplied, are sums of the weights over columns and rows. So relative terms cost passes
-over a tile that fits into the CPU's cache, and products stay narrow, unlike in `fused`. GPUs take this backend where
-the augmented vectors of `fused` would be too wide.
+row logit plus a column logit of the query. So the logits of a tile start as the sum of these two small tensors,
+broadcast over the key grid, and the product of queries and keys is added in place. The value tables are multiplied by
+the attention's marginals, which are the sums of the weights over each row and each column of keys. So relative terms
+cost passes over a tile that fits into the CPU's cache, and products stay narrow, unlike in `fused`. GPUs take this
+backend where the augmented vectors of `fused` would be too wide.
 
 Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D,
 the sum of P dP over keys, equals the product of the result with its gradient; this also holds here, where dP includes
@@ -46,7 +46,8 @@ from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
 # A tile has at most this number of logits per thread that works on it: 4 MB in float32. Smaller tiles lose time in
-# Python and in waiting for other threads; tiles with fewer queries lose time in adding up the gradients of keys.
+# Python and in waiting for other threads; tiles with fewer queries than `LEAST_QUERIES` lose time in adding up the
+# gradients of keys.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 
@@ -91,8 +92,8 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
-        # Large images have more rows and columns than table entries, so keeping logits by entry takes less memory. (A
-        # joined table also has a zero row and padding.)
+        # If the grid has at least as many rows and columns as the tables have entries, logits by entry take less memory
+        # until backward than logits by row and column. (A joined table also has a zero row and padding.)
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
@@ -128,7 +129,7 @@ class Tiles(torch.autograd.Function):
                     _add_by_axis(weights, config, tile, on_entries.transpose(1, 2), config.value_index)
 
         run(compute, _tiles(query, config), config.threads)
-        # The products are added in place, because allocating memory costs as much as a product.
+        # Add the products with the value table in place: allocating memory for them would take as long as the products.
         if table is not None and table.dim() == 2:
             result.view(-1, result.shape[-1]).addmm_(on_entries.flatten(0, 2), table)
         elif table is not None:
@@ -141,7 +142,7 @@ class Tiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             # With `once_differentiable`, second derivatives would leave out this function without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
-        # Backward may run inside of a user's autocast, and forward ran without.
+        # Users may call backward inside of autocast, but forward ran without autocast.
         with without_autocast(grad.device):
             *operands, on_entries, result = ctx.saved_tensors
             wants_mask = ctx.needs_input_grad[Operands._fields.index("attn_mask")]
@@ -205,7 +206,8 @@ def _backward(
                 for part, total in rows_of(of_all, slices, tile.queries, *config.grids):
                     total += part
 
-    # The gradient of a mask may be a sum over heads, so a single thread computes all tiles.
+    # The gradient of a mask may be a sum over heads, to which several threads must not add: one thread computes all
+    # tiles.
     run(compute, _tiles(operands.query, config), 1 if wants_mask else config.threads)
     if grad_pair_bias is not None:
         grad_pair_bias = from_slices(grad_pair_bias, offsets) / scale
@@ -221,7 +223,7 @@ def tile_size(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     most, of_sample = TILE_LOGITS * threads, max(1, heads * length * key.shape[2])
     if of_sample <= most:
         return most // of_sample, heads, max(1, length)
-    # A tile has few heads and many queries, because narrow products are slow.
+    # A tile has few heads and many queries, because products of few queries are slow.
     heads = min(heads, threads)
     return 1, heads, max(LEAST_QUERIES, most // (heads * key.shape[2]))
 
@@ -275,9 +277,9 @@ def _weights(
         logits.masked_fill_(~tile.of(config.valid[:, None, None]), -torch.inf)
     masked = operands.attn_mask is not None or config.valid is not None
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
-    # The softmax is in place, because fresh memory costs more than the arithmetic.
+    # Softmax writes into the logits, because allocating memory would take longer than the arithmetic.
     weights = torch.softmax(logits, -1, out=logits)
-    # A query that may attend to nothing gets zeros, forward and backward, instead of NaN.
+    # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, forward and backward.
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 
