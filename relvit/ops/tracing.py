@@ -30,7 +30,7 @@ def is_fusing() -> bool:
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
     if torch.jit.is_tracing():
-        # `torch.jit.trace` gives sizes as tensors, but sizes that are constants are integers.
+        # `torch.jit.trace` gives sizes as tensors, but constant sizes as integers.
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
     # For `max` of symbolic sizes `torch.export` would compare the sizes, so it gets `torch.sym_max`. Dynamo turns `max`
     # of symbolic sizes into `torch.sym_max` itself; PyTorch 2.11 cannot compile `torch.sym_max` of two integers.

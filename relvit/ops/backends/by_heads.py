@@ -39,7 +39,7 @@ def threads_by_heads(query: Tensor, key: Tensor) -> int:
 def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], threads: int) -> None:
     """Call `compute` once with all tiles or, without gradients, in several threads, each with the tiles of some heads.
 
-    When this returns, or raises an error of a thread, no thread computes any longer.
+    When `run` returns, or raises an error of a thread, no thread computes any longer.
     """
     # A profiler or dispatch mode sees only the operations of the calling thread, so compute all tiles in this thread.
     if threads == 1 or is_watched():

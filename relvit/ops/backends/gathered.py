@@ -1,6 +1,6 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
-On the CPU a joint bias between rasters takes `tiled` instead, see `pair_bias`.
+For a joint bias between rasters the CPU has a faster backend, `tiled`; see `pair_bias`.
 
 Joint tables do not split into rows and columns, so no other fast backend takes them as key, query and value terms.
 Besides, `torch.func` can transform only plain operations, such as the operations here, which have derivatives of any

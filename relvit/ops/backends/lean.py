@@ -341,7 +341,7 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
     if (entries := plan.key) is not None:
-        # A product per head needs no copy of the queries, which are a part of a packed projection.
+        # A product per head needs no copy of the queries, which in memory are a part of the packed projection.
         queries, table = by_head(content, heads), joined.as_strided(*entries.factor)
         by_entry = torch.bmm(queries, table) if bias is None else torch.baddbmm(bias, queries, table)
         return by_entry.as_strided(*entries.by_token).gather(-1, entries.index)
@@ -354,7 +354,7 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
 def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool) -> Sequence[Tensor]:
     """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each.
 
-    With `apart`, queries get a block of memory of their own, so that backward can multiply them as one matrix.
+    With `apart`, augmented queries get a separate block of memory, so that backward can multiply them as one matrix.
     """
     (alone,), (first, second), triple = plan.operands
     if len(contents) == 3:

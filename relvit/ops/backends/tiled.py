@@ -162,7 +162,8 @@ def _backward(
             grad_table = on_entries.flatten(0, 2).mT @ tokens.flatten(0, 2)
         else:
             grad_table = torch.einsum("bnhe,bnhd->hed", on_entries, tokens)
-    # Matrix products apply the scale, so that gradients of logits, the largest tensors, need no extra pass for it.
+    # Matrix products apply the scale, so that no extra pass over the gradients of logits, the largest tensors, has to
+    # apply it.
     mean = (grad * result).sum(-1, keepdim=True) * scale
 
     grad_query, grad_key, grad_value = (new_tokens(tensor, tensor.shape[-1]) for tensor in contents)

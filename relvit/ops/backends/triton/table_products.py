@@ -19,7 +19,7 @@ SPAN = tl.constexpr(16)
 def add_product(total, left, right, PRECISION: tl.constexpr):
     """Add left right to total; float32 avoids matrix units, which would round to ten bits."""
     if PRECISION == "interpreted":
-        # The interpreter would multiply the bits of bfloat16 as integers.
+        # Triton's interpreter would multiply the bits of bfloat16 as integers.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     return tl.dot(left, right, total, input_precision=PRECISION)
 
