@@ -13,7 +13,9 @@ KEY = "relvit"
 FORMAT = 1
 # Earlier format -> a function that changes the content of a checkpoint, in place, to the next format.
 # Parameters are named in 'state_dict' and 'ema_state_dict' ('net.' and timm's name) and in 'state_dict_ema' (timm's
-# name). Published folders do not pass here: `checkpoint_filter_fn` of `relvit/models/weights/convert.py` reads them.
+# name). Published folders do not pass here. Weights of `relvit_*` models pass `checkpoint_filter_fn` of
+# `relvit/models/weights/convert.py`, also AFT's; weights of retrofitted models pass `retrofitted` in
+# `relvit/models/retrofit/registered.py`, which needs the new names, too.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 

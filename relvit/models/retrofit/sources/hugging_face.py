@@ -15,7 +15,10 @@ from relvit.ops.tracing import is_compiling
 
 
 class TransformersModel(OwnPositions):
-    """Mixin before a model of `transformers` whose `forward` records outputs of its layers."""
+    """Mixin before a model of `transformers` whose `forward` records outputs of its layers.
+
+    All these models bring relative positions.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
