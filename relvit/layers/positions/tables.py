@@ -99,8 +99,9 @@ class RelativePosition2d(Position):
         """Return the terms, the same for every grid of the trained size."""
         tables, kind, given, trained = [], LAYOUTS[self.layout], self._parameters, self.trained_grid
         for names in self._names.values():
-            # Read parameters from `_parameters`: looking up an attribute takes PyTorch as long as a view. Parametrized
-            # tables are not in that dictionary, so look them up as attributes.
+            # Read parameters from the dictionary `_parameters`: looking up an attribute of a module takes PyTorch as
+            # long as making a view of a tensor. Parametrized tables are not in that dictionary, so look them up as
+            # attributes.
             found = [given[name] if name in given else getattr(self, name) for name in names]
             tables.append(kind(*found) if found else None)
         if trained is None or not is_stretched(grid, trained):
