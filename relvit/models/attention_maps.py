@@ -129,7 +129,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
 
     Raises:
         TypeError: no module, or a model without attention with relative positions.
-        ValueError: a model in training mode, in windows or bands, or whose layers do not compute all patches.
+        ValueError: a model in training mode, a model that computes windows or bands, or a model whose layers do not
+            compute all patches.
     """
     check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
