@@ -56,7 +56,7 @@ def aft_full(
         is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
         backend: 'products' (exp(w) times exp(k) v and exp(w) times exp(k), as matrix products; a bias that is more than
             70 below the query's largest bias counts as 70 below the largest), 'pairs' (a softmax for each query and
-            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2
+            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' ('pairs' in double precision, with O(N^2
             dim) memory), or 'auto': 'products' if the biases are at most 70 apart, otherwise 'pairs'. Only on the CPU
             'auto' reads the biases to decide; on other devices, and in graphs, it takes 'products'.
 
@@ -197,10 +197,10 @@ def aft_conv(
             columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
-            (the same in double precision and O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
+            ('pairs' in double precision, with O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
             'convolution' and 'pairs' that is exact for the given weights; on other devices, and in graphs,
             'convolution'. For 'difference' and 'convolution' a weight more than 70 below the largest weight (or below
-            the 0 outside) counts as 70 below the largest.
+            the weight 0 outside the window) counts as 70 below the largest.
 
     Returns, raises: as `aft_full`.
     """

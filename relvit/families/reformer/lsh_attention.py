@@ -127,7 +127,7 @@ class LSHAttention(Mixer, KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        # The number of buckets grows with the number of tokens: use as many of the drawn rotations.
+        # The number of buckets grows with the number of tokens, so use only the first `pairs` of the drawn rotations.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
         rotations = self.rotations[:, :, :pairs]
         if self.training:
