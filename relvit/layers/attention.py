@@ -20,7 +20,7 @@ from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
 # `LayerPlan.terms` has a letter for each term: the letter in `rel_terms`, or 'c' for free channels. `axis_logits` are
-# shown as a key term, 'k', because the position has multiplied them with the queries.
+# shown as a key term, 'k', because the position computes these logits as products of queries and tables.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 

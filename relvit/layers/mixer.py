@@ -21,7 +21,8 @@ class LayerPlan(NamedTuple):
         terms: letters as in `rel_terms`, and 'c' for free channels.
         backend: name of the backend, '' for mixers without a choice of backends.
         reason: why this backend is chosen.
-        width: width of a head's vectors, before and after 'fused' augments them; 0 for mixers without heads.
+        width: width of a head's vectors, before and after the backend 'fused' adds channels to them; 0 for mixers
+            without heads.
         keeps: description of the tensors that are kept for backward, besides inputs and output.
         parameters: number of parameters of the position module, or of an attention-free mixer.
     """

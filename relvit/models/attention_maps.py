@@ -120,7 +120,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         (torch.Size([1, 3, 24, 64]), torch.Size([15, 64]), 4, 6)
 
     Args:
-        model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
+        model: in evaluation mode, a relvit model with attention, or a model that `relvit.retrofit` has changed.
         images: (B, in_chans, height, width), normalised for the model.
 
     Returns:
@@ -168,7 +168,8 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     Args: see `attention_maps`.
 
     Raises:
-        TypeError, ValueError: see `attention_maps`; also for blocks that do not run one after the other.
+        TypeError, ValueError: see `attention_maps`. ValueError also for a model whose blocks do not run one after the
+            other.
     """
     if why := lack(model, "rollout"):
         raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")

@@ -281,7 +281,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         """Return the object that applies the blocks of a model with these arguments.
 
         Raises:
-            ValueError: an argument chooses a `Depth`, but the class fixes its own.
+            ValueError: an argument chooses a `Depth`, but the `Depth` of this class cannot be chosen.
         """
         chosen = next((name for name in DEPTHS if arguments.get(name)), None)
         if chosen is None:

@@ -63,7 +63,7 @@ CFG: dict[str, Any] = {
 CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
-    # `mean` and `std` are those of CIFAR-10's training images; the values of CIFAR-100 differ by less than 0.03.
+    # `mean` and `std` are computed from CIFAR-10's training images; the values of CIFAR-100 differ by less than 0.03.
     32: CFG
     | {
         "num_classes": 10,

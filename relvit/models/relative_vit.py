@@ -1,6 +1,7 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-# This module has no `from __future__ import annotations`: torch.fx writes the annotations of `forward` into its code.
+# This module has no `from __future__ import annotations`, because torch.fx writes the annotations of `forward` into the
+# code that it generates.
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

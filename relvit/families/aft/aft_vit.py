@@ -43,13 +43,13 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Images of any size whose sides are multiples of the patch work in `forward`: 'conv' depends on offsets only; the
     other mixers interpolate the biases and embeddings learned for `img_size`. By default, as in the paper, a model with
-    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have both
-    and classify the class token.
+    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have a
+    class token and an absolute embedding, and classify the class token.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: number of heads; each head of 'conv' has its own window and keys, the paper's other mixers have one
-            head.
+        num_heads: number of heads; each head of 'conv' has a window and keys of its own; in the paper all other mixers
+            have one head.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
@@ -57,8 +57,8 @@ class AFTVisionTransformer(GridVisionTransformer):
         global_pool: as in `GridVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
         backend: see `aft_full` and `aft_conv`.
         **kwargs: see `GridVisionTransformer` (patch_drop_rate, reversible, mlp_chunk) and
-            `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), without
-            those arguments of attention that `fixed` lists.
+            `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), except the
+            arguments of attention that `fixed` lists.
 
     Raises:
         ValueError: an unknown name, an argument that this class or this mixer does not have; in `forward` an

@@ -105,8 +105,8 @@ def aft_local(
 ) -> Tensor:
     """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
 
-    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
-    Arguments that are not listed here are those of `aft_full`.
+    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, with a distance in rows
+    and a distance in columns. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -144,8 +144,7 @@ def aft_simple(
 
         out_i = sigmoid(q_i) * sum_j softmax_j(k_j) v_j
 
-    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. Arguments that are not listed here are those of
-    `aft_full`.
+    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -184,7 +183,7 @@ def aft_conv(
 
     Every token attends to all tokens, with a bias for tokens inside the window. Source: Zhai et al. 2021 (arXiv
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper all channels of
-    a head share one key. Arguments that are not listed here are those of `aft_full`.
+    a head share one key. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each

@@ -141,7 +141,8 @@ def _attend(
     if terms is not None and terms.bias is not None:
         logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
 
-    # Two tokens meet in a round if their codes, which combine bucket and chunk, are equal or differ by 1.
+    # A code combines the bucket and the chunk of a token. In a round a query meets a key if the query's code equals the
+    # key's code or is larger by 1.
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):

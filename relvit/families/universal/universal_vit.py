@@ -95,7 +95,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     `AdaptiveHalting`; class and register tokens compute all steps. A token that has halted keeps its last state and
     signals, and other tokens still attend to this state. The output of a token is the sum of its states, weighted by
     the halting probabilities. Tokens that have halted leave the batch, which saves time. Compiled, exported and traced
-    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
+    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same outputs.
 
     timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
     the final features are the weighted sum, and `stop_early` or pruning to t makes t the last step. `blocks` holds one

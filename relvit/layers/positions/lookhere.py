@@ -36,7 +36,7 @@ class LookHerePosition2d(Position):
     heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
     (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
     'corners-none' and 'eighths1-eighths2-none'. With any other number n of heads, 4 (n // 6) heads, but at least four,
-    are directed, and the other heads see everything; slopes continue in the same way. The paper has no layout for four
+    are directed, and the other heads see everything; slopes follow the same rules. The paper has no layout for four
     heads: here all four are directed.
 
     Examples:

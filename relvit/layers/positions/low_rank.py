@@ -16,9 +16,9 @@ from relvit.ops.grid import batched_coords
 class LowRankPosition2d(Position):
     """Bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
-    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): r additional channels of queries and keys have as
-    their product a bias of rank r, and learned biases such as Swin's nearly have a low rank; `load_bias` factorises a
-    given bias.
+    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): the product of r additional channels of queries and
+    keys is a bias of rank r, and learned biases such as Swin's nearly have a low rank; `load_bias` factorises a given
+    bias.
 
     A grid with no more rows (or columns) than the factors uses the first rows of the factors, so a bias that depends on
     offsets alone stays the same. For a larger grid the factors are interpolated linearly, each axis on its own, which

@@ -29,7 +29,7 @@ class GridArgument(NamedTuple):
 class TimmRelativeAttention(GridAttention):
     """Mixin before one of timm's attention modules: relative terms between its projections, see `attend_with`.
 
-    Parameters and options stay those of timm's module. A position module is added, whose tables are multiplied by
+    Parameters and options stay the same as in timm's module. A position module is added, whose tables are multiplied by
     queries and keys after the norms of queries and keys.
 
     Attributes:

@@ -252,7 +252,7 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         """Find the height and width of the images that an original model was built for, which timm does not store.
 
         Raises:
-            ValueError: timm builds the same model for several sizes, and computes other offsets at each of them.
+            ValueError: timm builds the same model for several sizes, and computes other offsets at each of these sizes.
         """
         embed, attentions = Pooling.of(model.patch_embed.proj), [attn for _, attn in cls.named_attentions(model)]
         first, sides = attentions[0], []

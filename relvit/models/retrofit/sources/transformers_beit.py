@@ -73,7 +73,7 @@ class GridBias(NamedTuple):
     """The grid and a mask, which layers pass on in place of a bias of N x N.
 
     transformers adds the shared bias, a block's own bias and the mask, in this order. `GridBias` objects take the place
-    of the two biases, so they can be added.
+    of the two biases, so `GridBias` defines addition.
     """
 
     grid: Grid
