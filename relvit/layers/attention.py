@@ -125,8 +125,8 @@ class GridAttention(Mixer):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    # These annotations have no default values, because PyTorch would find a class attribute before the module of the
-    # same name.
+    # These annotations have no default values: a default value is a class attribute, which Python finds before it looks
+    # for the module of the same name in `_modules`.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str

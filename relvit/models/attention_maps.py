@@ -221,7 +221,7 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
     # timm passes weights to `attn_drop` only if fused attention is off; relvit passes weights whenever `attn_drop` has
-    # hooks.
+    # hooks. So switch off fused attention in timm's layers.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

@@ -101,7 +101,7 @@ def _scaled_offsets(
 ) -> Tensor:
     """Compute s(d) for all pairs of offsets, (2 H - 1, 2 W - 1, 2); `window`: of 'swin', None for 'cr'."""
     dy, dx = axis_offsets(grid, trained_grid, None, torch.empty(0, dtype=dtype, device=device))
-    # The paper's offsets are query minus key, relvit's are key minus query.
+    # The paper's offsets are query minus key, relvit's offsets are key minus query, so change their signs.
     dy, dx = -dy, -dx
     if window is not None:
         dy, dx = dy * 8 / (window[0] - 1), dx * 8 / (window[1] - 1)

@@ -208,7 +208,8 @@ def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Modul
     if isinstance(part, nn.Module):
         state = {leaf: tables[f"{path}.{leaf}"] for leaf in part.state_dict()}
         like = next(iter(state.values()))
-        # `half()` or `to(device)` may have converted the model since the skeleton was recorded.
+        # `half()` or `to(device)` may have converted the model since the skeleton was recorded, so take dtype and
+        # device from the tables.
         module = copy.deepcopy(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
         module.load_state_dict(state)
         return module

@@ -228,7 +228,7 @@ def grid_of(
         known = _trained_grid(model, kernel)
         if known is not None and math.prod(known) == length - prefix:
             return prefix, known
-    # If the tensor is as long as the model's own, assume the model's grid, and no other grid with as many patches.
+    # If the tensor is as long as the model's own, assume the model's grid, although other grids have as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):

@@ -65,7 +65,8 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # The authors' offsets are query minus key, except in the table that is multiplied by keys: key minus query.
+        # The authors' offsets are query minus key, except in the table that is multiplied by keys, where offsets are
+        # key minus query. So reverse all other tables.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

@@ -112,8 +112,8 @@ class SamEncoder(OwnPositions):
         embed.__class__ = self.patch_embed_classes[type(embed)]
         grid = embed.dynamic_feat_size(size)
         if self.pos_embed is not None and self.pos_embed.shape[1:3] != grid:
-            # The size of the absolute embedding counts, because some libraries, such as cellpose, cut a model to
-            # another size after building it.
+            # Take the size from the absolute embedding and not from the attributes of the model, because some
+            # libraries, such as cellpose, cut the embedding to another size after building the model.
             rows, columns = grid = tuple(self.pos_embed.shape[1:3])
             size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
         embed.img_size = size
