@@ -19,8 +19,8 @@ from relvit.ops.inputs import AttentionInputs, Projected, checked, separate
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# A plan shows each term by its letter in `rel_terms`, and free channels as 'c'. Logits per row and column count as a
-# key term, because the position has computed them from the queries.
+# `LayerPlan.terms` has a letter for each term: the letter in `rel_terms`, or 'c' for free channels. `axis_logits` are
+# shown as a key term, 'k', because the position computes these logits as products of queries and tables.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 
@@ -31,10 +31,10 @@ def relative_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid
 
 
 def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    # In PyTorch looking up a module as an attribute takes as long as making a view of a tensor.
+    # Read `_modules`: in PyTorch looking up a module as an attribute takes as long as making a view of a tensor.
     position = layer._modules.get("position")
     if position is None:
-        # Some retrofitted layers compute the attribute `position` from their own tables.
+        # In some retrofitted layers `position` is a property, which makes a position of the layer's tables.
         position = layer.position
     return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 
@@ -55,14 +55,15 @@ def attend_with(
 
         logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
 
-    so tables act on unrotated vectors, which do not depend on a token's own coordinates.
+    So the vectors a^K and a^Q of the tables are multiplied by unrotated queries and keys, because a rotated vector
+    depends on the coordinates of its token.
 
     Args:
-        layer: the layer, which has the position.
+        layer: the attention layer, which has `position`, `scale`, `attn_drop` and `backend`.
         x: (B, Nq, dim), the input of the layer's position.
         projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to; or
-            one tensor, see `Projected`. If norms under autocast return float32 queries and keys, they are rotated in
-            float32, as in timm.
+            one tensor, see `Projected`. Under autocast norms may return float32 queries and keys; these are then
+            rotated in float32, as in timm.
         grid: grid of the queries.
         key_grid: grid of the keys; None: the grid of the queries.
         rotate: function of queries (or keys) and their grid that returns them rotated; None: there is no rotation.
@@ -124,8 +125,8 @@ class GridAttention(Mixer):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    # These annotations have no default values, because PyTorch would find a class attribute before the module of the
-    # same name.
+    # These annotations have no default values: a default value is a class attribute, which Python finds before it looks
+    # for the module of the same name in `_modules`.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str
@@ -160,7 +161,8 @@ class GridAttention(Mixer):
             projected = query[:, :, -x.shape[1] :], key, value
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
-    # Read submodules from the dictionary `_modules`: looking up a module as an attribute takes as long as a view.
+    # These methods read submodules from the dictionary `_modules`, because looking up a module as an attribute takes as
+    # long as making a view of a tensor.
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
         batch, tokens, _ = x.shape
@@ -224,8 +226,8 @@ class GridAttention(Mixer):
 class RelativeAttention(GridAttention, Attention):
     """timm's `Attention` with `relvit.ops.relative_attention` between its projections.
 
-    All parameters and options are those of `timm.layers.Attention` (so timm's weights load), plus a position module.
-    Tables act on queries after `q_norm`.
+    Parameters and options are the same as in `timm.layers.Attention`, so timm's weights load; a position module is
+    added. Tables are multiplied by queries after `q_norm` and by keys after `k_norm`.
 
     Examples:
         >>> position = RelativePosition2d(head_dim=64, num_heads=3, rel_terms="kv", max_distance=3)
@@ -243,7 +245,8 @@ class RelativeAttention(GridAttention, Attention):
         rope: module that rotates queries and keys, `RotaryEmbedding2d`; None: there is no rotation.
 
     Raises:
-        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` for other heads.
+        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` whose tables do
+            not fit the heads.
         TypeError: a `position` that is no module, such as a class.
     """
 
@@ -276,9 +279,10 @@ class RelativeAttention(GridAttention, Attention):
     ) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim).
 
-        Where the computation happens: `position.terms` makes the terms; in `ops/attention.py` `attend_projected`
-        computes the usual case by `backends/lean.py`, and `attend` all other cases. A CPU with more than
-        `lean.MOST_PAIRS` pairs of tokens, as in `relvit_small` at 224 px, takes `backends/tiled.py`.
+        To find the computation: `position.terms` makes the terms; `attend_with` above calls two functions in
+        `ops/attention.py`, `attend_projected` for the usual case, computed by `backends/lean.py`, and `attend` for all
+        other cases. On a CPU `backends/tiled.py` computes inputs with more than `lean.MOST_PAIRS` pairs of tokens, as
+        in `relvit_small` at 224 px.
 
         Args:
             x: the tokens.

@@ -13,8 +13,8 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# The inputs of each layer, by its module `attn_drop`. A context variable is separate in each thread; attributes of the
-# modules would be shared by all threads.
+# A layer's module `attn_drop` -> the inputs of the layer's attention; None: `record_logit_inputs` is not active. A
+# context variable has a value of its own in each thread; all threads would share an attribute of a module.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 
@@ -33,14 +33,14 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
     """Compute the weights by which `relvit.ops.relative_attention` adds up values, without gradients.
 
     Args:
-        inputs: the arguments of the operation; values are ignored.
+        inputs: the arguments of `relvit.ops.relative_attention`; the values are not used.
 
     Returns:
         (B, heads, Nq, Nk), float32, or float64 for float64 queries; rows are queries and sum to 1.
     """
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
-    # With unit vectors as values, the weighted average of the values consists of the weights.
+    # The values are unit vectors, so their weighted average is the vector of the weights.
     units = torch.eye(key.shape[2], dtype=dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     inputs = inputs._replace(value=units, terms=inputs.terms._replace(value=None), dropout_p=0.0)
     with without_autocast(query.device):
@@ -57,8 +57,8 @@ def wants_weights(attn_drop: nn.Module) -> bool:
 def show_weights(attn_drop: nn.Module, inputs: AttentionInputs) -> None:
     """Call a layer's `attn_drop` with the attention weights if the module has hooks, as timm's unfused attention does.
 
-    Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. In compiled graphs nothing is
-    computed.
+    Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. In compiled graphs the function
+    does nothing.
     """
     if not wants_weights(attn_drop):
         return

@@ -16,7 +16,7 @@ from relvit.layers.positions.by_name import check_maker, make_position
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 
-# How blocks call `mixer`, for the error about one that cannot be called.
+# How blocks call `mixer`; the error about a `mixer` that cannot be called shows this text.
 MIXER_ARGUMENTS = "dim, num_heads, qkv_bias=, proj_bias=, proj_drop="
 
 
@@ -50,7 +50,8 @@ class GridBlock(Block):
             x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
             branch: 'mixer' or 'mlp': return only the output of this branch, without adding `x`, as `reversible_blocks`
                 needs it. '': return the block's output.
-            memory: (B, M, dim), earlier inputs of this block, to which the tokens of `RelativeAttention` attend, too.
+            memory: (B, M, dim), earlier inputs of this block; `RelativeAttention` lets the tokens of `x` attend to
+                these inputs, too.
         """
         if branch == "mlp":
             return self.mlp_branch(x)
@@ -84,10 +85,11 @@ class MixerBlock(GridBlock):
         mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
             dtype=)`; the mixer's `forward` has the arguments of `RelativeAttention.forward`.
         attn_layer: accepted because timm's constructor passes this argument, but not used: `mixer` replaces it.
-        **kwargs: see `timm.models.vision_transformer.Block`; the mixer gets the arguments of projections.
+        **kwargs: see `timm.models.vision_transformer.Block`; `qkv_bias`, `proj_bias` and `proj_drop` are passed to the
+            mixer, too.
 
     Raises:
-        TypeError: a `mixer` that cannot be called to make one for each block, such as a module.
+        TypeError: a `mixer` that cannot be called to make a mixer for each block, such as a module.
     """
 
     def __init__(
@@ -126,15 +128,16 @@ class RelativeBlock(MixerBlock):
         rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments as `position`; None: no rotary
             embedding.
         prefix_bias: whether there is a `PrefixBias`.
-        mixer: see `MixerBlock`. A mixer with an attribute `position`, None at first, gets the block's position there;
-            such a mixer has an attribute `head_dim`, too.
+        mixer: see `MixerBlock`. If the mixer has an attribute `position`, None at first, the block sets this attribute
+            to the block's position; such a mixer needs an attribute `head_dim`, too.
         qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
-            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. A mixer is given only those
-            that are not off: `norm_layer` together with a norm.
+            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes these
+            arguments only if they are not off, and `norm_layer` only with `qk_norm` or `scale_attn_norm`.
         **kwargs: see `MixerBlock`.
 
     Raises:
-        TypeError: a `position` or a `mixer` that cannot be called to make one for each block, such as a module.
+        TypeError: a `position` or a `mixer` that cannot be called to make a new module for each block, such as a module
+            itself.
         ValueError: `rope` or `prefix_bias` with a mixer other than `RelativeAttention`.
     """
 
@@ -154,7 +157,7 @@ class RelativeBlock(MixerBlock):
         **kwargs: Any,
     ) -> None:
         check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
-        # A mixer that is no attention need not have the arguments of attention.
+        # Pass only the options that are not off, because a mixer without attention may not have these arguments.
         options = {"attn_drop": attn_drop, "qk_norm": qk_norm, "scale_norm": scale_attn_norm}
         options = {name: given for name, given in options.items() if given}
         if qk_norm or scale_attn_norm:

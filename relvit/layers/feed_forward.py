@@ -49,12 +49,12 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return mlp(norm(tokens))
 
     if is_exporting() or isinstance(x, torch.fx.Proxy):
-        # A compiled or exported graph must work for any number of tokens.
+        # A compiled or exported graph must work for any number of tokens, so it computes all tokens at once.
         return compute(x)
     chunk = compute
     if torch.is_grad_enabled():
-        # Keep the state of the random number generator only for dropout, because the state is larger than a small
-        # chunk.
+        # Save the state of the random number generator only if there is dropout, because the state takes more memory
+        # than a small chunk.
         random = mlp.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
         chunk = partial(recomputed, compute, preserve_rng_state=random)
     return torch.cat([chunk(tokens) for tokens in x.flatten(0, 1).split(mlp_chunk)]).unflatten(0, x.shape[:2])

@@ -6,7 +6,8 @@ from torch import Tensor
 from relvit.ops.tracing import larger, without_autocast
 
 
-# Symbolic tracing (torch.fx) keeps a call as one node if the function is called as an attribute of this module.
+# Symbolic tracing (torch.fx) keeps a call of this function as one node, if the caller looks up the function in this
+# module: `interpolate.resample_embedding(...)`.
 @torch.fx.wrap
 def resample_embedding(
     embedding: Tensor,
@@ -55,11 +56,11 @@ def resample_embedding(
 def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute the weights that resample `old` points to the first `wanted` of `new` points; each row sums to 1.
 
-    The kernel is the cubic one of Keys (1981, with a = -1/2), as wide as the larger distance between points, as in
-    PyTorch with `antialias=True`.
+    The kernel is the cubic kernel of Keys (1981, with a = -1/2). Its unit is the distance between two old points or
+    between two new points, whichever is larger, as in PyTorch with `antialias=True`.
     """
     ours, theirs = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
-    # The numerator is an integer, so that at the old size the weights are exactly the identity matrix.
+    # Compute the numerator in integers, so that the weights are exactly the identity matrix if `new` equals `old`.
     distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
@@ -70,13 +71,14 @@ def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype
 def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute the weights that lay `old` points in the centre of `new` points and mirror the old points at their edges.
 
-    Each row has a single 1. The outermost points come twice, as in NumPy's padding 'symmetric'.
+    Each row of the weights has a single 1. The mirror image of an outermost point lies beside the point, as in NumPy's
+    padding 'symmetric'.
     """
     # Write the division without negative numbers, since some runtimes of exported programs round quotients towards
     # zero.
     before = (new + old) // 2 - old
-    # These odd numbers are twice the distance of a point's middle from the first edge of the old points; `abs` mirrors
-    # at that edge.
+    # `place` is twice the distance from the first edge of the old points to the middle of a new point, an odd number;
+    # `abs` mirrors at that edge.
     place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

@@ -19,9 +19,10 @@ class LayerPlan(NamedTuple):
         layer: name of the module.
         position: class of the position module, '' for none; for attention-free mixers, the class of the mixer.
         terms: letters as in `rel_terms`, and 'c' for free channels.
-        backend: name of the backend, '' for mixers without a choice.
+        backend: name of the backend, '' for mixers without a choice of backends.
         reason: why this backend is chosen.
-        width: width of a head's vectors, before and after 'fused' augments them; 0 for mixers without heads.
+        width: width of a head's vectors, before and after the backend 'fused' adds channels to them; 0 for mixers
+            without heads.
         keeps: description of the tensors that are kept for backward, besides inputs and output.
         parameters: number of parameters of the position module, or of an attention-free mixer.
     """
@@ -44,9 +45,9 @@ class Leaf(nn.Module):
 class Mixer(FillConstants, Leaf):
     """Base of mixers: modules whose `forward(x, grid, attn_mask, is_causal)` maps (B, N, dim) tokens to the same shape.
 
-    Your own mixer need not be a subclass of `Mixer`. A mixer that initialises parameters of its own does so in
-    `init_weights`, and has `relvit.utils.constants.KeepConstants` as a second base, as `AFTSimple` has: through that
-    class PyTorch and timm initialise modules that were made on the meta device.
+    Your own mixer need not be a subclass of `Mixer`. If your mixer initialises parameters, write a method
+    `init_weights`, and add `relvit.utils.constants.KeepConstants` as a second base, as in `AFTSimple`: PyTorch and timm
+    initialise modules that were made on the meta device through `KeepConstants`.
 
     Examples:
         >>> class RowMean(Mixer):  # every token becomes the mean of its row
@@ -58,8 +59,8 @@ class Mixer(FillConstants, Leaf):
 
     Attributes:
         head_dim: width of a head's vectors; 0 for mixers without heads.
-        lacks: what a model with this mixer cannot do: a name in `relvit.models.lack` -> the reason, as the rest of a
-            sentence whose subject is the mixer.
+        lacks: what a model with this mixer cannot do: a `need` of `relvit.models.lack` -> the reason. The reason
+            continues a sentence whose subject is the mixer, as in 'takes no memory'.
     """
 
     head_dim: int = 0

@@ -24,8 +24,8 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
         torch.Size([2, 4, 6, 192])
 
     Attributes:
-        cropped_size: one size that is allowed although it is no multiple of the patch: the convolution leaves out the
-            remaining pixels at the lower and the right edge.
+        cropped_size: one image size that is allowed although its sides are no multiples of the patch: the convolution
+            leaves out the pixels behind the last whole patch, at the lower and the right edge.
 
     Raises:
         TypeError, ValueError: in `forward`, an input that is no batch of images, see `check_images`, or sides that are
@@ -55,9 +55,9 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 class GridPatchEmbed(AnySizePatchEmbed):
     """`AnySizePatchEmbed` that returns patches as a grid, (B, rows, columns, dim), for blocks that take such tensors.
 
-    A compiled model accepts any sides and leaves out the remaining pixels at the edges, as timm's `PatchEmbed` does: if
-    a graph for all sizes knew that the sides are multiples, Inductor (PyTorch 2.15) could not order the strides of the
-    grid.
+    A compiled model accepts all sides and drops the pixels behind the last whole patch, as timm's `PatchEmbed` does. If
+    the graph for all sizes checked that sides are multiples of the patch, Inductor (PyTorch 2.15) could not order the
+    grid's strides.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ class PatchSizes(Leaf):
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
 
-    An ONNX graph holds no checks, and its convolution would silently leave out the remaining pixels at the edges.
+    An ONNX graph holds no checks: its convolution would silently leave out the pixels behind the last whole patch. The
+    reshape into patches fails instead.
 
     Examples:
         >>> whole_patches(torch.randn(2, 3, 64, 96), (16, 16)).shape
@@ -120,7 +121,7 @@ def check_images(images: Tensor, in_chans: int) -> None:
 
     Raises:
         TypeError: images that are no tensor, or a tensor of integers.
-        ValueError: other dimensions, or another number of channels.
+        ValueError: images that do not have four dimensions, or have another number of channels.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")

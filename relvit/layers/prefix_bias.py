@@ -23,8 +23,8 @@ class PrefixBias(KeepConstants):
         num_heads: number of heads.
 
     Attributes:
-        weight: (3, num_heads), from prefix tokens to patches, from patches to prefix tokens, between prefix tokens;
-            zeros at first.
+        weight: (3, num_heads): the bias for the query of a prefix token and the key of a patch, for the query of a
+            patch and the key of a prefix token, and for two prefix tokens; zeros at first.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         (torch.Size([1, 3, 24, 64]), torch.Size([15, 64]), 4, 6)
 
     Args:
-        model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
+        model: in evaluation mode, a relvit model with attention, or a model that `relvit.retrofit` has changed.
         images: (B, in_chans, height, width), normalised for the model.
 
     Returns:
@@ -129,7 +129,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
 
     Raises:
         TypeError: no module, or a model without attention with relative positions.
-        ValueError: a model in training mode, in windows or bands, or whose layers do not compute all patches.
+        ValueError: a model in training mode, a model that computes windows or bands, or a model whose layers do not
+            compute all patches.
     """
     check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
@@ -167,7 +168,8 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     Args: see `attention_maps`.
 
     Raises:
-        TypeError, ValueError: see `attention_maps`; also for blocks that do not run one after the other.
+        TypeError, ValueError: see `attention_maps`. ValueError also for a model whose blocks do not run one after the
+            other.
     """
     if why := lack(model, "rollout"):
         raise ValueError(f"there is no attention rollout of {type(model).__name__}: {why}")
@@ -219,7 +221,7 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
     # timm passes weights to `attn_drop` only if fused attention is off; relvit passes weights whenever `attn_drop` has
-    # hooks.
+    # hooks. So switch off fused attention in timm's layers.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

@@ -57,8 +57,8 @@ class TablesWithoutDecay:
 class GridForward(AbsoluteEmbedding):
     """Mixin before timm's `VisionTransformer` that makes the `Grid` at the patch embedding and hands it to every block.
 
-    The model has `dynamic_img_size`, `PatchDropoutWithIndices` if it drops patches, and a method `_run_block` that
-    calls a block.
+    The model needs `dynamic_img_size=True`, `PatchDropoutWithIndices` if it drops patches, and a method `_run_block`
+    that calls a block.
 
     Attributes:
         depth_plan: the object that applies the blocks, see `Depth`.
@@ -94,7 +94,7 @@ class GridForward(AbsoluteEmbedding):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.embed_tokens(x)
-        # As in timm, without an absolute embedding there is no `pos_drop`.
+        # As in timm, `pos_drop` is applied only if there is an absolute embedding.
         return x if self.pos_embed is None else self.pos_drop(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
@@ -122,7 +122,8 @@ class GridForward(AbsoluteEmbedding):
 
         Args:
             x: the images.
-            attn_mask, is_causal: see `relvit.ops.relative_attention`; with `keep`, the mask has only the kept tokens.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`; with `keep`, the mask has rows and columns for
+                the kept tokens only.
             keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
                 tokens not counted. Patches keep their places on the grid: the outputs are as for the whole
                 image under a mask that hides all other patches. None: all patches.
@@ -137,7 +138,8 @@ class GridForward(AbsoluteEmbedding):
                 raise ValueError(
                     f"keep is for whole images; this model computes them in parts ({name}): set_reach(model, 'trained')"
                 )
-            # An exported graph serves all sizes, so it masks other parts of an image instead of cutting the image.
+            # An exported graph serves all sizes, so it does not cut the image into parts: it computes the whole image
+            # under a mask with which the outputs are the same.
             if not is_exporting():
                 return self.segmenter.features(self, x, attn_mask, is_causal)
             attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
@@ -219,10 +221,10 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
     Raises:
         ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
             `reversible` that is not boolean, `reversible` for a class that fixes its own depth.
-        TypeError: an `mlp_chunk` that is no integer; no `block_fn`, or one that makes other blocks than `GridBlock`s.
+        TypeError: an `mlp_chunk` that is no integer; a `block_fn` that does not make `GridBlock`s.
     """
 
-    # Arguments that a user of this class cannot choose, with the reason.
+    # Name of an argument that a user of this class cannot choose -> the reason.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -279,7 +281,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         """Return the object that applies the blocks of a model with these arguments.
 
         Raises:
-            ValueError: an argument chooses a `Depth`, but the class fixes its own.
+            ValueError: an argument chooses a `Depth`, but the `Depth` of this class cannot be chosen.
         """
         chosen = next((name for name in DEPTHS if arguments.get(name)), None)
         if chosen is None:

@@ -50,7 +50,8 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# A boolean argument of a model chooses a depth by these names; packages in `relvit.families` add their own.
+# Name of a boolean argument of models -> the depth that the argument chooses; packages in `relvit.families` add
+# entries.
 DEPTHS: dict[str, Depth] = {}
 
 
@@ -69,8 +70,8 @@ def lack(model: nn.Module, need: str) -> str | None:
         model: any model.
         need: 'memory' (attend to further tokens), 'weights' (return attention weights, N x N), 'rollout' (a product of
             attention weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native'
-            (batches of images of any shapes), 'reach' (another treatment of other sizes than the trained one, by
-            `set_reach`).
+            (batches of images of any shapes), 'reach' (treat sizes other than the trained size in another way, chosen
+            by `set_reach`).
     """
     for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
         if part is not None and need in part.lacks:

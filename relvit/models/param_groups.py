@@ -67,8 +67,8 @@ def param_groups(
         if others:
             found.append(group | {"params": others, "lr": rate})
         if positions:
-            # The entry `position_lr_scale` marks this group. Of all groups without this entry, the last layer's has the
-            # highest `lr`.
+            # The entry `position_lr_scale` marks a group of relative positions. The learning rate of the last layer is
+            # the highest `lr` of all groups without this entry.
             own = {"params": positions, "lr": rate * scale, "position_lr_scale": scale}
             found.append(group | own)
     return found

@@ -1,6 +1,7 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-# This module has no `from __future__ import annotations`: torch.fx writes the annotations of `forward` into its code.
+# This module has no `from __future__ import annotations`, because torch.fx writes the annotations of `forward` into the
+# code that it generates.
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -48,12 +49,12 @@ class RelVisionTransformer(GridVisionTransformer):
         rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`; None: its defaults.
         rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
             None: the default of the position, 0.1 for tables.
-        mixer: your own attention or other mixer, see `RelativeBlock`; None: `RelativeAttention`. All arguments of
-            positions are for a mixer with an attribute `position`.
+        mixer: your own attention or other mixer, see `RelativeBlock`; None: `RelativeAttention`. The arguments about
+            positions need a mixer with an attribute `position`.
         backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
-        band_rows: rows of patches in a band, for images that are computed band by band, each with a memory of earlier
-            bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
-        memory_rows: rows of patches before a band that the memory holds; None: all.
+        band_rows: number of rows of patches in a band, for images that are computed band by band, each band with a
+            memory of earlier bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
+        memory_rows: number of rows of patches above a band that the memory holds; None: all rows.
         **kwargs: see `GridVisionTransformer` (pos_embed, class_token, global_pool, patch_drop_rate, reversible,
             mlp_chunk) and `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim ...).
 
@@ -141,8 +142,8 @@ PATCH4_32 = {"patch_size": 4, "img_size": 32}
 TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
 # Four register tokens (Darcet et al. 2024, arXiv 2309.16588). Average pooling leaves them out.
 REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
-# In docs/study the most accurate models have tables that reach an eighth to a quarter of the grid, here of 14 x 14
-# patches, and a learned absolute embedding.
+# The most accurate models in docs/study have a learned absolute embedding, and tables that reach an eighth to a quarter
+# of the grid: here 2 of 14 patches.
 LEARN: dict[str, Any] = {"max_distance": 2, "pos_embed": "learn"}
 
 # Arguments of `RelVisionTransformer` by the model's name; patches have 16 px unless they are given.
@@ -157,7 +158,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_xl_small": SMALL | {"position": "xl"},
     "relvit_small_reg4_gap": SMALL | REG4_GAP,
     "relvit_base_reg4_gap": BASE | REG4_GAP,
-    # The next two are for images of 32 px such as CIFAR's.
+    # The next two models are for images of 32 px such as CIFAR's.
     "relvit_tiny_patch4_32": TINY | PATCH4_32,
     "relvit_small_patch4_32": SMALL | PATCH4_32,
     "test_relvit": TEST,
@@ -168,8 +169,8 @@ default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, completed with the arguments of the model of this name.
 
-    A call with another position ignores the named model's clip distance: that position has its own default or no
-    clipping.
+    If the call chooses another position, the clip distance of the named model is left out, because the chosen position
+    has its own default or no clipping.
     """
     if "position" in given and given["position"] != own.get("position", "tables"):
         own = {name: value for name, value in own.items() if name != "max_distance"}

@@ -35,5 +35,6 @@ class Segmenter(Protocol):
         ...
 
 
-# A name in the argument `reach` of `set_reach` -> its segmenter; packages in `relvit.families` add theirs.
+# A name in the argument `reach` of `set_reach` -> the class of the segmenter; packages in `relvit.families` add
+# entries.
 SEGMENTERS: dict[str, type[Segmenter]] = {}

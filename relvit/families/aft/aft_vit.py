@@ -43,13 +43,13 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Images of any size whose sides are multiples of the patch work in `forward`: 'conv' depends on offsets only; the
     other mixers interpolate the biases and embeddings learned for `img_size`. By default, as in the paper, a model with
-    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have both
-    and classify the class token.
+    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have a
+    class token and an absolute embedding, and classify the class token.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: number of heads; each head of 'conv' has its own window and keys, the paper's other mixers have one
-            head.
+        num_heads: number of heads; each head of 'conv' has a window and keys of its own; in the paper all other mixers
+            have one head.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
@@ -57,8 +57,8 @@ class AFTVisionTransformer(GridVisionTransformer):
         global_pool: as in `GridVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
         backend: see `aft_full` and `aft_conv`.
         **kwargs: see `GridVisionTransformer` (patch_drop_rate, reversible, mlp_chunk) and
-            `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), without
-            those arguments of attention that `fixed` lists.
+            `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), except the
+            arguments of attention that `fixed` lists.
 
     Raises:
         ValueError: an unknown name, an argument that this class or this mixer does not have; in `forward` an
@@ -147,8 +147,8 @@ def checkpoint_filter_fn(
     - the factors of a bias on another grid are interpolated (an approximation);
     - from a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
       pretrained DeiT (section 4.3); projections to queries and keys, and tensors that only attention-free mixers have,
-      keep the model's values. 'simple' has no tensor that distinguishes its own checkpoints from checkpoints of
-      attention, so it loads all tensors.
+      keep the model's values. A checkpoint of a model with 'simple' has tensors of the same names as a checkpoint with
+      attention, so a model with 'simple' loads all tensors.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
@@ -184,7 +184,7 @@ def checkpoint_filter_fn(
 def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
     """Put the model's own queries and keys before the values of attention; return the names of these projections."""
     names = [name for name in state if ".attn.qkv." in name and name in own]
-    # Projections of another width are not converted, so loading refuses them with an error.
+    # Skip projections of another width: they stay as they are, so loading refuses them with an error.
     names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
     for name in names:
         values = state[name].shape[0] // 3
@@ -217,7 +217,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_conv_small_k11_h16": SMALL | _conv(11, 16),  # 20.3 M
     "relvit_aft_conv_small_k11_h384": SMALL | _conv(11, 384),  # 22.5 M
     "relvit_aft_conv_small_k15_h384": SMALL | _conv(15, 384),  # 23.0 M
-    # For images of 32 px such as CIFAR's.
+    # The next two models are for images of 32 px such as CIFAR's.
     "relvit_aft_conv_tiny_patch4_32": TINY | _conv(11, 192) | PATCH4_32,
     "relvit_aft_conv_small_patch4_32": SMALL | _conv(11, 384) | PATCH4_32,
     "test_relvit_aft": TEST | _conv(5, 2),

@@ -1,7 +1,8 @@
 """Window sums of AFT-conv: weights exp(w) in a window around each patch, 1 everywhere else, by depthwise convolution.
 
 There are two backends: 'difference' is the paper's form (section 3.2), which convolves with exp(w) - 1 and adds the sum
-over all tokens; 'convolution' subtracts nothing. `operations.aft_conv` chooses.
+over all tokens; 'convolution' convolves with exp(w) and adds the sum over the tokens outside the window.
+`operations.aft_conv` chooses.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
-# For weights below this one the backend 'difference' loses too many digits to cancellation. For larger weights the
-# error of an average is at most 2 exp(5) = 300 times the rounding error.
+# If w is below this number, the backend 'difference' loses too many digits to cancellation. If w is larger, the error
+# of an average is at most 2 exp(5) = 300 times the rounding error.
 LEAST_DIFFERENCE = -5.0
 
 
@@ -35,7 +36,8 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
         (B, N, channels), up to a factor for each token, which cancels in the average.
     """
     height, columns, coords = grid.height, grid.width, grid.coords
-    # If the window covers all patches, `top` may be far below 0, and exp(-top) would overflow.
+    # If the window covers all patches, `top` may be far below 0, and exp(-top) would overflow, so clamp -top to at most
+    # 0.
     window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     window, outside = (per_channel(part.to(parts.dtype), parts.shape[2], width) for part in (window, outside))
     outside = outside.flatten()
@@ -94,7 +96,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
 class _Depthwise(torch.autograd.Function):
     """Depthwise convolution that also computes the kernel's gradient by a convolution.
 
-    On CPUs PyTorch's own gradient takes many times as long for large depthwise kernels.
+    For large depthwise kernels on CPUs, PyTorch's own gradient takes many times as long as this convolution.
     """
 
     @staticmethod
@@ -113,7 +115,8 @@ class _Depthwise(torch.autograd.Function):
             return None, of_x
         rows, cols = (size // 2 for size in kernel.shape[1:])
         of_kernel = torch.zeros_like(kernel)
-        # A single sample fits into the CPU's caches, and this convolution is faster with channels first.
+        # Compute one sample at a time, because a single sample fits into the CPU's caches, and with channels first,
+        # because this convolution is then faster.
         for image, of_output in zip(x, grad, strict=True):
             image = F.pad(image.permute(2, 0, 1).contiguous(), (cols, cols, rows, rows))
             of_output = of_output.permute(2, 0, 1)[:, None].contiguous()

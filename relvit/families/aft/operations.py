@@ -56,7 +56,7 @@ def aft_full(
         is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
         backend: 'products' (exp(w) times exp(k) v and exp(w) times exp(k), as matrix products; a bias that is more than
             70 below the query's largest bias counts as 70 below the largest), 'pairs' (a softmax for each query and
-            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' (the same in double precision and O(N^2
+            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' ('pairs' in double precision, with O(N^2
             dim) memory), or 'auto': 'products' if the biases are at most 70 apart, otherwise 'pairs'. Only on the CPU
             'auto' reads the biases to decide; on other devices, and in graphs, it takes 'products'.
 
@@ -105,8 +105,8 @@ def aft_local(
 ) -> Tensor:
     """Compute AFT-local: `aft_full` whose bias is zero, not absent, between places that are far apart.
 
-    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, by rows and columns.
-    Arguments that are not listed here are those of `aft_full`.
+    Every token still attends to all tokens. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 3, with a distance in rows
+    and a distance in columns. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -144,8 +144,7 @@ def aft_simple(
 
         out_i = sigmoid(q_i) * sum_j softmax_j(k_j) v_j
 
-    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. Arguments that are not listed here are those of
-    `aft_full`.
+    Source: Zhai et al. 2021 (arXiv 2105.14103), section 3.2. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -184,7 +183,7 @@ def aft_conv(
 
     Every token attends to all tokens, with a bias for tokens inside the window. Source: Zhai et al. 2021 (arXiv
     2105.14103), eq. 4 and section 3.2, in two dimensions; a sequence is a grid of one row. In the paper all channels of
-    a head share one key. Arguments that are not listed here are those of `aft_full`.
+    a head share one key. For arguments that are not listed here see `aft_full`.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -197,10 +196,10 @@ def aft_conv(
             columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
         backend: 'convolution' (depthwise), 'difference' (depthwise as in the paper, exact for weights from -5 on),
             'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
-            (the same in double precision and O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
+            ('pairs' in double precision, with O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
             'convolution' and 'pairs' that is exact for the given weights; on other devices, and in graphs,
             'convolution'. For 'difference' and 'convolution' a weight more than 70 below the largest weight (or below
-            the 0 outside) counts as 70 below the largest.
+            the weight 0 outside the window) counts as 70 below the largest.
 
     Returns, raises: as `aft_full`.
     """

@@ -11,7 +11,8 @@ from torch import Tensor
 from relvit.ops.grid import Grid, batched_coords, token_places, without_padding
 from relvit.ops.recompute import recomputed
 
-# A tile has at most this many logits, or the logits of one query if a single query has more.
+# Averages are computed in tiles, each for a range of queries. A tile has at most this many logits, or the logits of a
+# single query if one query has more.
 TILE_LOGITS = 2**24
 
 
@@ -56,8 +57,8 @@ def average_of_pairs(
             allowed = earlier if allowed is None else earlier & allowed
         top = (key + pairs).detach()
         top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
-        # For the token with the largest sum of key and bias, subtract its key from all keys and its bias from all
-        # biases. Subtracting the sum from sums would round away a small bias beside a large key.
+        # Find the token with the largest sum of key and bias. Subtract this token's key from all keys and its bias from
+        # all biases, and only then add: a sum of a large key and a small bias would round the bias away.
         of_top = (part.detach().expand(*top.shape[:3], count, top.shape[4]).gather(3, top) for part in (key, pairs))
         key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
         logits = key + pairs

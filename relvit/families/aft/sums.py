@@ -12,9 +12,10 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# Biases further apart than this are cut off. The largest exp(key - m) of a channel is 1, and float32 loses values below
-# exp(-87): even if the largest value has the weight exp(-70) and a lost value the weight 1, the lost value is smaller
-# than a rounding error.
+# A bias that is further than this below the largest bias counts as this far below it. Why 70: the largest exp(key - m)
+# of a channel is 1, and float32 loses exponentials below exp(-87), which become 0. Even if the largest exponential has
+# the weight exp(-70) and a lost exponential the weight 1, the lost product is exp(-17) of the largest exponential's
+# product, less than a rounding error.
 SPREAD = 70.0
 # These devices multiply matrices much faster in half precision.
 HALF_PRODUCTS = {"cuda"}

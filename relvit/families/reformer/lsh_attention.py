@@ -35,7 +35,7 @@ class LSHAttention(Mixer, KeepConstants):
     This module can replace `RelativeAttention`. Each token has one vector that serves as query and as key; keys are
     normalised to unit length. In training every call draws new random rotations from PyTorch's generator; in evaluation
     the rotations are always the same, also in other processes. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451),
-    section 2; see `lsh_attention`. Arguments that are not listed here are those of `timm.layers.Attention`.
+    section 2; see `lsh_attention`. For arguments that are not listed here see `timm.layers.Attention`.
 
     Examples:
         >>> LSHAttention(64, num_heads=4, bucket_size=16)(torch.randn(2, 400, 64), make_grid(20, 20)).shape
@@ -94,7 +94,7 @@ class LSHAttention(Mixer, KeepConstants):
         """Set the number of tokens per bucket and of hashing rounds, at any time, because no parameters depend on them.
 
         Raises:
-            ValueError: one of the two numbers is below 1.
+            ValueError: `bucket_size` or `rounds` is no integer, or is below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -127,7 +127,7 @@ class LSHAttention(Mixer, KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        # The number of buckets grows with the number of tokens: use as many of the drawn rotations.
+        # The number of buckets grows with the number of tokens, so use only the first `pairs` of the drawn rotations.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
         rotations = self.rotations[:, :, :pairs]
         if self.training:

@@ -24,10 +24,10 @@ class LSHVisionTransformer(RelVisionTransformer):
         rel_terms: 'b' (a learned bias) or '' (no bias). `position` may be 'slopes', or your own position if it returns
             only a bias.
         bucket_size, rounds: see `LSHAttention`; None: its defaults.
-        **kwargs: see `RelVisionTransformer`, but for the arguments in `fixed`.
+        **kwargs: see `RelVisionTransformer`; the arguments in `fixed` are refused.
 
     Raises:
-        ValueError: as `RelVisionTransformer`; relative terms besides a bias; in `forward` an `attn_mask`.
+        ValueError: as `RelVisionTransformer`; relative terms other than a bias; in `forward` an `attn_mask`.
         TypeError: as `RelVisionTransformer`.
     """
 
@@ -41,7 +41,8 @@ class LSHVisionTransformer(RelVisionTransformer):
     ) -> None:
         for name in self.fixed.keys() & kwargs:
             raise ValueError(f"{name} cannot be chosen: {self.fixed[name]}")
-        # Other positions have no `rel_terms`, and refuse any value.
+        # Only 'tables' has `rel_terms`. Another position gets `rel_terms` only if the user changed the default, and
+        # then refuses it.
         if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
             kwargs["rel_terms"] = rel_terms
         hashing = {"bucket_size": bucket_size, "rounds": rounds}

@@ -33,13 +33,13 @@ def lsh_attention(
 ) -> Tensor:
     """Compute Reformer's LSH attention, in time and memory that grow with N log N instead of N x N.
 
-    Queries are keys: k_j = q_j / |q_j|. In each round r a token's bucket is the largest of q R_r and -q R_r. Tokens are
-    sorted by bucket, stably, and cut into chunks; P_i is the set of tokens j that in any round are in the bucket of i
-    and in the chunk of i or the chunk before. Then
+    Queries are keys: k_j = q_j / |q_j|. In each round r a token's bucket is the index of the largest number in (q R_r,
+    -q R_r). Tokens are sorted by bucket, stably, and cut into chunks; P_i is the set of tokens j that in any round are
+    in the bucket of i and in the chunk of i or the chunk before. Then
 
         out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
 
-    and j = i counts only if P_i holds no other token. A pair that is in P_i by several rounds counts once. If one
+    and j = i counts only if P_i holds no other token. A token that several rounds put into P_i counts once. If one
     bucket, or all rounds together, cover all tokens, the result equals full attention. Source: Kitaev et al. 2020,
     Reformer (arXiv 2001.04451), section 2 and appendix A; as in the authors' code, keys have unit length, and logits
     are not divided further.
@@ -86,8 +86,8 @@ def lsh_attention(
     return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
 
 
-# Not compiled: chunk sizes result from divisions of the number of tokens, and Dynamo takes minutes to simplify the
-# symbols.
+# Do not compile this function: chunk sizes are quotients of the number of tokens, and Dynamo takes minutes to simplify
+# such symbolic sizes.
 @torch.compiler.disable
 def _run(*arguments: object) -> Tensor:
     """Attend, and keep the arguments alone for backward, as in the paper."""
@@ -117,7 +117,8 @@ def _attend(
     # The padding to whole chunks forms a last bucket, to which no token attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
-    # Distinct sort keys keep the order of tokens within a bucket under every sorting algorithm.
+    # Each token has a different sort key, so that tokens within a bucket keep their order under every sorting
+    # algorithm.
     order = (hashes * (tokens + extra) + torch.arange(tokens + extra, device=hashes.device)).argsort(dim=-1)
     place = order.argsort(dim=-1)
     chunks = (tokens + extra) // size
@@ -140,7 +141,8 @@ def _attend(
     if terms is not None and terms.bias is not None:
         logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
 
-    # Two tokens meet in a round if their codes, which combine bucket and chunk, are equal or differ by 1.
+    # A code combines the bucket and the chunk of a token. In a round a query meets a key if the query's code equals the
+    # key's code or is larger by 1.
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):
@@ -184,8 +186,8 @@ def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_si
     """Raise where a tensor has more numbers than the device's kernels can count."""
     batch, heads, tokens, head_dim = query_key.shape
     buckets, size = _division(tokens, rotations, chunk_size)
-    # For each token, the largest tensor holds one of these: two coordinates of every key in two chunks, the vectors of
-    # two tokens, or a number for each bucket.
+    # Per token, the largest tensor holds the two coordinates of every key in two chunks, or the vectors of two tokens,
+    # or a number for each bucket.
     per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
     number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
     check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")

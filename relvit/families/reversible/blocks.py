@@ -67,8 +67,8 @@ def reversible_blocks(
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        # Recomputation is only for gradients: without them PyTorch keeps no tensors. Transforms of torch.func support
-        # plain operations only.
+        # Without gradients PyTorch keeps no tensors, so there is nothing to save by recomputation. Transforms of
+        # torch.func only support plain operations, so they compute without recomputation, too.
         run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
@@ -132,7 +132,8 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
-        # From autocast's cache, backward would get the weights that forward has cast, which have no gradients.
+        # Autocast's cache may hold weights that forward has cast without recording gradients. The recomputation in
+        # backward must not use these weights.
         cache_enabled=False,
     )
 
@@ -192,7 +193,8 @@ class ReversibleBlock(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
         step, chain = ctx.step, ctx.step.chain
         if torch.is_grad_enabled():
-            # With `once_differentiable`, second derivatives would leave out this function without an error.
+            # Raise here, because with PyTorch's `once_differentiable` second derivatives would leave out this function
+            # without an error.
             raise RuntimeError(
                 "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
                 "the transforms of torch.func, or a model with reversible=False"

@@ -39,9 +39,10 @@ class ReversibleDepth(Depth):
 
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Compile each block, since recomputation is in no graph of the whole model."""
-        # All blocks share one function, and each block compiles graphs of its own: two branches, with and without
-        # gradients, at several sizes. At PyTorch's recompile limit compilation could stop between forward and
-        # recomputation, and the recomputation would then draw other random numbers: raise the limit.
+        # PyTorch limits the number of graphs per function. All blocks share one function, and each block needs several
+        # graphs: for two branches, with and without gradients, at several sizes. If the limit were reached between
+        # forward and recomputation, the uncompiled recomputation would draw other random numbers than the compiled
+        # forward: raise the limit.
         config, most = torch._dynamo.config, 64 * len(model.blocks)
         config.recompile_limit = max(config.recompile_limit, most)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)

@@ -23,7 +23,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair
 
-# A model in bands cannot do these things, for these reasons; see `relvit.models.lack`.
+# What a model in bands cannot do -> the reason; see `relvit.models.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",
@@ -35,7 +35,7 @@ class Bands(NamedTuple):
 
     Attributes:
         rows: The number of rows of patches in a band.
-        memory_rows: The number of rows of patches before a band that are remembered. None remembers all rows.
+        memory_rows: The number of rows of patches above a band that are remembered. None remembers all rows.
     """
 
     rows: int
@@ -107,9 +107,9 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     """Choose the bands in which a model computes images from now on, in place; the weights stay.
 
     In each layer tokens attend to the tokens of their own band, and to the layer's inputs for the `memory_rows` rows
-    before the band; no gradients flow through these inputs (truncated backpropagation). So the outputs equal the
-    outputs of one pass with a mask that hides from a query the rows below its band, and the rows more than
-    `memory_rows` above the band; `torch.export` uses this mask. Nothing is kept between two calls of the model.
+    above the band; no gradients flow through these inputs (truncated backpropagation). So the outputs equal the outputs
+    of one pass with a mask that hides from a query the rows below its band, and the rows more than `memory_rows` above
+    the band; `torch.export` uses this mask. Nothing is kept between two calls of the model.
 
     Examples:
         >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
@@ -121,7 +121,7 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
             must depend on offsets alone: `'fire'` and `'low-rank'` also depend on the size of the image.
         band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None computes
             images as a whole.
-        memory_rows: The number of rows of patches before a band that are remembered. None remembers all rows, so that
+        memory_rows: The number of rows of patches above a band that are remembered. None remembers all rows, so that
             memory grows with the image.
 
     Returns:
@@ -206,8 +206,8 @@ def forward_segment(
         model: See `set_bands`; bands that were set with `set_bands` are ignored here.
         images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
         memory: The memory that the call for the previous segment returned. None: this segment is the first.
-        memory_rows: The number of rows of patches that are remembered: the rows that were computed last, wherever they
-            are in the image. None remembers all rows.
+        memory_rows: The number of rows of patches that are remembered: the rows of the latest segments, wherever these
+            rows are in the image. None remembers all rows.
         start: Row and column of the segment's first patch, for offsets to earlier segments; any integers, also negative
             ones, since only differences count. None puts the segment below the previous one. Tiles have their own row
             and column; all frames have (0, 0).

@@ -87,7 +87,8 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""
-        # Sums of probabilities need more than half precision. Autocast leaves elementwise products in single precision.
+        # Sums of probabilities need more than half precision. Multiply by element, because autocast would compute a
+        # matrix product in half precision.
         wide = torch.promote_types(patches.dtype, torch.float32)
         return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()
 

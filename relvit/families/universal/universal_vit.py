@@ -95,7 +95,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     `AdaptiveHalting`; class and register tokens compute all steps. A token that has halted keeps its last state and
     signals, and other tokens still attend to this state. The output of a token is the sum of its states, weighted by
     the halting probabilities. Tokens that have halted leave the batch, which saves time. Compiled, exported and traced
-    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same numbers.
+    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same outputs.
 
     timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
     the final features are the weighted sum, and `stop_early` or pruning to t makes t the last step. `blocks` holds one
@@ -162,7 +162,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     def set_training_losses(self, enable: bool = True) -> None:
         """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.
 
-        A training calls the method of this name of every model that has additional losses.
+        Training calls `set_training_losses(True)` on every model that has additional losses.
         """
         if enable and self.halting is None:
             raise ValueError("there is no ponder cost without halting='act'")
@@ -252,8 +252,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
     def _halt_gathered(self, x: Tensor, grid: Grid) -> tuple[Tensor, HaltingState]:
         """Compute the same as `_halt_masked` without most of the halted tokens, whose keys and values stay.
 
-        The image with the most running tokens sets the length of the batch. Images with fewer running tokens are filled
-        up with halted tokens.
+        The image with the most running tokens sets the length of the batch. Images with fewer running tokens also
+        compute some halted tokens, to fill the batch.
         """
         prefix, run = grid.prefix, run_gathered
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -297,12 +297,12 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def _may_gather(self, x: Tensor) -> bool:
         attn = self.blocks[0].attn
-        # Gathered tokens take the steps of relvit's own attention, without the layer's `forward`.
+        # `run_gathered` calls the parts of `RelativeAttention` and not its `forward`, so a subclass, which may compute
+        # something else, is excluded.
         own = type(attn) is RelativeAttention
         if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # With gathered tokens the parts of the block are called one by one, which would skip the hooks on these
-        # modules.
+        # `run_gathered` calls the parts of the block one by one, which would skip hooks on these modules.
         modules = (self.blocks[0], attn, attn.attn_drop)
         return attn.window is None and not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 
@@ -321,8 +321,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return {**groups, "blocks": [*groups["blocks"], (r"^(?:signals|halting)\.", (0,))]}
 
 
-# With one wide block that is applied many times, accuracy comes near a Vision Transformer's; with a narrow block it
-# does not (bViT, arXiv 2605.10661).
+# With one wide block that is applied many times, accuracy comes near the accuracy of a Vision Transformer; with a
+# narrow block accuracy stays lower (bViT, arXiv 2605.10661).
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_universal_tiny": TINY,
     "relvit_universal_small": SMALL,

@@ -25,8 +25,8 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).
 
-    Each axis serves every size: a grid with no more rows than the table uses the table's first rows; for a larger grid
-    the table is stretched as by `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
+    The tables serve grids of every size: a grid with no more rows than a table uses the table's first rows; for a
+    larger grid the table is stretched as by `torch.nn.functional.interpolate(mode='linear', align_corners=False)`.
 
     Examples:
         >>> embedding = AxialPositionEmbedding(8, grid_size=(5, 9))
@@ -101,7 +101,7 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
     def forward(self, grid: Grid) -> Tensor:
         """Compute the embedding of the patches: (P, dim), or (B, P, dim) if each image has its own coords.
 
-        Coordinates outside the grid get the nearest vector.
+        A patch with coordinates outside the grid gets the vectors of the nearest row and column of the grid.
         """
         device = self.rows.device
         if grid.coords is None:
@@ -128,8 +128,9 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
         (*index.shape, width), dtype of the table: vectors of the table if size <= n, otherwise their linear
         interpolation.
     """
-    # One expression without a condition on sizes computes both cases, so that one graph works for all sizes. Positions
-    # are integers in units of 1 / step, so that vectors of the table are returned exactly.
+    # The same expression computes `position` for size <= n and for size > n, without a condition, so that one graph
+    # works for all sizes. `position` is an integer in units of 1 / `step`, so that vectors of the table are returned
+    # exactly.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length

@@ -20,7 +20,7 @@ class Position(KeepConstants):
 
     A position implements `forward(grid)`, or `terms` if the position depends on the tokens. Every block makes its own
     position, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments.
-    A module without this base only needs `forward(grid)`.
+    A position that is no subclass of `Position` only needs `forward(grid)`.
 
     Examples:
         >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches
@@ -40,10 +40,10 @@ class Position(KeepConstants):
             initialise.
 
     Attributes:
-        needs_tokens: the terms are not tables that the grid alone determines: they depend on the tokens, or are free
-            channels.
-        needs_extent: the terms depend on the size of the image or on places in it, and not on offsets alone:
-            `relvit.families.transformer_xl.set_bands` refuses such positions.
+        needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
+            the grid alone determines.
+        needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
+            alone: `relvit.families.transformer_xl.set_bands` refuses such positions.
         stretchable: whether the position reads `trained_grid`.
         trained_grid: rows and columns of patches in training: in images of another size, offsets are divided by the
             ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches.
@@ -115,7 +115,7 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
         trained_grid: see `Position`.
 
     Raises:
-        ValueError: a batch with padding, whose images differ in size, so no table serves all of them.
+        ValueError: a padded batch: its images differ in size, so no single table serves all images.
     """
     if trained_grid is None:
         return False
@@ -177,7 +177,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
         table, distance = table.index_select(axis, rows), far
     farthest = (distance * size + trained - 1) // trained
-    # Offsets are integers in units of 1 / size, so that whole offsets are exact.
+    # `position` is an integer in units of 1 / `size`, so that entries for whole offsets are exact.
     offsets = torch.arange(-farthest, farthest + 1, device=table.device)
     position = (offsets * trained + distance * size).clamp(min=0)
     before = position // size

@@ -16,7 +16,7 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# `init_std` in `retrofit` and `rel_init_std` in models are one argument of positions.
+# Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`.
 ALIASES = {"rel_init_std": "init_std"}
 
 
@@ -25,8 +25,9 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
 
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
-        **arguments: arguments of a position known by name, as models or `retrofit` call them. None keeps the position's
-            own default. Positions that learn nothing take an `init_std` of 0.
+        **arguments: arguments of a position that is given by name; their names are the names in models or in
+            `retrofit`. None keeps the position's own default. `init_std=0` is ignored if the position has no
+            `init_std`.
 
     Raises:
         ValueError: an unknown name, an argument that the position lacks, or a negative standard deviation.
@@ -65,7 +66,8 @@ def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.
         if not callable(factory) or "layer" not in inspect.signature(factory).parameters:
             return factory
     except ValueError:
-        # A partial with wrong arguments has no signature, and its call says which argument is wrong.
+        # `inspect.signature` fails for a `partial` with wrong arguments. Return this `partial`: its call raises an
+        # error that names the wrong argument.
         return factory
     index = count()
     return lambda *args, **kwargs: factory(*args, layer=(next(index), depth), **kwargs)

@@ -25,8 +25,8 @@ class ContinuousPosition2d(Position):
     - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the
       last layer, as in the authors' code.
 
-    Both axes enter G, so the table is joint, and is computed for each grid. Parameters have the names of timm's
-    `RelPosMlp`; in the authors' code `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2`.
+    G depends on both offsets together, so its values form a joint table, which is computed for each grid. Parameters
+    have the names of timm's `RelPosMlp`; in the authors' code `mlp.fc1` and `mlp.fc2` are `cpb_mlp.0` and `cpb_mlp.2`.
 
     Examples:
         >>> position = ContinuousPosition2d(head_dim=32, num_heads=3, mode="swin", window=8)
@@ -79,7 +79,8 @@ class ContinuousPosition2d(Position):
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         window = self.window if self.mode == "swin" else None
         offsets, mlp = _scaled_offsets(grid, trained, window, weight.dtype, weight.device), self.mlp
-        # Calling timm's `Mlp`, with its modules that do nothing, would take longer than the arithmetic.
+        # Call the layers one by one: timm's `Mlp` also calls modules that do nothing, which would take longer than the
+        # arithmetic.
         hidden = mlp.fc1(offsets).relu()
         table = mlp.fc2(mlp.drop1(hidden) if self.training else hidden).permute(2, 0, 1)
         if self.mode == "swin":
@@ -100,7 +101,7 @@ def _scaled_offsets(
 ) -> Tensor:
     """Compute s(d) for all pairs of offsets, (2 H - 1, 2 W - 1, 2); `window`: of 'swin', None for 'cr'."""
     dy, dx = axis_offsets(grid, trained_grid, None, torch.empty(0, dtype=dtype, device=device))
-    # The paper's offsets are query minus key, relvit's are key minus query.
+    # The paper's offsets are query minus key, relvit's offsets are key minus query, so change their signs.
     dy, dx = -dy, -dx
     if window is not None:
         dy, dx = dy * 8 / (window[0] - 1), dx * 8 / (window[1] - 1)

@@ -15,8 +15,8 @@ class FirePosition2d(Position):
 
     with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. For sizes above L the quotient
     u has the same range at all sizes, so in large images f is evaluated between points seen in training. In the paper
-    each token has its own divisor; here all tokens share one divisor, the paper's divisor of a sequence's last token
-    (at position size - 1), and the sign distinguishes keys before and after a query.
+    the divisor depends on the position of the query; here all queries share the divisor that the paper gives to the
+    last token of a sequence (at position size - 1). The sign of u distinguishes keys before a query from keys after it.
 
     Examples:
         >>> position = FirePosition2d(head_dim=64, num_heads=12)
@@ -32,7 +32,7 @@ class FirePosition2d(Position):
         init_std: see `Position`.
 
     Attributes:
-        trained_grid: see `Position`; it replaces the size in u.
+        trained_grid: see `Position`; its rows and columns take the place of `size` in u.
 
     Raises:
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.

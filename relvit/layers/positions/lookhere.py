@@ -7,8 +7,8 @@ import torch
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 
-# This number hides a key, and half precision can represent it. It is finite, since backends multiply unused entries of
-# a table by 0.
+# The bias of hidden keys. Half precision can represent this number. It is finite, because backends multiply unused
+# entries of a table by 0, and 0 times infinity is NaN.
 HIDDEN = -1e4
 
 # Each head has a pair of these vectors (dy, dx), and sees a key if the key's offset has a negative dot product with
@@ -36,7 +36,7 @@ class LookHerePosition2d(Position):
     heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
     (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
     'corners-none' and 'eighths1-eighths2-none'. With any other number n of heads, 4 (n // 6) heads, but at least four,
-    are directed, and the other heads see everything; slopes continue in the same way. The paper has no layout for four
+    are directed, and the other heads see everything; slopes follow the same rules. The paper has no layout for four
     heads: here all four are directed.
 
     Examples:
@@ -93,8 +93,8 @@ class LookHerePosition2d(Position):
         views = [directions[head % len(directions)] for head in range(directed)]
         slopes = [2.0 ** -(head // len(directions) + 1) for head in range(directed)]
         everywhere = self.num_heads - directed
-        # If the number of heads that see everything is a multiple of four, neighbouring heads have the same slope, as
-        # in the paper's model with 16 heads.
+        # Of the heads that see everything, `repeats` neighbouring heads have the same slope, as in the paper's model
+        # with 16 heads, where 8 heads see everything and `repeats` is 2.
         repeats = max(1, everywhere // 4)
         views += [EVERYWHERE] * everywhere
         slopes += [4.0 ** -(head // repeats % 4 + 1) for head in range(everywhere)]

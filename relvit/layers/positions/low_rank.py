@@ -16,8 +16,9 @@ from relvit.ops.grid import batched_coords
 class LowRankPosition2d(Position):
     """Bias b_ij = f_i . g_j with two learned vectors of width r for each place of a grid, per head.
 
-    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): a bias of rank r equals the product of r more
-    channels of queries and keys, and biases such as Swin's nearly have a low rank; `load_bias` factorises a given bias.
+    Source: FlashBias (Wu et al. 2025, arXiv 2505.12044, section 3): the product of r additional channels of queries and
+    keys is a bias of rank r, and learned biases such as Swin's nearly have a low rank; `load_bias` factorises a given
+    bias.
 
     A grid with no more rows (or columns) than the factors uses the first rows of the factors, so a bias that depends on
     offsets alone stays the same. For a larger grid the factors are interpolated linearly, each axis on its own, which
@@ -64,7 +65,7 @@ class LowRankPosition2d(Position):
     def init_weights(self) -> None:
         """Initialise the factors."""
         super().init_weights()
-        # If both factors were zero, neither would ever get a gradient.
+        # The key's factors are random: if both factors were zero, neither would ever get a gradient.
         nn.init.trunc_normal_(self.key)
 
     def no_weight_decay(self) -> set[str]:
@@ -112,9 +113,10 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         rank: r; at most min(Nq, Nk) factors are returned.
 
     Returns:
-        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias, each with
-        the square roots of the singular values; and the error, (heads,) float64: the Frobenius norm of the difference,
-        relative to the norm of the bias. No factors of this rank have a smaller error (Eckart & Young 1936).
+        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias, each
+        multiplied by the square roots of the singular values; and the error, (heads,) float64: the Frobenius norm of
+        the difference between the bias and the product of its factors, divided by the norm of the bias. No factors of
+        this rank have a smaller error (Eckart & Young 1936).
 
     Raises:
         ValueError: a bias of another shape, or a rank below 1.
@@ -144,7 +146,7 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
             )
     of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)
-    # Queries may lie outside the grid of the keys, so they use the factors of the nearest place.
+    # A query may lie outside the grid of the keys; it then uses the factors of the nearest place in this grid.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
     return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
 

@@ -30,13 +30,13 @@ class ParabolicPosition2d(Position):
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5, and tokens are num_heads head_dim wide.
         num_heads: number of heads.
-        parabolas: M, the number of parabolas per head; the default is the authors'.
+        parabolas: M, the number of parabolas per head; the default is the authors' number.
         init_std: see `Position`; only for the directions. The default is the standard deviation of the authors' uniform
             distribution.
 
     Attributes:
         directions: (num_heads, M, 2), w, for rows and columns.
-        coefficients: linear layer of W_a and W_b, the authors' `ab`.
+        coefficients: one linear layer with the rows of W_a and W_b, named `ab` in the authors' code.
 
     Raises:
         ValueError: no parabola, a negative standard deviation.

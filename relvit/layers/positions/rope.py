@@ -109,8 +109,8 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply elementwise, because autocast would compute a
-        # matrix product in half precision.
+        # `angles` is (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply elementwise, because autocast
+        # would compute a matrix product in half precision.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)
@@ -130,7 +130,8 @@ class AnySizeRope:
         """Return sines and cosines (rows * columns, 2 head_dim) of a shape (rows, columns); None: the stored ones."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, **dtype)
-        # A traced or exported graph must also work for other sizes than the stored one.
+        # A traced or exported graph must also work for other sizes than the stored one, so it always computes the
+        # embedding.
         traced = torch.compiler.is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, **dtype)
@@ -141,7 +142,7 @@ class AnySizeRopeCat(AnySizeRope, RotaryEmbeddingCat):
     """timm's `RotaryEmbeddingCat` for every size, see `AnySizeRope`."""
 
     def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        # timm before 1.0.31 names its method otherwise, and keeps no bands beside a stored embedding.
+        # Before 1.0.31 timm's class has another method for this, and no `bands` if it stores an embedding.
         if not hasattr(self, "_build_embed_cat"):
             return self._get_pos_embed_values(shape, self.pos_embed.device, self.pos_embed.dtype)
         return self._build_embed_cat(shape, self.bands, dtype=dtype, augment=self.training and self.aug_active)

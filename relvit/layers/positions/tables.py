@@ -99,8 +99,9 @@ class RelativePosition2d(Position):
         """Return the terms, the same for every grid of the trained size."""
         tables, kind, given, trained = [], LAYOUTS[self.layout], self._parameters, self.trained_grid
         for names in self._names.values():
-            # Read parameters from `_parameters`: looking up an attribute takes PyTorch as long as a view. Parametrized
-            # tables are not in that dictionary, so look them up as attributes.
+            # Read parameters from the dictionary `_parameters`: looking up an attribute of a module takes PyTorch as
+            # long as making a view of a tensor. Parametrized tables are not in that dictionary, so look them up as
+            # attributes.
             found = [given[name] if name in given else getattr(self, name) for name in names]
             tables.append(kind(*found) if found else None)
         if trained is None or not is_stretched(grid, trained):
@@ -111,7 +112,7 @@ class RelativePosition2d(Position):
     def _stretched(
         self, term: str, tables: AxisTables | JointTable, grid: Grid, trained: tuple[int, int]
     ) -> AxisTables | JointTable:
-        # The axis of the offsets is the last axis of a bias table, and the last but one of a table of vectors.
+        # The axis of the offsets is the last axis of a bias table, and the second-to-last axis of a table of vectors.
         axis = -1 if term == "bias" else -2
         down, across = ((size, before, self.bucketing) for size, before in zip((*grid,)[:2], trained, strict=True))
         if isinstance(tables, JointTable):

@@ -40,8 +40,8 @@ def retrofit(
     """Give a Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
-    keys stay) and computes `relvit.ops.relative_attention`. Tables are multiplied by queries and keys after the norms
-    and before the rotation of queries and keys, if there is any. The model then takes images of every size whose sides
+    keys stay) and computes `relvit.ops.relative_attention`. If queries and keys are normalised or rotated, tables are
+    multiplied by them after the norms and before the rotation. The model then takes images of every size whose sides
     are multiples of the patch: absolute embeddings are interpolated as in timm, rotary embeddings computed for the
     size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
 
@@ -159,7 +159,7 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
     if hasattr(model, "_model_args"):
         cfg = model.pretrained_cfg
         model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": chosen}
-        # Some functions of timm read the description from one of these attributes, some from the other.
+        # Set both attributes: some functions of timm read `pretrained_cfg`, and some read `default_cfg`.
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}
 
 

@@ -130,7 +130,8 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
         window = [max(size, 2) for size in scaled_by]
         position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
         if source is not attn:
-            # timm's network has dropout behind its hidden layer in training, so this one gets the same rate.
+            # In training timm's network applies dropout behind its hidden layer, so give relvit's network the same
+            # rate.
             position.mlp.drop1.p = source.mlp.drop1.p
         return {"position": position}
     rows, columns = source.window_size

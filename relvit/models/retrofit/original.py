@@ -15,8 +15,8 @@ from relvit.ops.checks import check_model
 from relvit.utils.messages import part_of
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-# `relvit.models.set_reach` and users set these attributes after a retrofit; the original classes do not read these
-# attributes.
+# `relvit.models.set_reach` and users set these attributes after a retrofit. `restore` removes them, because the
+# original classes do not read these attributes.
 LATER = ("trained_keys", "window", "trained_grid", "segmenter", "mirrored_grid")
 RECORD = "_before_retrofit"
 
@@ -28,7 +28,8 @@ class Absent:
 class Before(NamedTuple):
     """A module before it was retrofitted, or what has changed since.
 
-    `members` are tensors and modules by kind, `values` the buffers that the module cannot compute again.
+    `members` has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values`
+    holds the buffers that the module cannot compute again.
     """
 
     kind: type[nn.Module]
@@ -52,11 +53,13 @@ def snapshot(model: nn.Module) -> dict[str, Before]:
 def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     """Record in a model what differs from the snapshot.
 
-    Of tensors and modules that are gone, the record keeps the shapes, and the values of buffers that nothing computes.
+    Of tensors and modules that the retrofit has removed, the record keeps the shapes. It keeps the values only of
+    buffers that no method can compute again.
     """
     record, after = {}, snapshot(model)
     for name, then in before.items():
-        # A module that is gone is recorded among the members of its owner; under its own name are these buffers alone.
+        # A module that the retrofit has removed is recorded among the members of the module that contained it; the
+        # record under its own name holds only the buffers in `values`.
         now = after.get(name, then)
         values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)
@@ -156,7 +159,8 @@ def _put_back(here: dict[str, Any], former: Mapping[str, Any]) -> None:
 def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the buffers that a module does not have any more and that its class does not compute as they were.
 
-    In some versions of timm a class has no method for its buffers: Swin V2's block with the mask of shifted windows.
+    In some versions of timm a class cannot compute its buffers again: Swin V2's block has no method for its mask of
+    shifted windows.
     """
     buffers = {
         key: value
@@ -165,7 +169,8 @@ def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
     }
     if not buffers or not hasattr(then.kind, "init_non_persistent_buffers"):
         return buffers
-    # A copy gets wrong numbers in these buffers, so that a number that timm's method does not compute shows.
+    # Fill these buffers of a copy with wrong numbers, and call timm's method on the copy: a buffer that the method does
+    # not compute as it was then differs from the module's buffer.
     again = then.kind.__new__(then.kind)
     vars(again).update({**then.attributes, **{kind: dict(part) for kind, part in then.members.items()}})
     vars(again)["_non_persistent_buffers_set"] = set(then.attributes["_non_persistent_buffers_set"])
@@ -203,7 +208,8 @@ def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Modul
     if isinstance(part, nn.Module):
         state = {leaf: tables[f"{path}.{leaf}"] for leaf in part.state_dict()}
         like = next(iter(state.values()))
-        # `half()` or `to(device)` may have converted the model since the skeleton was recorded.
+        # `half()` or `to(device)` may have converted the model since the skeleton was recorded, so take dtype and
+        # device from the tables.
         module = copy.deepcopy(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
         module.load_state_dict(state)
         return module

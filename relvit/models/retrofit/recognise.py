@@ -30,7 +30,7 @@ SOURCES = {
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
-# These classes of timm are listed where a model is refused that is like none of them.
+# The error about a model of an unknown class lists these classes of timm.
 TIMM = [name.rpartition(".")[2] for name in SOURCES if name.startswith("timm.")]
 _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "

@@ -66,7 +66,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
-        # With `dynamic_img_size`, timm has already set the patch embedding to return a grid.
+        # With `dynamic_img_size`, timm has already set the patch embedding to return a grid, so its class need not be
+        # checked.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
             check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 

@@ -29,8 +29,8 @@ class GridArgument(NamedTuple):
 class TimmRelativeAttention(GridAttention):
     """Mixin before one of timm's attention modules: relative terms between its projections, see `attend_with`.
 
-    Parameters and options stay those of timm's module. A position module is added, which acts on queries and keys after
-    their norms.
+    Parameters and options stay the same as in timm's module. A position module is added, whose tables are multiplied by
+    queries and keys after the norms of queries and keys.
 
     Attributes:
         num_kv_groups: number of query heads that share a head of keys and values.
@@ -91,7 +91,7 @@ class TimmRelativePlain(TimmRelativeAttention, Attention):
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens by one projection with one bias."""
         # The method of the base class looks up the separate biases of other models, which would take as long as an
-        # operation.
+        # operation on tensors.
         return GridAttention.project(self, x)
 
 

@@ -40,9 +40,9 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
         raise ValueError(f"a native batch must hold {listing(NAMES)}; it has no {listing(missing)}")
     patches, coord, valid = (batch[name] for name in NAMES)
     weight = _projection(model).weight
-    # timm's patches have the order (height, width, C).
+    # timm's patches have the order (height, width, C), so bring the weight into this order.
     weight = weight.permute(0, 2, 3, 1).flatten(1)
-    # The padding may hold NaN, and NaN times zero is NaN.
+    # Replace the padding, which may hold NaN: a later product with zero would leave NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 PATCHES = "patch_embed.proj.weight"
 # Prefix tokens in the order of timm's models; relvit's models have no distillation token.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-# These parts of a checkpoint are used only in training.
+# These parts of a checkpoint are used only in training, so they are left out.
 IGNORED = ("head_dist.", "pre_logits.")
 # The tensors of the model have this prefix in the state dict of `relvit.app.training.ImageClassifier`.
 CLASSIFIER_NET = "net."
@@ -37,8 +37,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     approximations named here:
 
     - relative tables that the checkpoint lacks are zero; tables of a smaller clip distance repeat their outermost row
-      (exact), tables of a larger one are cut (exact within the new distance); shared tables are repeated for every
-      head, and row and column tables are added up if the model has joint tables (both exact);
+      (exact), tables of a larger clip distance are cut (exact for offsets within the model's clip distance); shared
+      tables are repeated for every head, and row and column tables are added up if the model has joint tables (both
+      exact);
     - an absolute embedding is resampled to the model's grid (an approximation at another size); it is left out if the
       model has no absolute embedding (an approximation; the part for prefix tokens is added to these tokens);
     - tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`;
@@ -76,9 +77,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     cfg = getattr(model, "pretrained_cfg", None) or {}
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
-        # timm drops the classifier if the number in the configuration differs from the model's.
+        # timm would drop the classifier if `num_classes` in the configuration differed from the model's `num_classes`.
         cfg["num_classes"] = model.num_classes
-    # Early checkpoints have patches as a matrix, (dim, channels * height * width).
+    # Early ViT checkpoints store the patch embedding's weight as a matrix, (dim, channels * height * width).
     if PATCHES in state and state[PATCHES].dim() == 2:
         state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
@@ -227,7 +228,7 @@ def grid_of(
         known = _trained_grid(model, kernel)
         if known is not None and math.prod(known) == length - prefix:
             return prefix, known
-    # If the tensor is as long as the model's own, assume the model's grid, and no other grid with as many patches.
+    # If the tensor is as long as the model's own, assume the model's grid, although other grids have as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -248,7 +249,7 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     """Return how many rows and columns of patches the checkpoint's images had, by timm's record of their size."""
     if kernel is None or kernel.ndim != 4:
         return None
-    # `pretrained_model_args` are the arguments that a saved folder records.
+    # `pretrained_model_args` holds the model's arguments that a saved folder records.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
     height, width = to_2tuple(recorded or model.pretrained_cfg["input_size"][-2:])
     return height // kernel.shape[2], width // kernel.shape[3]

@@ -10,8 +10,8 @@ from relvit.layers.positions.tables import TERMS
 
 # A table has 7 x 7 entries for offsets, and one entry for pairs with the class token.
 SIDE, ENTRIES = 7, 50
-# Distances in the table for offsets of 0, 1 ... 4 patches; all larger offsets have the last distance. These are the
-# values of iRPE's piecewise index for alpha 1.9, beta 3.8 and gamma 15.2.
+# For offsets of 0, 1 ... 4 patches, the distance from the middle of the table to the entry; all larger offsets use the
+# last distance. These are the values of iRPE's piecewise index for alpha 1.9, beta 3.8 and gamma 15.2.
 BUCKETS = (0, 1, 2, 2, 3)
 REACH = len(BUCKETS) - 1
 
@@ -61,11 +61,12 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # After this line the shape is (heads or 1, entries, head_dim).
+        # The next line gives `given` the shape (heads or 1, entries, head_dim).
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # The authors' offsets are query minus key, except in the table that is multiplied by keys: key minus query.
+        # The authors' offsets are query minus key, except in the table that is multiplied by keys, where offsets are
+        # key minus query. So reverse all other tables.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

@@ -34,7 +34,7 @@ class Weights:
         state: tensors by name.
         class_names: classes of the classifier in order.
         input_size: channels, height and width of the images in training.
-        mean, std: normalisation of these images.
+        mean, std: normalisation of the images in training.
     """
 
     source: str
@@ -142,8 +142,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture of the weights"
         )
-    # A tensor that was only renamed is still the same object. Tensors that a filter adds are the model's own tensors,
-    # or constant (zeros).
+    # Find out which tensors the filter used and which it added: a tensor that it only renamed is still the same object;
+    # a tensor that it added is one of the model's own tensors, or constant (zeros).
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:
@@ -186,7 +186,7 @@ def _convert(
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
-        # The filters compute the grid of an absolute embedding from the input size.
+        # The filters compute the grid of the checkpoint's absolute embedding from this input size.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
         try:
             state = filter_fn(state)

@@ -22,8 +22,8 @@ class TransformersModel(OwnPositions):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # In this registry transformers' `capture_outputs` finds, by the name of a model's class, the layers whose
-        # outputs it returns.
+        # transformers' `capture_outputs` looks up the name of the model's class in this registry, to find the layers
+        # whose outputs it returns.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
 
 

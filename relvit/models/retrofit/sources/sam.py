@@ -58,15 +58,15 @@ class SamRowsAttention(SamAttention):
 class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
-    If the images in training have a side that is no multiple of the patch, SAM leaves out the remaining pixels, and so
-    does this module at that size.
+    If the images in training have a side that is no multiple of the patch, SAM leaves out the pixels behind the last
+    whole patch, and so does this module at that size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
         convolution = getattr(self, self.convolution)
         check_images(x, convolution.in_channels)
-        # A compiled graph must not know that the sides are multiples of the patch, see `GridPatchEmbed`.
+        # A compiled graph must not check that the sides are multiples of the patch, see `GridPatchEmbed`.
         if not is_compiling():
             check_divisible(x, self.patch_size, self.img_size, "as SAM does, pad the image below and to the right")
         return convolution(x).permute(0, 2, 3, 1)
@@ -76,7 +76,7 @@ class SamEncoder(OwnPositions):
     """Mixin before the SAM image encoder of a library that refuses images of other sizes: SAM's own rule for them.
 
     SAM resizes the longer side of an image to the side of its square canvas, and pads below or to the right. So the
-    absolute embedding is resized to the canvas around the image (no resizing if the image's longer side is as in
+    absolute embedding is resized to the square canvas around the image (unless the image's longer side is as long as in
     training), and cut to the image. Windows and offsets count patches as in training; offsets beyond a table use the
     table's outermost entry.
 
@@ -112,8 +112,8 @@ class SamEncoder(OwnPositions):
         embed.__class__ = self.patch_embed_classes[type(embed)]
         grid = embed.dynamic_feat_size(size)
         if self.pos_embed is not None and self.pos_embed.shape[1:3] != grid:
-            # The size of the absolute embedding counts, because some libraries, such as cellpose, cut a model to
-            # another size after building it.
+            # Take the size from the absolute embedding and not from the attributes of the model, because some
+            # libraries, such as cellpose, cut the embedding to another size after building the model.
             rows, columns = grid = tuple(self.pos_embed.shape[1:3])
             size = (rows * embed.patch_size[0], columns * embed.patch_size[1])
         embed.img_size = size

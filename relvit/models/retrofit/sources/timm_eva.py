@@ -38,8 +38,8 @@ class RetrofittedEva(Retrofitted, WholeImages, TimmAbsoluteEmbedding, Eva):
                 grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
                 if rope is not None:
                     rope = apply_keep_indices_nlc(x, rope, kept)
-                    # The shape becomes (depth, B, heads, N, dim) if each block has its own rotation, otherwise (B, 1,
-                    # N, dim).
+                    # The shape of `rope` becomes (depth, B, heads, N, dim) if each block has its own rotation,
+                    # otherwise (B, 1, N, dim).
                     rope = rope.transpose(0, 1) if mixed else rope.unsqueeze(1)
         if mixed:
             return x, [GridArgument(grid, rope[index]) for index in range(len(self.blocks))]

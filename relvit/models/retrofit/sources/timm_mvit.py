@@ -88,7 +88,7 @@ class PooledOffsets(LayerTables):
 
     def terms(self, query: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""
-        # In memory tokens come before heads, as after pooling.
+        # Pooling leaves the queries in memory as (B, Nq, heads, head_dim), so bring their axes into this order.
         query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, (grid.height, grid.width))
         of_rows, of_cols = (self.vectors(axis, table, grid, key_grid) for axis, table in enumerate(self.parameters()))
         products = torch.einsum("byxhc,ykc->byxhk", query, of_rows), torch.einsum("byxhc,xkc->byxhk", query, of_cols)
@@ -117,7 +117,7 @@ class PooledOffsets(LayerTables):
         if self.trained_grid is None:
             return None
         trained = self.layer.sizes(self.layer.tokens_of(self.trained_grid))[finer][axis]
-        # A compiled or exported graph must work for all sizes.
+        # A compiled or exported graph must work for all sizes, so it always stretches.
         return trained / sizes[finer] if is_compiling() or trained != sizes[finer] else None
 
 
@@ -172,8 +172,9 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
         prefix, heads = int(self.has_cls_token), self.num_heads
         if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
-            # timm's convolution takes heads as samples, which needs copies before and after the convolution. With
-            # weights repeated for each head, the convolution reads the projection without a copy, channels last.
+            # timm puts the heads on the batch axis of the convolution, which needs copies before and after the
+            # convolution. Here the heads stay channels, with the weights repeated for each head, so the convolution
+            # reads the projection without a copy, channels last.
             weight = pool.weight.repeat(heads, 1, 1, 1)
             image = x[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
             image = F.conv2d(image, weight, None, pool.stride, pool.padding, groups=len(weight))
@@ -251,7 +252,7 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         """Find the height and width of the images that an original model was built for, which timm does not store.
 
         Raises:
-            ValueError: timm builds the same model for several sizes, and computes other offsets at each of them.
+            ValueError: timm builds the same model for several sizes, and computes other offsets at each of these sizes.
         """
         embed, attentions = Pooling.of(model.patch_embed.proj), [attn for _, attn in cls.named_attentions(model)]
         first, sides = attentions[0], []

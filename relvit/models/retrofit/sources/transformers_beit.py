@@ -72,7 +72,8 @@ class ClassTokenBias(NamedTuple):
 class GridBias(NamedTuple):
     """The grid and a mask, which layers pass on in place of a bias of N x N.
 
-    transformers adds the shared bias, a block's own bias and the mask in this order, and so it adds these objects.
+    transformers adds the shared bias, a block's own bias and the mask, in this order. `GridBias` objects take the place
+    of the two biases, so `GridBias` defines addition.
     """
 
     grid: Grid

@@ -77,7 +77,8 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
-        # `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention` ignore their attribute `dropout`.
+        # `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention` ignore their attribute `dropout`, so their dropout is
+        # 0.
         return attn.dropout if cls.attention_classes[type(attn)].forms_weights else 0.0
 
     @merge_with_config_defaults
