@@ -135,7 +135,7 @@ class GridForward(AbsoluteEmbedding):
             if keep is not None:
                 name = type(self.segmenter).__name__
                 raise ValueError(
-                    f"keep is for whole images; this model computes them in parts ({name}): set_reach(model, 'trained')"
+                    f"keep is for whole images; this model computes in parts ({name}): call set_reach(model, 'trained')"
                 )
             # An exported graph serves all sizes, so it masks other parts of an image instead of cutting the image.
             if not is_exporting():
@@ -286,7 +286,9 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             return cls.depth_plan
         if type(cls.depth_plan) is not Depth:
             raise ValueError(
-                f"{chosen}=True is for blocks that run one after the other, and {cls.__name__} has a depth of its own"
+                f"{chosen}=True is for blocks that run one after the other; {cls.__name__} runs its blocks in another "
+                "way: "
+                f"leave {chosen} out"
             )
         return DEPTHS[chosen]
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_converted():
     piecewise = {"bucketing": "piecewise"}
     for source, target, message in (
         ({"shared_heads": False}, {}, r"key_rows has shape \(2, 15, 6\), one table per head"),
-        ({"layout": "joint"}, {}, "key_table is joint, the model has rows and columns apart"),
+        ({"layout": "joint"}, {}, "key_table is a joint table, the model's is not"),
         (piecewise, {**piecewise, "max_distance": 3}, "clip distance 7, the model's is 3: with bucketing 'piecewise'"),
     ):
         with pytest.raises(ValueError, match=message):
