@@ -90,7 +90,7 @@ def test_two_processes_never_train_in_one_folder(stopped, fails):
     try:
         assert other.stdout.readline() == "ready\n"
         message = fails(["fit", f"--resume={stopped}", "--trainer.max_epochs=6"])
-        assert "is being trained in by another process" in message
+        assert "is in use by another training" in message
     finally:
         other.kill()
         other.wait()
