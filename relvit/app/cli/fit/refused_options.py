@@ -42,8 +42,7 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         given = options["gradient_clip_algorithm"]
         raise UsageError(
             f"--trainer.gradient_clip_algorithm {given} has no effect without --trainer.gradient_clip_val: give both "
-            "or "
-            "neither"
+            "or neither"
         )
     for plugin in as_list(options["plugins"]):
         if isinstance(plugin, CheckpointIO):
@@ -55,9 +54,9 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     for callback in options["callbacks"]:
         if isinstance(callback, OnExceptionCheckpoint):
             raise UsageError(
-                "leave out Lightning's OnExceptionCheckpoint: the next training would go on from its file unasked; "
-                "if an "
-                "error ends a run, relvit writes last.ckpt, and relvit fit --resume RUN goes on from there"
+                "Lightning's OnExceptionCheckpoint cannot be used here: the next training would go on from its file "
+                "unasked; leave it out: if an error ends a run, relvit writes last.ckpt, and relvit fit --resume RUN "
+                "goes on from there"
             )
         check_callback(callback, bool(options["logger"]))
 
