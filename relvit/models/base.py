@@ -287,8 +287,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         if type(cls.depth_plan) is not Depth:
             raise ValueError(
                 f"{chosen}=True is for blocks that run one after the other; {cls.__name__} runs its blocks in another "
-                "way: "
-                f"leave {chosen} out"
+                f"way: leave {chosen} out"
             )
         return DEPTHS[chosen]
 

@@ -114,8 +114,7 @@ class Predictor:
         if len(self.mean) not in (1, 3):
             raise ValueError(
                 f"{ckpt_path} was trained on images of {len(self.mean)} channels; only 1 or 3 can be read: take "
-                "another "
-                "checkpoint"
+                "another checkpoint"
             )
         if assumed := checkpoint.images.get("assumed"):
             values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)

@@ -200,8 +200,7 @@ class ReversibleBlock(torch.autograd.Function):
         if any(now is not before for now, before in zip(step.block.parameters(), step.parameters, strict=True)):
             raise RuntimeError(
                 "the parameters of a reversible block changed after forward, and backward would recompute the block "
-                "from "
-                "the new ones: with torch.func.functional_call use torch.func.grad as well"
+                "from the new ones: with torch.func.functional_call use torch.func.grad as well"
             )
         y1, y2 = ctx.saved_tensors if step.last else chain.streams
         chain.streams = None
