@@ -83,7 +83,7 @@ class Mixer(FillConstants, Leaf):
     def refuse_mask(self, attn_mask: Tensor | None) -> None:
         """Raise ValueError for a mask, in mixers without masks."""
         if attn_mask is not None:
-            raise ValueError(f"{type(self).__name__} has no attn_mask: padding goes into the grid's `valid`")
+            raise ValueError(f"{type(self).__name__} takes no attn_mask: mark padding in the grid's `valid`")
 
 
 def lack_of(mixer: nn.Module | None, need: str) -> str | None:

@@ -77,10 +77,12 @@ def _record_weights(
     if (segmenter := getattr(model, "segmenter", None)) is not None and (why := segmenter.lacks.get("weights")):
         raise ValueError(why)
     if any(getattr(attention, "window", None) for attention in attentions):
-        raise ValueError("there are no N x N weights in windows: set_reach(model, 'trained') first")
+        raise ValueError(
+            "attention within windows has no N x N weights: call relvit.models.set_reach(model, 'trained') first"
+        )
     if any(getattr(attentions[index], "block_window", None) for index in chosen):
         raise ValueError(
-            f"there are no N x N weights where blocks of {type(model).__name__} cut windows: give layers without them"
+            f"blocks of {type(model).__name__} with windows have no N x N weights: give layers without windows"
         )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
@@ -89,7 +91,10 @@ def _record_weights(
     for index in chosen:
         if attentions[index] not in recorded:
             kind = _name(type(attentions[index]))
-            raise TypeError(f"blocks.{index % depth}.attn, a {kind}, has a forward of its own that shows no weights")
+            raise TypeError(
+                f"the forward of blocks.{index % depth}.attn, {an(kind)}, shows no weights: leave the block out of "
+                "layers"
+            )
     return [recorded[attentions[index]] for index in chosen]
 
 
@@ -140,7 +145,9 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     if model.training:
         raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
     if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
-        raise ValueError("there are no logits of all pairs in windows or parts: set_reach(model, 'trained')")
+        raise ValueError(
+            "attention within windows or parts has no logits of all pairs: call set_reach(model, 'trained') first"
+        )
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
     found = {}

@@ -136,7 +136,7 @@ class GridForward(AbsoluteEmbedding):
             if keep is not None:
                 name = type(self.segmenter).__name__
                 raise ValueError(
-                    f"keep is for whole images; this model computes them in parts ({name}): set_reach(model, 'trained')"
+                    f"keep is for whole images; this model computes in parts ({name}): call set_reach(model, 'trained')"
                 )
             # An exported graph serves all sizes, so it does not cut the image into parts: it computes the whole image
             # under a mask with which the outputs are the same.
@@ -288,7 +288,8 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             return cls.depth_plan
         if type(cls.depth_plan) is not Depth:
             raise ValueError(
-                f"{chosen}=True is for blocks that run one after the other, and {cls.__name__} has a depth of its own"
+                f"{chosen}=True is for blocks that run one after the other; {cls.__name__} runs its blocks in another "
+                f"way: leave {chosen} out"
             )
         return DEPTHS[chosen]
 

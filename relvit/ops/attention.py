@@ -254,9 +254,9 @@ def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
         adds_bias = _adds_pair_bias(inputs)
         for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):
             if isinstance(tables, JointTable) and not adds_bias:
-                raise ValueError(f"terms.{name} is a joint table: backend 'gathered' or 'reference', not {backend!r}")
+                raise ValueError(f"terms.{name} is a joint table: use 'gathered' or 'reference', not {backend!r}")
     if backend in ("tiled", "triton", "lean") and not is_eager():
-        raise ValueError(f"backend {backend!r} can be no part of graphs or of torch.func's transforms: use 'auto'")
+        raise ValueError(f"backend {backend!r} cannot be compiled, traced or transformed by torch.func: use 'auto'")
     if is_eager():
         check_index_range(inputs, backend)
     return _Decision(backend, lean.plan_of(inputs) if backend == "lean" else None)

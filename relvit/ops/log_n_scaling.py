@@ -41,7 +41,7 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
         if factor.shape[0] > 1:
             raise ValueError(
                 "trained_keys cannot be combined with terms.bias for a padded batch: the temperature differs by "
-                "sample, and the bias is one for all"
+                "sample, and all samples share one bias; give images of one size"
             )
         bias = type(terms.bias)(*(times(table, factor.flatten()) for table in terms.bias))
         terms = terms._replace(bias=bias)

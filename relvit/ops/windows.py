@@ -115,7 +115,7 @@ def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor
     if window is None or (grid.height <= window[0] and grid.width <= window[1]):
         return False
     if attn_mask is not None or is_causal:
-        raise ValueError("attention in windows takes no attn_mask and is not causal")
+        raise ValueError("attention in windows takes no attn_mask and is not causal: leave attn_mask and is_causal out")
     return True
 
 

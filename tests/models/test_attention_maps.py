@@ -137,7 +137,7 @@ def test_arguments_that_are_refused():
     with pytest.raises(ValueError, match=r"images must be \(B, in_chans, height, width\), got shape \(3, 24, 16\)"):
         relvit.attention_maps(model.eval(), x[0])
     model.blocks[1].attn.__class__ = Silent
-    with pytest.raises(TypeError, match=r"blocks.1.attn, a .*\.Silent, has a forward of its own that shows no weights"):
+    with pytest.raises(TypeError, match=r"the forward of blocks.1.attn, a .*\.Silent, shows no weights"):
         relvit.attention_maps(model, x)
 
 

@@ -86,5 +86,5 @@ def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match=r"keep must have shape \(B, K\) with B = 2 images, got \(6,\)"):
         model.forward_features(images(), keep=torch.arange(6))
     relvit.models.set_reach(model, "bands")
-    with pytest.raises(ValueError, match="computes them in parts"):
+    with pytest.raises(ValueError, match="computes in parts"):
         model.forward_features(images(), keep=torch.arange(6).expand(2, -1))

@@ -120,9 +120,7 @@ def test_masks_of_every_shape_that_broadcasts(backend, dtype):
 
 def test_joint_tables_need_a_backend_that_can():
     q, k, v, terms, grid = draw_case(2, 3, which="qk", layout="joint")
-    with pytest.raises(
-        ValueError, match=r"terms.query is a joint table: backend 'gathered' or 'reference', not 'fused'"
-    ):
+    with pytest.raises(ValueError, match=r"terms.query is a joint table: use 'gathered' or 'reference', not 'fused'"):
         relative_attention(q, k, v, terms, grid, backend="fused")
     with pytest.raises(ValueError, match=r"terms.key is a joint table"):
         relative_logits(q, terms, grid)

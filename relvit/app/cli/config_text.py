@@ -27,7 +27,9 @@ class _UniqueKeys(yaml.SafeLoader):
         names = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if key.value in names:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} comes twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} comes twice: keep one", problem_mark=key.start_mark
+                )
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -58,7 +60,9 @@ def read_config(config: str) -> dict[str, Any]:
         hint = hint if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise UsageError(
+            f"--config {config}: not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
     except yaml.MarkedYAMLError as error:
         raise UsageError(f"--config {config}: {error.problem} (line {error.problem_mark.line + 1})") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:

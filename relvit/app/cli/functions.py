@@ -64,7 +64,7 @@ def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
     """
     if (cls := named_data_module(name)) is None:
         option = words[0].partition("=")[0]
-        raise UsageError(f"{option} is for --data NAME: name the data module of the training, such as my_module.Mine")
+        raise UsageError(f"{option} needs --data NAME: give the data module of the training, such as my_module.Mine")
     parser = Parser()
     parser.add_class_arguments(cls, "data", as_group=False, fail_untyped=False)
     for action in parser._actions:

@@ -102,7 +102,7 @@ def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]
         name, equals, value = word.removeprefix("--").partition("=")
         if name == "config":
             if not value:
-                raise UsageError("--config needs a value")
+                raise UsageError("--config needs a value: give a file, or the name of one of relvit's configurations")
             yield from _leaves(read_config(value), value, known)
         elif value.startswith("{") and accepts(dict, value):
             yield from _leaves({name.removesuffix("+"): load_config(value)}, None, known)

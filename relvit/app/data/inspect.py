@@ -68,10 +68,10 @@ def check_data(
     """
     check_ranges(check_data, {"processes": processes})
     if not isinstance(data, ImageFilesData):
-        raise ValueError(f"{type(data).__name__} has no image files to check; it keeps its images in one piece")
+        raise ValueError(f"{type(data).__name__} has no image files: give data with a file for each image")
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
-        raise ValueError(f"neither train, val nor test in {data.place}: there are no labelled images to check")
+        raise ValueError(f"{data.place} has none of train, val and test with labels: give data with at least one")
     samples = {split: data.samples(split) for split in splits}
     paths = [path for of_split in samples.values() for path, _ in of_split]
     results = _inspect_all(paths, processes or os.cpu_count() or 1)

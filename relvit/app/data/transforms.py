@@ -52,7 +52,7 @@ def parse_size(img_size: int | Sequence[int], name: str = "img_size") -> tuple[i
     if not ok or any(not isinstance(n, int) or isinstance(n, bool) or n <= 0 for n in sizes):
         raise ValueError(f"{name} is {img_size!r}; give a positive integer, or two as (height, width)")
     if max(sizes) > LARGEST_SIDE:
-        raise ValueError(f"{name} {img_size} cannot be meant: sides go up to {LARGEST_SIDE} pixels")
+        raise ValueError(f"{name} is {img_size}; give sides of at most {LARGEST_SIDE} pixels")
     return sizes[0], sizes[1]
 
 
@@ -75,9 +75,9 @@ class ResizeToCover(v2.Transform):
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
-            # For the whole image, which is enlarged, Pillow resizes rows first. For the middle, which has fewer rows
-            # than the image, Pillow 13 would resize columns first and then clip different intermediate values to
-            # 0...255.
+            # To enlarge the whole image, Pillow resizes horizontally first. For the middle, which has fewer rows than
+            # the image, Pillow 13 would resize vertically first, and clip other intermediate values to 0...255. So
+            # resize horizontally here.
             inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
@@ -151,7 +151,9 @@ def eval_transform(
         steps, squashed = squashed or [_squash(size)], []
     elif protocol == "field":
         if trained_size is None:
-            raise ValueError("protocol 'field' keeps the scale of objects in training: give trained_size")
+            raise ValueError(
+                "protocol 'field' keeps the scale that objects had in training: give trained_size, the image size there"
+            )
         steps = [
             ResizeToCover(_before_crop(parse_size(trained_size), crop_pct)),
             FieldCrop(size, fill or "reflect", mean),

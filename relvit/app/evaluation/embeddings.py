@@ -65,7 +65,7 @@ def embed_folder(
         raise FileNotFoundError(f"root {root} is no folder; give one with images")
     paths = image_files(root)
     if not paths:
-        raise ValueError(f"no image below {root}")
+        raise ValueError(f"no image below {root}: give a folder with images")
     unreadable: dict[str, str] = {}
     features, read = [torch.empty(0, predictor.num_features)], []
     batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)

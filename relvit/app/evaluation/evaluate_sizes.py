@@ -101,7 +101,7 @@ def evaluate_sizes(
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
         if not given:
-            raise ValueError(f"give a {name} or several")
+            raise ValueError(f"no {name} is given: give one or more")
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ValueError(f"{name} {twice[0]} is given more than once: give each once")
     data_type = named_data_module(data)

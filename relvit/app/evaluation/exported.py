@@ -110,7 +110,7 @@ class ExportedClassifier(Answering):
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
-                raise ValueError(f"img_size {list(img_size)}: the file takes sides of {takes}")
+                raise ValueError(f"img_size is {list(img_size)}; the file takes sides of {takes}")
 
 
 def _as_checkpoint(path: Path, about: Mapping[str, Any]) -> Checkpoint:
@@ -141,7 +141,7 @@ def _open_onnx(path: Path) -> _Opened:
 def _open_program(path: Path) -> _Opened:
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith(".so") for name in archive.namelist()):
-            raise ValueError("export --aot compiled it for torch._inductor.aoti_load_package")
+            raise ValueError("relvit export --aot compiled it: load it by torch._inductor.aoti_load_package")
     found = {EXTRA_FILE: ""}
     program = torch.export.load(path, extra_files=found)
     (logits,) = program.graph_module.graph.output_node().args[0]

@@ -67,7 +67,7 @@ def read_description(path: Path, metadata: Mapping[str, str], classes: int) -> d
         raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
     check_bounds(found, str(path))
     if wrong := _wrong_part(found, classes):
-        raise ValueError(f"{path} is no file of relvit export: {wrong} is not what it should be")
+        raise ValueError(f"{path} is no file of relvit export: {wrong} is missing or has a wrong value")
     return found
 
 

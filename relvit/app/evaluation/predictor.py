@@ -108,10 +108,14 @@ class Predictor:
         self.class_names: list[str] = checkpoint.class_names()
         if len(self.class_names) != self.classifier.hparams.num_classes:
             raise ValueError(
-                f"{ckpt_path} names {len(self.class_names)} classes and has {self.classifier.hparams.num_classes}"
+                f"{ckpt_path} has {len(self.class_names)} class names but {self.classifier.hparams.num_classes} model "
+                "outputs: take another checkpoint"
             )
         if len(self.mean) not in (1, 3):
-            raise ValueError(f"{ckpt_path} was trained on images of {len(self.mean)} channels; 1 or 3 can be read")
+            raise ValueError(
+                f"{ckpt_path} was trained on images of {len(self.mean)} channels; only 1 or 3 can be read: take "
+                "another checkpoint"
+            )
         if assumed := checkpoint.images.get("assumed"):
             values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
             warnings.warn(
@@ -363,7 +367,7 @@ def _several(
     if isinstance(images, str | os.PathLike) and Path(images).is_dir():
         paths = image_files(os.fspath(images))
         if not paths:
-            raise ValueError(f"no image below {os.fspath(images)}")
+            raise ValueError(f"no image below {os.fspath(images)}: give a folder with images")
         return paths, "folder"
     if isinstance(images, list | tuple):
         return images, "several"

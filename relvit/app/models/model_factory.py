@@ -131,7 +131,7 @@ def described_model(
     if architecture != retrofitted.__name__:
         return architecture, kwargs or None, None
     if "model" not in kwargs:
-        raise ValueError(f"{source} does not say which model was retrofitted")
+        raise ValueError(f"{source} must hold 'model', the name of the timm model that was retrofitted")
     model, retrofit = kwargs.pop("model"), kwargs.pop("retrofit", None)
     return model, kwargs or None, retrofit or {}
 
@@ -179,7 +179,7 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
             number = layers
         # With NaN every comparison is false, so this one refuses NaN, too.
         if not abs(number) <= most:
-            raise ValueError(f"{name} {number:.6g} cannot be meant: numbers of a model go up to {most}")
+            raise ValueError(f"{name} is {number:.6g}; a model's numbers may be at most {most}")
     if build is None:
         return
     model = None
@@ -197,7 +197,8 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if needed > memory:
         raise ValueError(
-            f"the model needs more memory than there is: {needed / 2**30:.1f} GiB, available {memory / 2**30:.1f}"
+            f"the model needs {needed / 2**30:.1f} GiB of memory, {memory / 2**30:.1f} are available: take a smaller "
+            "model"
         )
 
 

@@ -155,4 +155,4 @@ def answers(
             rows = step(images).cpu()
         yield rows, others
     if split is not None and not found:
-        raise ValueError(f"none of the images of {split} could be read")
+        raise ValueError(f"none of the images of {split} could be read: relvit check-data says why")

@@ -23,7 +23,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:
-        raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}")
+        raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}: give one name for each class")
     lr, min_lr = given["lr"], given["min_lr"]
     if not 0 <= min_lr <= lr:
         raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
@@ -39,7 +39,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         ("distill_temperature", 3.0, "distill 'soft'", given["distill"] == "soft"),
     ):
         if given[name] != default and not there:
-            raise ValueError(f"{name} {given[name]} has no effect without {needed}")
+            raise ValueError(f"{name} {given[name]} has no effect without {needed}: give both or neither")
     backend, backends = given["compile"], torch.compiler.list_backends(exclude_tags=())
     if isinstance(backend, str) and backend not in backends:
         raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
@@ -58,8 +58,8 @@ def check_labels(data: Any, several: bool, stage: str) -> None:
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
-            f"data have {'several' if found else 'one'}: give the data that the model was trained on, or multi_label "
-            "as label_separator of the data has it"
+            f"data have {'several' if found else 'one'}: give data like those of the model's training, or "
+            f"train with multi_label {found}"
         )
 
 

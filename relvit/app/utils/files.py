@@ -175,7 +175,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 def link_or_copy(path: Path, other: Path) -> None:
     """Make `other` a hard link to the present content of `path`, or a copy if the file system has no hard links.
 
-    The link keeps this content when `path` is replaced, as `atomic_write` does.
+    `atomic_write` replaces `path` instead of changing the file, so the link keeps this content.
     """
     with atomic_write(other) as part:
         try:

@@ -29,7 +29,8 @@ def check_bounds(value: Any, source: str) -> None:
         count += len(inner)
         if count > MOST_VALUES or depth >= DEEPEST:
             raise ValueError(
-                f"{source} describes more than {DEEPEST} levels or {MOST_VALUES:,} values, as relvit never does"
+                f"{source} describes more than {DEEPEST} levels or {MOST_VALUES:,} values, which relvit never writes: "
+                "take another file"
             )
         items = inner.values() if isinstance(inner, Mapping) else inner
         waiting += ((item, depth + 1) for item in items)

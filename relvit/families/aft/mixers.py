@@ -162,7 +162,10 @@ class AFTFull(AFTSimple):
     def learned_bias(self, grid: Grid) -> Tensor:
         """Compute w for all places of a grid, (T, T), T = prefix + H W, queries first, in float32 at least."""
         if grid.prefix != self.prefix:
-            raise ValueError(f"the grid has {grid.prefix} prefix tokens, the factors are for {self.prefix}")
+            raise ValueError(
+                f"the grid has {grid.prefix} prefix tokens, the layer is built for {self.prefix}: give a grid with "
+                f"{self.prefix}"
+            )
         size, precision = (grid.height, grid.width), torch.promote_types(self.u.dtype, torch.float32)
         u, v = (
             resample_embedding(factor.to(precision)[None], self.grid_size, size, self.prefix)[0]

@@ -23,8 +23,9 @@ def check_position(position: nn.Module) -> None:
     """Raise ValueError for a position that has other terms than a bias by offset."""
     if needs_tokens(position):
         raise ValueError(
-            "LSH attention takes a bias by offset, and no position that depends on tokens or has free channels, got "
-            f"{type(position).__name__}"
+            "LSH attention takes no position that depends on tokens or has free channels, got "
+            f"{type(position).__name__}: "
+            "give one with a bias by offset alone, such as 'slopes'"
         )
     check_bias_alone(position(Grid(1, 1)))
 

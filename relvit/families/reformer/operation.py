@@ -75,7 +75,7 @@ def lsh_attention(
         raise ValueError(f"value has dtype {value.dtype}, expected that of query_key, {query_key.dtype}")
     check_shape("rotations", rotations, ("rounds", head_dim, "buckets / 2"))
     if rotations.shape[0] < 1:
-        raise ValueError("rotations must have at least one round")
+        raise ValueError(f"rotations must have 1 round or more, got shape {tuple(rotations.shape)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     if terms is not None:

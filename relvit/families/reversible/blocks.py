@@ -201,8 +201,8 @@ class ReversibleBlock(torch.autograd.Function):
             )
         if any(now is not before for now, before in zip(step.block.parameters(), step.parameters, strict=True)):
             raise RuntimeError(
-                "a reversible block has other parameters in backward than in forward, and would be recomputed from "
-                "those: with torch.func.functional_call use torch.func.grad as well"
+                "the parameters of a reversible block changed after forward, and backward would recompute the block "
+                "from the new ones: with torch.func.functional_call use torch.func.grad as well"
             )
         y1, y2 = ctx.saved_tensors if step.last else chain.streams
         chain.streams = None

@@ -174,7 +174,10 @@ def _check_reach(model: nn.Module) -> None:
         if isinstance(attn, GridAttention) and (
             attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None)
         ):
-            raise ValueError("bands need reach 'trained': all other reaches depend on the size of the image")
+            raise ValueError(
+                "bands need reach 'trained', all others depend on the image's size: call set_reach(model, 'trained') "
+                "first"
+            )
 
 
 def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
@@ -182,7 +185,9 @@ def _check_images(images: object, attn_mask: Tensor | None = None, is_causal: bo
         kind = f"shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f"bands are for images (B, in_chans, height, width), got {kind}")
     if attn_mask is not None or is_causal:
-        raise ValueError("a model that computes in bands takes no attn_mask and is not causal")
+        raise ValueError(
+            "a model that computes in bands takes no attn_mask and is not causal: leave attn_mask and is_causal out"
+        )
 
 
 def forward_segment(
@@ -313,13 +318,15 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
         ValueError: The model has another pooling, there is no band, or the model cannot compute in bands.
     """
     if model.global_pool != "avg":
-        raise ValueError(f"the sum over bands is for global_pool 'avg', got {model.global_pool!r}")
+        raise ValueError(
+            f"bands are classified with global_pool 'avg' alone, got {model.global_pool!r}: build the model with it"
+        )
     total, count = None, 0
     for tokens in band_features(model, bands, memory_rows):
         added = tokens.sum(dim=1, keepdim=True, dtype=torch.promote_types(tokens.dtype, torch.float32))
         total, count = added if total is None else total + added, count + tokens.shape[1]
     if total is None:
-        raise ValueError("there is no band to classify")
+        raise ValueError("no band is given: give one or more")
     return model.forward_head((total / count).to(tokens.dtype))
 
 

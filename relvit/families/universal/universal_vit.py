@@ -138,7 +138,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
         options = {"epsilon": halting_epsilon, "bias_init": halting_bias}
         options = {name: given for name, given in options.items() if given is not None}
         if options and not halting:
-            raise ValueError("halting_epsilon and halting_bias have no effect without halting='act'")
+            raise ValueError(
+                "halting_epsilon and halting_bias have no effect without halting='act': leave them out, or give it"
+            )
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.signals: PositionStepSignals = PositionStepSignals(self.embed_dim, **factory_kwargs)
@@ -165,7 +167,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         Training calls `set_training_losses(True)` on every model that has additional losses.
         """
         if enable and self.halting is None:
-            raise ValueError("there is no ponder cost without halting='act'")
+            raise ValueError("there is no ponder cost without halting='act': build the model with it")
         self.returns_cost = enable
 
     @property
@@ -191,7 +193,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             ValueError: The model has no halting.
         """
         if self.halting is None:
-            raise ValueError("there are no steps to count without halting='act'")
+            raise ValueError("there are no steps to count without halting='act': build the model with it")
         x, grid = self.embed(x)
         x, state = self._halt(x, grid, attn_mask, is_causal)
         logits = self.forward_head(self.norm(x), patch_valid=grid.valid)

@@ -103,7 +103,9 @@ def retrofit(
         max_grid = int_pair("max_grid", max_grid, 1)
     absolute = [name for name, _ in model.named_parameters() if name in becomes.absolute]
     if abs_pos != "keep" and not absolute:
-        raise ValueError(f"abs_pos={abs_pos!r}: this {type(model).__name__} has no absolute embedding, leave 'keep'")
+        raise ValueError(
+            f"abs_pos={abs_pos!r}: this {type(model).__name__} has no absolute embedding, leave abs_pos out"
+        )
     if becomes.own_positions and (of_tables := [name for name in (*tables, "position") if name in chosen]):
         name = of_tables[0]
         raise ValueError(

@@ -47,7 +47,8 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
         raise ValueError(
-            f"patches have {patches.shape[2]} values each, the model takes {channels}: of {height} x {width} px"
+            f"patches have {patches.shape[2]} values each, the model takes {channels}: cut patches of "
+            f"{height} x {width} px"
         )
     x = model.patch_embed.norm(F.linear(patches, weight, model.patch_embed.proj.bias))
     prefix = model.num_prefix_tokens

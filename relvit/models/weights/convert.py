@@ -240,7 +240,7 @@ def grid_of(
     if length - tokens == model.patch_embed.num_patches:
         return tokens, model.patch_embed.grid_size
     raise ValueError(
-        f"{name} has {length} entries and there are {tokens} prefix tokens: no square grid, and none of "
+        f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid, and no image of "
         f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
     )
 
@@ -298,7 +298,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
     axes = {"rows": (0,), "cols": (1,), "table": (0, 1)}
     given = {part: state.pop(f"{name}_{part}") for part in axes if f"{name}_{part}" in state}
     if "table" in given and module.layout == "separate":
-        raise ValueError(f"{name}_table is joint, the model has rows and columns apart: build it with layout='joint'")
+        raise ValueError(f"{name}_table is a joint table, the model's is not: build the model with layout='joint'")
     width = 0 if name.endswith("bias") else 1
     for part, table in given.items():
         for index, axis in enumerate(axes[part]):
@@ -312,8 +312,8 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
         want = own.get(f"{name}_{part}")
         if want is not None and table.dim() > want.dim():
             raise ValueError(
-                f"{name}_{part} has shape {tuple(table.shape)}, one table per head; the model shares them, "
-                f"{tuple(want.shape)} : build it with shared_heads=False"
+                f"{name}_{part} in the checkpoint has one table per head, {tuple(table.shape)}; the model's heads "
+                f"share one, {tuple(want.shape)}: build the model with shared_heads=False"
             )
         if want is not None and table.dim() < want.dim():
             table = table.expand(want.shape[0], *table.shape).clone()
@@ -327,8 +327,8 @@ def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: s
         return table
     if bucketing != "clip":
         raise ValueError(
-            f"{name} is for clip distance {reach}, the model's is {distance}: with bucketing {bucketing!r} the rows "
-            "stand for other offsets at another distance"
+            f"{name} is for clip distance {reach}, the model's is {distance}: with bucketing {bucketing!r} rows cannot "
+            f"be converted, so build the model with max_distance={reach}"
         )
     offsets = torch.arange(-distance, distance + 1, device=table.device).clamp(-reach, reach)
     return table.index_select(dim, offsets + reach)

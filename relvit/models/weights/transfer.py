@@ -155,7 +155,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     if not loaded:
         raise ValueError(
             f"nothing in {weights.source} fits this {type(net).__name__}: it holds {listing(list(given), 3)}, "
-            f"the model {listing(list(own), 3)}"
+            f"the model {listing(list(own), 3)}; give the architecture of the weights"
         )
     net.load_state_dict(fitting, strict=False)
     return TransferReport(

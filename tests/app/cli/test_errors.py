@@ -34,7 +34,7 @@ def fit(copy, tmp_path):
         (["--data.batch_size=many"], "--data.batch_size must be a whole number, got many"),
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
         (["--lr"], "--lr needs a value"),
-        (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: runs are written into the folder of --runs"),
+        (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: relvit writes runs into another folder"),
         (["--trainer.callbacks=EarlyStoping"], r"callbacks 'EarlyStoping' \(did you mean 'EarlyStopping'\?\); known"),
         (["--trainer.callbacks=EarlyStopping"], "missing: --trainer.callbacks.monitor"),
         (["--model.num_classes=7"], "num_classes"),
@@ -192,13 +192,13 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
         (["validate", run / "checkpoints"], "checkpoints is a folder; give the checkpoint, such as"),
         (
             [*fit, last, "--lr_find=true", "--trainer.max_epochs=9"],
-            "--lr_find starts a training; one that goes on keeps its learning rate: drop that option",
+            "--lr_find is for a new training; a resumed training keeps its learning rate: leave out --lr_find",
         ),
         (
             ["resolutions", best, "--sizes=fast"],
             "--sizes must be a list, of which each item is a whole number or a pair",
         ),
-        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "--data.augment is for --data NAME"),
+        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "--data.augment needs --data NAME"),
     ):
         assert message in fails(arguments)
 

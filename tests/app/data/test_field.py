@@ -108,7 +108,7 @@ def test_images_too_long_for_batches():
     ("options", "message"),
     [
         (("fields",), r"protocol is 'fields'; allowed are 'crop', 'resize', 'field' \(did you mean 'field'\?\)"),
-        (("field",), "protocol 'field' keeps the scale of objects in training: give trained_size"),
+        (("field",), "protocol 'field' keeps the scale that objects had in training: give trained_size"),
         (("field", 8, "gray"), r"fill is 'gray'; allowed are 'reflect', 'grey' \(did you mean 'grey'\?\)"),
         (("resize", 8, "grey"), "fill 'grey' is for protocol 'field', not 'resize': leave it out"),
         (("field", (8, 0)), "img_size is .*give a positive integer"),

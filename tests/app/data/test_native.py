@@ -198,7 +198,7 @@ def test_budget_and_size_of_the_model(shapes):
         ({"native": False, "max_tokens": 9}, "max_tokens 9 is for native images: set native, or leave it out"),
         ({"max_tokens": 0}, "max_tokens is 0; give the number of patches of an image, such as 196"),
         ({"patch_size": 0}, "patch_size is 0; give a positive integer"),
-        ({"train_sizes": [32, 48]}, "train_sizes are sizes of images of one shape: leave them out, or native"),
+        ({"train_sizes": [32, 48]}, "train_sizes gives all images of a batch one size"),
         ({"augment": "three-augment-crop"}, "'three-augment-crop' crops to one size: with native use 'three-augment'"),
     ],
     ids=str,

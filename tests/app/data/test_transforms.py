@@ -26,7 +26,7 @@ def test_parse_size():
     assert parse_size(8) == (8, 8)
     assert parse_size([6, 4]) == (6, 4)
     assert parse_size((16384, 1)) == (16384, 1)
-    with pytest.raises(ValueError, match="img_size 16385 cannot be meant: sides go up to 16384 pixels"):
+    with pytest.raises(ValueError, match="img_size is 16385; give sides of at most 16384 pixels"):
         parse_size(16385)
     for wrong in (0, -1, True, (8,), (8, 8, 3), (8, 0), (8.0, 8), "88", None, 8.0):
         with pytest.raises(ValueError, match=r"img_size is .*give a positive integer"):

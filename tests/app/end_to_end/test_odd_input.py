@@ -44,7 +44,7 @@ def test_a_class_name_of_megabytes(spoilt, photos, fails):
             if arguments.get("class_names"):
                 arguments["class_names"] = ["x" * 10_001, "dog", "owl"]
 
-    assert "class_names is not what it should be" in fails(["predict", spoilt(edit), photos / "test", *QUIET])
+    assert "class_names is missing or has a wrong value" in fails(["predict", spoilt(edit), photos / "test", *QUIET])
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"architecture": ' * 50_000])

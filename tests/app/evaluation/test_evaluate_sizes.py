@@ -270,7 +270,7 @@ def test_wrong_arguments(best):
         ({"split": "valid"}, "split is 'valid'"),
         ({"fill": "grey"}, "fill 'grey' is for protocol 'field', not 'crop'"),
         ({"sizes": [0]}, "sizes is 0; give a positive integer"),
-        ({"sizes": []}, "give a size or several"),
+        ({"sizes": []}, "no size is given: give one or more"),
         ({"sizes": [16, (16, 16)]}, r"size \(16, 16\) is given more than once"),
     ):
         with pytest.raises(ValueError, match=message):

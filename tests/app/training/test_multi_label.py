@@ -115,5 +115,5 @@ def test_thresholds_and_resume(tmp_path):
     for wrong in ([0.5] * 6, [0.5] * 6 + [2.0], [0.5] * 6 + [None], "0.5"):
         whole[KEY]["thresholds"] = wrong
         torch.save(whole, tmp_path / "wrong.ckpt")
-        with pytest.raises(ValueError, match=r"relvit\.thresholds is not what it should be"):
+        with pytest.raises(ValueError, match=r"relvit\.thresholds is missing or has a wrong value"):
             load_classifier(tmp_path / "wrong.ckpt")

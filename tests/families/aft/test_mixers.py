@@ -121,7 +121,7 @@ def test_errors():
         (ValueError, "bias_dim must be at least 1", lambda: AFTFull(8, grid_size=2, bias_dim=0)),
         (ValueError, "'referenc' .*reference", lambda: make(AFTSimple, backend="referenc")),
         (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
-        (ValueError, "the grid has 0 prefix tokens, the factors are for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
+        (ValueError, "has 0 prefix tokens, the layer is built for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
     ]  # fmt: skip
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):

@@ -67,7 +67,7 @@ def test_compiled_exported_and_onnx(tmp_path):
     ("options", "error", "message"),
     [
         ({"rel_terms": "b", "position": "slopes", "layout": "joint"}, ValueError, "layout is for position 'tables'"),
-        ({"position": "pape"}, ValueError, "LSH attention takes a bias by offset, .*, got ParabolicPosition2d"),
+        ({"position": "pape"}, ValueError, "LSH attention takes no position .*, got ParabolicPosition2d"),
         ({"rel_terms": "k", "position": "slopes"}, ValueError, "rel_terms is for position 'tables'"),
         ({"backend": "fused"}, ValueError, "backend cannot be chosen: LSH attention is computed in one way"),
         ({"mixer": RelativeAttention}, ValueError, "mixer cannot be chosen: it is LSH attention in these models"),

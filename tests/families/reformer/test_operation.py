@@ -131,7 +131,7 @@ def test_low_precision(dtype, atol):
         ({"terms": RelativeTerms(key=AxisTables(torch.zeros(3, 8), torch.zeros(3, 8)))}, ValueError, "a bias alone"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
         ({"rotations": torch.zeros(1, 7, 2)}, ValueError, r"rotations has shape \(1, 7, 2\)"),
-        ({"rotations": torch.zeros(0, 8, 2)}, ValueError, "at least one round"),
+        ({"rotations": torch.zeros(0, 8, 2)}, ValueError, "must have 1 round or more"),
         ({"value": torch.zeros(2, 3, 35, 5)}, ValueError, "dtype"),
         ({"grid": make_grid(5, 6)}, ValueError, "35 tokens, expected 30"),
     ],

@@ -218,7 +218,7 @@ def test_refusals():
         out.backward()
     exchanged = {name: p.detach() * 2 for name, p in model.named_parameters()}
     out = torch.func.functional_call(model, {n: p.requires_grad_() for n, p in exchanged.items()}, X).sum()
-    with pytest.raises(RuntimeError, match="other parameters in backward than in forward"):
+    with pytest.raises(RuntimeError, match="parameters of a reversible block changed after forward"):
         out.backward()
     with pytest.raises(ValueError, match="reversible must be True or False, got 'yes'"):
         build(reversible="yes")

@@ -191,7 +191,7 @@ def test_reaches_leave_windows_of_blocks_alone():
         assert (sam(larger) - other).abs().max() > 1e-4
     with pytest.raises(ValueError, match="reach 'logn' is not for RetrofittedSwin, which has no relative attention to"):
         set_reach(imported(build("swin")), "logn")
-    with pytest.raises(ValueError, match="where blocks of RetrofittedSam cut windows: give layers without"):
+    with pytest.raises(ValueError, match="blocks of RetrofittedSam with windows have no N x N weights"):
         relvit.attention_maps(set_reach(sam, "trained"), x)
     assert relvit.attention_maps(sam, x, [1]).weights[0].shape == (2, 2, 35, 35)
 
@@ -229,5 +229,5 @@ def test_absolute_embeddings_are_dropped_and_causality_is_refused():
     model = imported(build("beit both"), abs_pos="drop")
     assert model.pos_embed is None
     assert torch.isfinite(model(images(*SIZES[0]))).all()
-    with pytest.raises(ValueError, match="RetrofittedBeit has no causal attention: give it as attn_mask"):
+    with pytest.raises(ValueError, match="RetrofittedBeit has no causal attention: give a causal attn_mask"):
         model.forward_features(images(), is_causal=True)

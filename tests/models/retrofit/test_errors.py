@@ -274,7 +274,7 @@ def test_what_only_some_models_have():
     with pytest.raises(ValueError, match=re.escape("max_grid must be an int or (rows, columns), got (1, 2, 3)")):
         relvit.retrofit(model, max_grid=(1, 2, 3))
     assert relvit.retrofit(model).max_grid == (64, 64)
-    with pytest.raises(ValueError, match="abs_pos='drop': this Eva has no absolute embedding, leave 'keep'"):
+    with pytest.raises(ValueError, match="abs_pos='drop': this Eva has no absolute embedding, leave abs_pos out"):
         relvit.retrofit(Eva(**SMALL, use_abs_pos_emb=False), abs_pos="drop")
 
 

@@ -185,7 +185,7 @@ def test_windows_refuse():
     with pytest.raises(ValueError, match="with a rotary embedding"):
         set_reach(retrofit_cases.retrofitted(retrofit_cases.build("rope axial", class_token=False)), "windows")
     model = set_reach(small().eval(), "windows")
-    with pytest.raises(ValueError, match="no N x N weights in windows"):
+    with pytest.raises(ValueError, match="within windows has no N x N weights"):
         attention_maps(model, images(40, 40))
     with pytest.raises(ValueError, match="is not causal"):
         model.forward_features(images(40, 40), is_causal=True)

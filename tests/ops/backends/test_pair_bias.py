@@ -86,7 +86,7 @@ def test_small_windows_take_stock_attention_with_a_mask():
     assert choose(*leaves(q, k, v, terms)[:3], terms, grid)[::2] == ("fused", "N x N weights")
     assert choose(q, k, v, RelativeTerms(key=draw_case(7, 8, layout="joint")[3].key), grid).backend == "gathered"
     coords = torch.zeros(56, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"terms\.bias is a joint table: backend 'gathered' or 'reference', not"):
+    with pytest.raises(ValueError, match=r"terms\.bias is a joint table: use 'gathered' or 'reference', not"):
         relative_attention(q, k, v, terms, grid._replace(coords=coords), backend="tiled")
 
 

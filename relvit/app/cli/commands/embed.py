@@ -41,14 +41,14 @@ def embed(
     check_format(output)
     predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
     found = embed_folder(predictor, root, batch_size, num_workers, partial(with_bar, what="embedding"))
+    listed = Path(output).with_suffix(".unreadable.csv")
     if found.unreadable:
-        listed = Path(output).with_suffix(".unreadable.csv")
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
         write_csv(listed, ("path", "reason"), rows)
         images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
         print(f"{images} could not be read and were left out; {listed} says why")
     if not found.paths:
-        raise UsageError("none of the images could be read")
+        raise UsageError(f"none of the images could be read; {listed} says why")
     write_embeddings(found, output)
     count, length = found.features.shape
     print(f"{count} images, {length} features each, in {output}", flush=True)

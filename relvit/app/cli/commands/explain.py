@@ -56,11 +56,11 @@ def explain(
     """
     if Path(model).suffix == ".ckpt":
         if model_kwargs is not None or retrofit is not None:
-            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a checkpoint has its own")
+            raise UsageError(f"{model} is a checkpoint with its own arguments: leave out --model_kwargs and --retrofit")
         net = classifier_of(Checkpoint.read(model)).net
     elif model.startswith((HUB, FOLDER)) or is_published(Path(model)):
         if model_kwargs is not None or retrofit is not None:
-            raise UsageError("--model_kwargs and --retrofit are for the name of a model: a published one has its own")
+            raise UsageError(f"{model} is published with its own arguments: leave out --model_kwargs and --retrofit")
         source = Pretrained(model)
         name, *arguments = source.architecture()
         channels, *size = source.weights().input_size or (3,)

@@ -69,7 +69,7 @@ def resolutions(
     targets = output_files(output, "resolutions")
     if widths is not None:
         if pairs := [size for size in sizes if not isinstance(size, int)]:
-            raise ValueError(f"sizes are heights where widths are given: give one number instead of {pairs[0]}")
+            raise ValueError(f"with widths, each of sizes is a height: give one number, got {pairs[0]}")
         sizes = [(height, width) for height in sizes for width in widths]
     options = (split, root, batch_size, accelerator, protocol, fill, with_bar, reach)
     found = evaluate_sizes(ckpt_path, sizes, *options, squares=widths is not None, data=data, data_args=data_args)

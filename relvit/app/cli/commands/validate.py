@@ -33,7 +33,7 @@ def report(trainer: Trainer) -> None:
     data, score = trainer.datamodule, trainer.lightning_module.score
     images, name = trainer.lightning_module.evaluated_images, f"val/{score}"
     if not images:
-        raise UsageError("none of the images could be read")
+        raise UsageError("none of the images of val could be read: relvit check-data says why")
     found = with_errors({name: float(trainer.callback_metrics[name])}, images)
     text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
     rank_zero_print(text + baseline(class_counts(data, "val")))

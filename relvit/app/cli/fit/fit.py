@@ -164,7 +164,9 @@ class FitCLI(RelvitCLI):
     def _check_checkpoint(self, checkpoint: Checkpoint, lr_find: bool) -> None:
         """Refuse data and options that contradict the checkpoint from which the training goes on."""
         if lr_find:
-            raise UsageError("--lr_find starts a training; one that goes on keeps its learning rate: drop that option")
+            raise UsageError(
+                "--lr_find is for a new training; a resumed training keeps its learning rate: leave out --lr_find"
+            )
         trained = {"model": checkpoint.model, "data": checkpoint.data} | checkpoint.fit
         now = {"model": self.model.hparams, "data": data_arguments(self.datamodule)} | fit_options(self.config)
         self.changed = changed_options(checkpoint.path, trained, now, self.given.values)

@@ -40,18 +40,23 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
             raise UsageError(f"--trainer.{name} {str(refused).lower()}: {reason} {TRIAL}")
     if options["gradient_clip_algorithm"] is not None and options["gradient_clip_val"] is None:
         given = options["gradient_clip_algorithm"]
-        raise UsageError(f"--trainer.gradient_clip_algorithm {given} has no effect without --trainer.gradient_clip_val")
+        raise UsageError(
+            f"--trainer.gradient_clip_algorithm {given} has no effect without --trainer.gradient_clip_val: give both "
+            "or neither"
+        )
     for plugin in as_list(options["plugins"]):
         if isinstance(plugin, CheckpointIO):
             name = type(plugin).__name__
             raise UsageError(
-                f"--trainer.plugins {name}: a run writes its checkpoints itself, by AtomicCheckpointIO: leave it out"
+                f"--trainer.plugins {name}: relvit writes checkpoints by its own plugin, AtomicCheckpointIO: leave "
+                f"{name} out"
             )
     for callback in options["callbacks"]:
         if isinstance(callback, OnExceptionCheckpoint):
             raise UsageError(
                 "Lightning's OnExceptionCheckpoint cannot be used here: the next training would go on from its file "
-                "unasked; where an error ends a run, last.ckpt is written, and relvit fit --resume RUN goes on from it"
+                "unasked; leave it out: if an error ends a run, relvit writes last.ckpt, and relvit fit --resume RUN "
+                "goes on from there"
             )
         check_callback(callback, bool(options["logger"]))
 

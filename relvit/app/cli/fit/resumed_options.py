@@ -57,7 +57,7 @@ def resume_arguments(given: Arguments) -> Arguments:
     """
     run = given.values["resume"]
     if is_address(run):
-        raise UsageError(f"--resume {run} is a remote address: a run goes on in a folder of this machine")
+        raise UsageError(f"--resume {run} is a remote address: give the run's folder on this machine")
     folder = Path(run)
     for name in ("config", "ckpt_path", "runs", "model.model"):
         if given.values.get(name) is not None:
@@ -66,7 +66,7 @@ def resume_arguments(given: Arguments) -> Arguments:
         raise UsageError(f"no run at {folder}: give a folder that relvit fit has made, such as runs/RUN")
     config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
     if not config.is_file():
-        raise UsageError(f"{folder} is no run of relvit fit: it has no config.yaml")
+        raise UsageError(f"{folder} is no run of relvit fit, it has no config.yaml: give a folder such as runs/RUN")
     if not last.is_file():
         start = f"relvit fit --config {config}"
         hint = f"begin again with {start}"
@@ -104,8 +104,8 @@ def checkpoint_of_epoch_end(
     if not same_run or not other.is_file():
         hint = f", or give --ckpt_path {other}" if other.is_file() else ""
         raise UsageError(
-            f"{checkpoint.path} is from within epoch {point.epoch + 1}, where batch and devices stay: give "
-            f"{as_before}{hint}"
+            f"{checkpoint.path} is from within epoch {point.epoch + 1}, which must end with the batch size and devices "
+            f"that it began with: give {as_before}{hint}"
         )
     steps = point.batch // layout[1]
     return other, (

@@ -55,10 +55,10 @@ def check_runs(runs: str | None, root: str | None) -> None:
     """Refuse a remote address, and Lightning's own option for the folder beside relvit's."""
     if root is not None:
         raise UsageError(
-            f"--trainer.default_root_dir {root}: runs are written into the folder of --runs: give --runs DIR"
+            f"--trainer.default_root_dir {root}: relvit writes runs into another folder: give --runs DIR instead"
         )
     if runs is not None and is_address(runs):
-        raise UsageError(f"--runs {runs} is a remote address: runs are written to folders of this machine alone")
+        raise UsageError(f"--runs {runs} is a remote address: give a folder of this machine")
 
 
 def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSError:

@@ -158,7 +158,10 @@ class HuggingFace(Reader):
         """Read the label of each row, and the names of the classes where the column has them."""
         feature = self._feature(table, self.target_key, "target_key")
         if not isinstance(feature, datasets.ClassLabel | datasets.Value):
-            raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes but {feature}")
+            raise ValueError(
+                f"column {self.target_key!r} of hfds/{self.path} holds {feature}, no classes: give another by "
+                "--data.target_key"
+            )
         values = table.select_columns([self.target_key]).with_format("arrow")[:][self.target_key].to_pylist()
         if isinstance(feature, datasets.ClassLabel) and feature.names:
             known = dict(enumerate(feature.names))

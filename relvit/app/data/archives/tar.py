@@ -50,7 +50,7 @@ class Member(StoredImage):
         stream.seek(self.offset)
         content = stream.read(self.size)
         if len(content) < self.size:
-            raise EOFError("the archive ends before it; copy the archive again")
+            raise EOFError("the archive ends before the end of the image; copy the archive again")
         return content
 
     def __str__(self) -> str:
@@ -118,7 +118,9 @@ class TarFolders(Reader):
             self._check_all_are(split, [folders for _, folders in found])
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
-            raise ValueError(f"{visible(str(bare[0]))} is in no folder, which would be its class; put it into one")
+            raise ValueError(
+                f"{visible(str(bare[0]))} is in no folder: put it into a folder with the name of its class"
+            )
         labels = [folders[-1] for _, folders in found] if labelled else ()
         return Content([image for image, _ in found], labels)
 
@@ -232,7 +234,7 @@ def _check_end(stream: BinaryIO, offset: int) -> None:
     stream.seek(offset)
     chunk = stream.read(_CHUNK)
     if len(chunk) < tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("it has no end")
+        raise tarfile.ReadError("the zeros at its end are missing")
     while chunk:
         if chunk.strip(b"\0"):
             raise tarfile.ReadError(f"what comes after byte {offset} is no header")

@@ -60,7 +60,9 @@ class SizePlan:
         epochs: int | None = None,
     ) -> None:
         if schedule == "progressive" and (epochs is None or epochs < 1):
-            raise ValueError("size_schedule 'progressive' divides the training by epochs: give max_epochs")
+            raise ValueError(
+                "size_schedule 'progressive' divides the epochs among the sizes: give max_epochs, 1 or more"
+            )
         self.sizes: list[Size] = sorted(sizes, key=lambda size: (math.prod(size), size))
         self.schedule = schedule
         self.batch_size = batch_size
@@ -141,7 +143,7 @@ def check_sizes(
     check_choice("size_schedule", schedule, get_args(SizeSchedule))
     if train_sizes is None:
         if schedule != "random":
-            raise ValueError(f"size_schedule {schedule!r} orders the train_sizes: give these, too")
+            raise ValueError(f"size_schedule {schedule!r} has no effect without train_sizes: give both or neither")
         return None
     sizes = [parse_size(size, "train_sizes") for size in train_sizes]
     if not sizes or len(set(sizes)) < len(sizes):

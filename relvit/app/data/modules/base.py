@@ -72,8 +72,8 @@ class ImageData(RecordedArguments, ABC):
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: the mean of the
-            data; if it is unknown, ImageNet's mean, or 0.5 if there are not three channels. A training on the command
-            line that starts from pretrained weights takes the mean of these weights.
+            data; if it is unknown, ImageNet's mean, or 0.5 if there are not three channels. `relvit fit` with
+            pretrained weights uses the image mean of their pretraining.
         std: Standard deviation of each channel, in the same units; None: as for `mean`.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
@@ -145,7 +145,9 @@ class ImageData(RecordedArguments, ABC):
         self.train_sizes: list[tuple[int, int]] | None = check_sizes(train_sizes, size_schedule)
         self.size_schedule: SizeSchedule = size_schedule
         if native and train_sizes is not None:
-            raise ValueError("train_sizes are sizes of images of one shape: leave them out, or native")
+            raise ValueError(
+                "train_sizes gives all images of a batch one size, and native keeps their shapes: leave one of them out"
+            )
         self.native = native
         self.max_tokens = max_tokens
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")

@@ -234,7 +234,7 @@ def read_list(
     wrong += _repeated(rows, [_joined(file, row.path, root) for row in rows])
     _refuse_rows(file, wrong)
     if not rows:
-        raise ValueError(f"{file} lists no image")
+        raise ValueError(f"{file} lists no image: add a row for each")
     return rows
 
 

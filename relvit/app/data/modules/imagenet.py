@@ -53,10 +53,10 @@ class ImageNetData(ImageFolderData):
             wnids = class_folders(folders.get("train") or folders.get("val") or folders["test"])
         if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
             raise ValueError(
-                f"no WordNet ids such as 'n01440764': {listing(others)}; for other class folders use ImageFolderData"
+                f"{listing(others)} are no WordNet ids such as 'n01440764': for other class folders use ImageFolderData"
             )
         if class_names is not None and len(class_names) != len(wnids):
-            raise ValueError(f"class_names holds {len(class_names)} names; there are {len(wnids)} wnids")
+            raise ValueError(f"class_names holds {len(class_names)} names; give {len(wnids)}, one for each of wnids")
         self.wnids: list[str] = list(wnids)
         super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
 

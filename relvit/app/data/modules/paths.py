@@ -45,7 +45,9 @@ class ImagePathsData(ImageData):
         patch_size: int | tuple[int, int] = 16,
     ) -> None:
         if len(mean) not in (1, 3):
-            raise ValueError(f"the model takes images of {len(mean)} channels; files are read with 1 or 3")
+            raise ValueError(
+                f"the model takes images of {len(mean)} channels; files can be read with 1 or 3: take another model"
+            )
         sizes: dict[str, Any] = {"img_size": img_size, "crop_pct": crop_pct}
         sizes |= {"native": native, "max_tokens": max_tokens, "patch_size": patch_size}
         loading = {"batch_size": batch_size, "num_workers": num_workers}

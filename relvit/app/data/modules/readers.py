@@ -112,10 +112,10 @@ class ReaderData(ImageFilesData):
         if (name, labelled) not in self._found:
             content = self._reader.find(name, labelled)
             if not content.images:
-                raise ValueError(f"the split {name!r} of {self.place} has no images")
+                raise ValueError(f"the split {name!r} of {self.place} has no images: give another split")
             if labelled and all(label is None for label in content.labels):
                 raise ValueError(
-                    f"no image of the split {name!r} of {self.place} has a label; it can only be predicted"
+                    f"no image of the split {name!r} of {self.place} has a label: use this split for predictions alone"
                 )
             self._found[name, labelled] = content
         return self._found[name, labelled]
@@ -150,7 +150,7 @@ class ReaderData(ImageFilesData):
             return images_to_predict(self.predict)
         images = images_in(self.predict)
         if not images:
-            raise ValueError(f"no image in {self.predict}")
+            raise ValueError(f"no image in {self.predict}: give an archive or a folder with images")
         return sorted(images, key=str)
 
     def _display_name(self, path: StoredImage) -> str:

@@ -73,7 +73,9 @@ class RobustnessData(ImagePathsData):
                 inside = place.parent.relative_to(self.root).as_posix()
                 conditions += [(place.parent.name if inside == "." else inside, int(place.name))] * len(found)
         if conditions and len(conditions) < len(samples):
-            raise ValueError(f"{self.root} holds corruptions with and without folders of severities: test them apart")
+            raise ValueError(
+                f"{self.root} mixes corruptions with and without folders of severities: put each kind into its own root"
+            )
         self.conditions = conditions
         return LabelledFiles(samples, self.file_transform, self.num_classes)
 

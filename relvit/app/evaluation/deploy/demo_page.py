@@ -141,7 +141,10 @@ class Viewer:
             )
         count = math.ceil(height / self.patch_size[0]) * math.ceil(width / self.patch_size[1])
         if count > MOST_PATCHES:
-            raise ValueError(f"{height} x {width} px are {count:,} patches, and this page takes {MOST_PATCHES:,}")
+            raise ValueError(
+                f"{height} x {width} px are {count:,} patches, and this page takes {MOST_PATCHES:,}: give a smaller "
+                "size"
+            )
         return height, width
 
     def sizes(self) -> list[tuple[str, str]]:

@@ -84,7 +84,9 @@ def export_model(
     output = Path(output)
     check_export(output, int8, aot, calibration)
     if predictor.reach == "windows":
-        raise ValueError("reach 'windows' cannot be exported: how many windows there are depends on the image")
+        raise ValueError(
+            "reach 'windows' cannot be exported, since the image decides how many windows there are: take another reach"
+        )
     # Tracing fixes the backend of the attention, and a backend for the CPU runs on every device.
     net, temperature = predictor.to("cpu").model, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
@@ -112,7 +114,8 @@ def export_model(
             error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
             if found.shape != expected.shape or not error <= TOLERANCE:
                 raise ExportError(
-                    f"for images {shape} the exported model differs from the model by {error:.1e}: not kept"
+                    f"for images {shape} the exported model's outputs differ from the model's by {error:.1e}, at most "
+                    f"{TOLERANCE:.0e} is allowed: no file is written"
                 )
         if int8:
             tell("Quantising the weights")

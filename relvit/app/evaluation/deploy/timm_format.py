@@ -141,7 +141,9 @@ def save_model(
         PublishError: timm cannot build the model from the files, or the outputs differ.
     """
     if len(class_names) != model.num_classes:
-        raise ValueError(f"class_names has {len(class_names)} names, and the model has {model.num_classes} classes")
+        raise ValueError(
+            f"class_names has {len(class_names)} names; give {model.num_classes}, one for each class of the model"
+        )
     config = {
         "label_names": [*class_names],
         "pretrained_cfg": {"license": license or "unknown"},
@@ -163,7 +165,10 @@ def save_model(
         with torch.no_grad():
             expected, found = model(images), again(images)
         if not torch.equal(found, expected):
-            raise PublishError(f"the published model's outputs differ by {float((found - expected).abs().max()):.1e}")
+            difference = float((found - expected).abs().max())
+            raise PublishError(
+                f"as timm builds it, the model's outputs differ by {difference:.1e}: nothing is published"
+            )
 
 
 def _without_num_classes(path: Path) -> None:

@@ -256,6 +256,6 @@ def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]
         raise NotApplicableError(str(error)) from error
     if any(given.terms.axis_logits is not None for given in found.values()):
         raise NotApplicableError(
-            f"positions of {type(model).__name__} have no tables by offset that hold for all queries"
+            f"the positions of {type(model).__name__} differ between queries, so no table holds for all of them"
         )
     return found

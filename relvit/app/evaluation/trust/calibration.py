@@ -83,12 +83,15 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """
     logits = logits.detach().double()
     if not logits.isfinite().all():
-        raise ValueError("some logits are infinite or not a number")
+        raise ValueError("some logits are infinite or not a number: take another checkpoint")
     of_label = logits.gather(1, labels[:, None])[:, 0]
     if (of_label == logits.amax(1)).all():
         raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use other images")
     if of_label.mean() <= logits.mean():
-        raise ValueError(f"the logits of {len(labels)} images are no better than chance, so no temperature is best")
+        raise ValueError(
+            f"the logits of {len(labels)} images are no better than chance, so no temperature is best: take another "
+            "checkpoint"
+        )
     # With logits scaled to unit size, the search always starts near the optimum.
     scale = logits.std()
     logits = logits / scale

@@ -80,7 +80,7 @@ def probe_models(
     check_ranges(probe_models, locals())
     if data is None:
         if suffix_of(models[0]) != ".ckpt":
-            raise ValueError(f"{models[0]} is no checkpoint, which would know its data: give --root DIR or --data NAME")
+            raise ValueError(f"{models[0]} is no checkpoint, so its data are not known: give --root DIR or --data NAME")
         data = Checkpoint.read(models[0]).data_module()
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
@@ -201,7 +201,9 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
     if suffix_of(name) == ".ckpt":
         checkpoint = Checkpoint.read(name)
         if (channels := checkpoint.argument("in_chans")) != data.in_chans:
-            raise ValueError(f"{name} takes images of {channels} channels, the data have {data.in_chans}")
+            raise ValueError(
+                f"{name} takes images of {channels} channels, the data have {data.in_chans}: give data with {channels}"
+            )
         return classifier_of(checkpoint).net, checkpoint.transforms()
     if ":" not in name:
         # For an unknown name, `model_arguments` raises an error that says the nearest known name.

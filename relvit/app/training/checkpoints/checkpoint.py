@@ -58,10 +58,10 @@ class Normalisation(NamedTuple):
         try:
             found = cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
             if not all(map(math.isfinite, (*(found.mean or ()), *(found.std or ())))):
-                raise ValueError(f"mean {found.mean}, std {found.std}")
+                raise ValueError(f"got mean {found.mean}, std {found.std}")
             return found
         except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{source} has no mean and std of numbers ({error})") from error
+            raise ValueError(f"{source}: mean and std must be lists of finite numbers ({error})") from error
 
 
 class Transforms(NamedTuple):
@@ -131,7 +131,7 @@ class Checkpoint:
     def argument(self, name: str) -> Any:
         """Return an argument of the `ImageClassifier`."""
         if name not in self.model:
-            raise ValueError(f"{self.path} does not hold {name!r}, as relvit fit writes it")
+            raise ValueError(f"{self.path} lacks {name!r}, which relvit fit writes: take another checkpoint")
         return self.model[name]
 
     def architecture(self) -> Architecture:
@@ -181,7 +181,9 @@ class Checkpoint:
         try:
             return data_type(**arguments)
         except TypeError as error:
-            raise ValueError(f"{self.path} does not make {an(data_type.__name__)}: {error}") from error
+            raise ValueError(
+                f"{an(data_type.__name__)} cannot be built as {self.path} describes it: {error}"
+            ) from error
 
     def unknown_data(self) -> str:
         """Explain that the data module of the training is not known here, and what to do."""
@@ -225,7 +227,10 @@ class Checkpoint:
     def check_reach(self, reach: Reach) -> None:
         """Raise ValueError for a reach that needs images of one size in training, where they had native shapes."""
         if reach not in ("trained", "logn") and not (shape := self.shape()).fixed:
-            raise ValueError(f"reach {reach!r} is for images of one size, {self.path} was trained on {shape.words()}")
+            raise ValueError(
+                f"reach {reach!r} is for images of one size, {self.path} was trained on {shape.words()}: leave reach "
+                "out"
+            )
 
     def class_names(self) -> list[str]:
         """Return the names of the classes in order."""
@@ -249,7 +254,9 @@ class Checkpoint:
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.path} does not hold {what}, as relvit fit writes it: {one_line(error)}") from error
+            raise ValueError(
+                f"{self.path}: cannot read {what} ({one_line(error)}): take a checkpoint that relvit fit wrote"
+            ) from error
 
     def check_network(self, asked: Mapping[str, Any], names: Iterable[str] = (*NETWORK, "pretrained")) -> None:
         """Refuse arguments of an `ImageClassifier` that differ, in one of these names, from the checkpoint's."""
@@ -270,7 +277,10 @@ class Checkpoint:
                     f"another training from these weights with --model.pretrained {self.path}"
                 )
         if (channels := self.argument("in_chans")) is not None and channels != data.in_chans:
-            raise ValueError(f"{self.path} was trained with in_chans {channels}, the data has {data.in_chans}")
+            raise ValueError(
+                f"{self.path} was trained with in_chans {channels}, the data has {data.in_chans}: give data with "
+                f"{channels}"
+            )
 
 
 def _changed_classes(trained: Sequence[str], found: Sequence[str]) -> str:

@@ -121,7 +121,7 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
         if (tensor.dtype, tensor.shape) != (theirs.dtype, theirs.shape):
             raise ValueError(
                 f"{name} is {theirs.dtype} {tuple(theirs.shape)} in {other.path}, {tensor.dtype} {tuple(tensor.shape)} "
-                f"in {first.path}: they have no mean"
+                f"in {first.path}: average checkpoints of one model"
             )
         if name not in parameters and not torch.equal(tensor, theirs):
             raise ValueError(

@@ -115,7 +115,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     check_tensors(content, str(path))
     upgrade(content, str(path))
     if wrong := _wrong_part(content):
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is not what it should be")
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is missing or has a wrong value")
     for name in ("state_dict", AVERAGE_KEY):
         check_finite(content.get(name, {}), str(path))
     if averaged:

@@ -101,7 +101,7 @@ class Pretrained:
             except Exception as error:
                 raise ValueError(
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
-                    "values"
+                    "values: take another file"
                 ) from error
         check_tensors(state, self._file)
         if not all(isinstance(value, Tensor) for value in state.values()):
@@ -211,9 +211,12 @@ class Pretrained:
         try:
             names, size = (tuple(cfg.get(name) or ()) for name in ("label_names", "input_size"))
         except TypeError as error:
-            raise ValueError(f"{self.name} has no label_names and input_size that are lists ({error})") from error
+            raise ValueError(f"{self.name}: label_names and input_size must be lists ({error})") from error
         if size and not (len(size) == 3 and all(isinstance(number, int) and number > 0 for number in size)):
-            raise ValueError(f"{self.name} has input_size {list(size)}; allowed are channels, height and width")
+            raise ValueError(
+                f"{self.name} has input_size {list(size)}; allowed are three positive integers: channels, height and "
+                "width"
+            )
         return Weights(
             source=self._timm_name,
             state=donor.state_dict(),

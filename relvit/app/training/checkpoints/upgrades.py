@@ -32,7 +32,7 @@ def upgrade(content: dict[str, Any], path: str) -> None:
     description = content[KEY]
     found = description.get("format") if isinstance(description, dict) else None
     if not isinstance(found, int) or found < 1:
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: {KEY}.format is not what it should be")
+        raise ValueError(f"{path} is not a checkpoint of relvit fit: {KEY}.format must be 1 or more, got {found!r}")
     if found > FORMAT:
         raise ValueError(
             f"{path} has format {found} of relvit's checkpoints, and relvit {__version__} reads formats up to {FORMAT}"

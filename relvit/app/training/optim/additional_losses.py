@@ -28,7 +28,7 @@ def check_losses(
     for name in models.keys() - set(training_losses(net)):
         for option in loss_options(name):
             if given[option] != defaults[option]:
-                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}")
+                raise ValueError(f"{option} {given[option]} has no effect without {models[name]}: give both or neither")
 
 
 def loss_options(name: str) -> tuple[str, str]:

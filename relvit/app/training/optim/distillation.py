@@ -87,7 +87,7 @@ class Teacher:
             theirs = f" {listing(weights.class_names)}" if weights.class_names else ""
             raise ValueError(
                 f"the teacher {pretrained} was trained on other classes{theirs} than the {num_classes} here: "
-                f"it lacks {listing(report.new, 2)}"
+                f"it lacks {listing(report.new, 2)}; take a teacher with all these classes"
             )
         self.net.eval().requires_grad_(False)
         # A factor and an offset per channel turn the student's normalisation into the teacher's.

@@ -18,7 +18,9 @@ class Backbone:
         self.heads: tuple[nn.Module, ...] = tuple(heads) if isinstance(heads, tuple) else (heads,)
         of_heads = {id(parameter) for head in self.heads for parameter in head.parameters()}
         if not of_heads:
-            raise ValueError(f"freeze_epochs needs a model with a classifier; {type(net).__name__} has none")
+            raise ValueError(
+                f"freeze_epochs needs a model with a classifier; {type(net).__name__} has none: leave it out"
+            )
         self.parameters: list[nn.Parameter] = [each for each in net.parameters() if id(each) not in of_heads]
         self.frozen: bool = False
 

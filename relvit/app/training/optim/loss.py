@@ -73,19 +73,23 @@ class ClassificationLoss(KeepConstants):
         super().__init__()
         check_choice("loss", kind, get_args(Loss))
         if kind == "asl" and not multi_label:
-            raise ValueError("loss 'asl' is for multi-label images (multi_label, on the command line label_separator)")
+            raise ValueError(
+                "loss 'asl' is for images with several labels: set multi_label (on the command line label_separator)"
+            )
         kind = "bce" if kind == "ce" and multi_label else kind
         if not 0 <= smoothing < 1:
             raise ValueError(f"label_smoothing must be in 0 <= x < 1, got {smoothing}")
         if threshold is not None and kind != "bce":
-            raise ValueError(f"bce_threshold is for loss 'bce', got {threshold} with loss {kind!r}")
+            raise ValueError(f"bce_threshold is for loss 'bce', got {threshold} with loss {kind!r}: leave it out")
         if threshold is not None and not smoothing / num_classes <= threshold < 1:
             raise ValueError(
                 f"bce_threshold must be in label_smoothing / num_classes = {smoothing / num_classes:g} <= x < 1, or "
                 f"every class would count as present; got {threshold}"
             )
         if class_weights is not None and len(class_weights) != num_classes:
-            raise ValueError(f"class_weights holds {len(class_weights)} numbers, there are {num_classes} classes")
+            raise ValueError(
+                f"class_weights holds {len(class_weights)} numbers; give {num_classes}, one for each class"
+            )
         if class_weights is not None and not all(0 < weight < math.inf for weight in class_weights):
             raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")
         self.num_classes = num_classes

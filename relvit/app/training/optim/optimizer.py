@@ -58,9 +58,14 @@ def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, A
     """Raise the errors of `make_optimizer` before there is a network."""
     names = list_optimizers()
     if opt not in names:
-        raise ValueError(f"unknown optimiser {opt!r}{did_you_mean(str(opt), names)}; timm.optim lists them")
+        raise ValueError(
+            f"unknown optimiser {opt!r}{did_you_mean(str(opt), names)}; timm.optim.list_optimizers() lists them"
+        )
     if get_optimizer_info(opt).second_order:
-        raise ValueError(f"optimiser {opt!r} needs second derivatives, which training here does not compute")
+        raise ValueError(
+            f"optimiser {opt!r} needs second derivatives, which training here does not compute; choose another, "
+            "timm.optim.list_optimizers() lists them"
+        )
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be in 0 < x <= 1, got {layer_decay}")
     allowed = _arguments(opt)

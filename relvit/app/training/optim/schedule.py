@@ -92,7 +92,9 @@ class Plan(NamedTuple):
     def scheduler(self, optimizer: Optimizer, min_lr: float, schedule: str | Schedule = DEFAULT) -> LambdaLR:
         """Build the scheduler, whose floor is `min_lr`."""
         if min_lr > self.lr:
-            raise ValueError(f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images")
+            raise ValueError(
+                f"min_lr {min_lr:g} exceeds {self.lr:g}, the learning rate for {self.batch} images: lower min_lr"
+            )
         floor = min_lr / self.lr if self.lr else 0.0
         return LambdaLR(optimizer, partial(schedule_of(schedule), total=self.steps, warmup=self.warmup, floor=floor))
 
@@ -121,7 +123,7 @@ def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
         return 0
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
-        raise ValueError(f"the data does not know its length, so the length of {name} {epochs:g} is unknown: give 0")
+        raise ValueError(f"the data has no length, so the steps of {name} {epochs:g} cannot be counted: give {name} 0")
     # The last step of an epoch may have fewer batches, and is a step as well.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 

@@ -71,7 +71,10 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     start = strategy if isinstance(strategy, str) else getattr(strategy, "_start_method", None) or ""
     if re.search("spawn|fork|notebook", start):
         # If all processes start from copies of the run's objects, the main process would not get the results.
-        raise ValueError(f"processes cannot start by {start} here: give --trainer.strategy ddp, which runs the command")
+        raise ValueError(
+            f"--trainer.strategy {start} copies the main process, which relvit does not support: give ddp, which runs "
+            "the command again for each device"
+        )
     launch = launched()
     if options["devices"] == "auto" and launch is not None:
         options["devices"], options["num_nodes"] = launch.per_node, launch.nodes

@@ -47,7 +47,9 @@ class RunLock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
-            raise BlockingIOError(error.errno, f"{folder} is being trained in by another process") from None
+            raise BlockingIOError(
+                error.errno, f"{folder} is in use by another training: wait for its end, or give another folder"
+            ) from None
 
     def release(self) -> None:
         """Unlock the folder."""

@@ -61,7 +61,7 @@ class GridInBias(BiasPositions, GridForward):
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if is_causal:
-            raise ValueError(f"{type(self).__name__} has no causal attention: give it as attn_mask")
+            raise ValueError(f"{type(self).__name__} has no causal attention: give a causal attn_mask")
         argument = GridArgument(grid, attn_mask)
         return checkpoint(block, x, argument) if self.grad_checkpointing else block(x, argument)
 

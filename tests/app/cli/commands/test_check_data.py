@@ -108,9 +108,9 @@ def test_mistakes(tmp_path, fails):
         assert "error: nowhere is no folder; give the one that holds train/<class>/<image>\n" in fails(
             ["check-data", *given]
         )
-    assert "DigitsData has no image files to check" in fails(["check-data", "--data=DigitsData"])
+    assert "DigitsData has no image files: give data" in fails(["check-data", "--data=DigitsData"])
     (tmp_path / "cat").mkdir()
-    with pytest.raises(ValueError, match="there are no labelled images to check"):
+    with pytest.raises(ValueError, match="has none of train, val and test with labels"):
         check_data(ImageFolderData(str(tmp_path), class_names=["cat", "dog"]))
     write(tmp_path / "train" / "cat" / "0.png", 0)
     with pytest.raises(ValueError, match="processes must be 1 or more"):

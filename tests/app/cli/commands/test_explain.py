@@ -51,13 +51,13 @@ def test_a_published_folder(tmp_path, capsys, fails):
         out = capsys.readouterr().out
         assert " at 48 x 32 pixels, " in out
         assert "| blocks.0.attn | RelativePosition2d | q |" in out
-    assert "a published one has its own" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
+    assert "is published with its own arguments" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
 
 
 def test_a_checkpoint(best, capsys, fails):
     assert main(["explain", str(best)]) == 0
     assert "| blocks.0.attn" in capsys.readouterr().out
-    assert "a checkpoint has its own" in fails(["explain", best, "--model_kwargs.depth=2"])
+    assert "is a checkpoint with its own arguments" in fails(["explain", best, "--model_kwargs.depth=2"])
 
 
 @pytest.mark.slow

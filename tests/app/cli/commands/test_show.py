@@ -98,7 +98,10 @@ def test_without_images(place, capsys):
         (["owls", "--patch", "2"], "--patch must be a pair such as"),
         (["owls", "--layer", "2", "--kind", "logits"], "layer is 2, the model has 2: give a number from 0 to 1"),
         (["owls/7.jpg"], "no file or folder 'owls/7.jpg'"),
-        (["owls", "--img_size", "24", "--reach", "windows", "--kind", "kernels"], "no logits of all pairs in windows"),
+        (
+            ["owls", "--img_size", "24", "--reach", "windows", "--kind", "kernels"],
+            "attention within windows or parts has no logits",
+        ),
     ],
 )
 def test_what_is_refused(place, arguments, message, fails):

@@ -271,7 +271,7 @@ def test_options_of_a_class_are_typed_and_named(best, fails):
     assert main([*again, data, "--data.crop=0.5"]) == 0
     assert "--data.crop must be a number, got much" in fails([*again, data, "--data.crop=much"])
     assert "unknown option --data.corp (did you mean '--data.crop'?)" in fails([*again, data, "--data.corp=1"])
-    assert "--data.crop is for --data NAME" in fails([*again, "--data.crop=0.5"])
+    assert "--data.crop needs --data NAME" in fails([*again, "--data.crop=0.5"])
 
 
 def test_no_argument_of_relvits_own_data_is_a_secret():

@@ -156,7 +156,7 @@ MISTAKES = [
     ),
     ({"target_key": "labels"}, r"no column 'labels' in .* \(did you mean 'label'\?\).*\(--data.target_key\)"),
     ({"input_key": "label"}, "column 'label' of hfds/.* holds no images but ClassLabel.*; columns of images are 'im"),
-    ({"target_key": "image"}, "column 'image' of hfds/.* holds no classes but Image"),
+    ({"target_key": "image"}, "column 'image' of hfds/.* holds Image.*, no classes"),
 ]
 
 

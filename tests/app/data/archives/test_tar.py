@@ -113,7 +113,7 @@ def test_a_class_may_be_called_as_a_split(tmp_path):
 
 def test_without_classes(tmp_path):
     file = write_tar(tmp_path / "flat.tar", [("b.png", png(2)), ("a.png", png(1))])
-    with pytest.raises(ValueError, match=r"flat.tar/a.png is in no folder, which would be its class"):
+    with pytest.raises(ValueError, match=r"flat.tar/a.png is in no folder: put it into a folder"):
         data_of(name=str(file))
     write_tar(tmp_path / "data" / "train.tar", in_folder("x", 2))
     write_tar(tmp_path / "data" / "test.tar", [("b.png", png(2)), ("a.png", png(1))])

@@ -175,7 +175,7 @@ def test_a_validation_without_a_readable_image_is_an_error(skipping, tmp_path, f
     shutil.copytree(skipping[0] / "test", tmp_path / "val")
     spoil(*tmp_path.rglob("*.jpg"))
     best = skipping[1] / "checkpoints" / "best.ckpt"
-    assert "none of the images could be read" in fails(["validate", best, f"--data.root={tmp_path}", *QUIET])
+    assert "none of the images of val could be read" in fails(["validate", best, f"--data.root={tmp_path}", *QUIET])
 
 
 def test_validate_and_predict_report_it(skipping, tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_progressive_sizes_grow_in_equal_parts():
     sizes = [math.prod(size) for epoch in range(4) for size, _ in plan.epoch(epoch)]
     assert sizes == sorted(sizes)
     assert Counter(sizes) == {256: 20, 512: 20, 1024: 20}
-    with pytest.raises(ValueError, match="'progressive' divides the training by epochs: give max_epochs"):
+    with pytest.raises(ValueError, match="'progressive' divides the epochs among the sizes: give max_epochs"):
         plan_of(schedule="progressive")
 
 
@@ -137,7 +137,9 @@ def test_refused(images, given, message):
         data_at(images, train_sizes=given)
     with pytest.raises(ValueError, match=r"size_schedule is 'progresive'.*did you mean 'progressive'"):
         data_at(images, size_schedule="progresive")
-    with pytest.raises(ValueError, match="size_schedule 'progressive' orders the train_sizes: give these, too"):
+    with pytest.raises(
+        ValueError, match="size_schedule 'progressive' has no effect without train_sizes: give both or neither"
+    ):
         data_at(images, train_sizes=None, size_schedule="progressive")
 
 

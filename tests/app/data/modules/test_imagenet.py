@@ -25,10 +25,10 @@ def test_a_checkpoints_classes_keep_their_labels(tmp_path):
     add(tmp_path / "val" / WNIDS[2])
     data = ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b", "c"])
     assert data.dataset("val").targets == [2]
-    with pytest.raises(ValueError, match="class_names holds 2 names; there are 3 wnids"):
+    with pytest.raises(ValueError, match="class_names holds 2 names; give 3, one for each of wnids"):
         ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
     (tmp_path / "val" / "cats").mkdir()
-    with pytest.raises(ValueError, match=r"no WordNet ids such as 'n01440764': 'cats'; .* use ImageFolderData"):
+    with pytest.raises(ValueError, match=r"'cats' are no WordNet ids such as 'n01440764': .* use ImageFolderData"):
         ImageNetData(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"neither train nor val in .*; make them with tools/prepare_imagenet"):

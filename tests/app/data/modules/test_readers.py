@@ -142,7 +142,9 @@ def test_images_without_a_label(kind, tmp_path):
     data = data_of(**places, val_split="train", test_split="test")
     with pytest.warns(UserWarning, match=r"2 of 8 images in the split 'train' of .* have no label; they are left out"):
         assert fits(data.dataset("train")) == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match=r"no image of the split 'test' .* has a label; it can only be predicted"):
+    with pytest.raises(
+        ValueError, match=r"no image of the split 'test' .* has a label: use this split for predictions alone"
+    ):
         data.dataset("test")
     assert len(data.dataset("predict")) == 1
 

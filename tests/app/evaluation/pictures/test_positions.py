@@ -189,7 +189,7 @@ def test_what_is_refused():
         r"no tables of rows and columns \(ParabolicPosition2d\)": lambda: position_tables(
             small(position="pape"), (24, 16)
         ),
-        "no logits of all pairs in windows": lambda: effective_kernels(
+        "attention within windows or parts has no logits": lambda: effective_kernels(
             set_reach(model_of({}), "windows", (24, 16)), IMAGE
         ),
         "windows or parts": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),

@@ -237,5 +237,5 @@ def test_a_temperature_that_is_none(calibrated, tmp_path):
     torch.save(content, tmp_path / "wrong.ckpt")
     shutil.copy(calibrated[0], tmp_path / "right.ckpt")
     assert Checkpoint.read(tmp_path / "right.ckpt").temperature == 1
-    with pytest.raises(ValueError, match=r"relvit.temperature is not what it should be"):
+    with pytest.raises(ValueError, match=r"relvit.temperature is missing or has a wrong value"):
         Checkpoint.read(tmp_path / "wrong.ckpt")

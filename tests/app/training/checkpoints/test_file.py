@@ -217,7 +217,7 @@ def test_names_of_arguments_are_names(name, sample, tmp_path, fails):
             place = place[part]
         place[name] = None
         torch.save(content, tmp_path / "odd.ckpt")
-        assert f"relvit.{wrong} is not what it should be" in fails(["validate", tmp_path / "odd.ckpt"])
+        assert f"relvit.{wrong} is missing or has a wrong value" in fails(["validate", tmp_path / "odd.ckpt"])
 
 
 def test_bounds():

@@ -220,7 +220,7 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
     assert Pretrained(str(tmp_path)).normalisation() == ((0.1, 0.2, 0.3), None)
     config["pretrained_cfg"]["mean"] = ["red"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="has no mean and std of numbers"):
+    with pytest.raises(ValueError, match="mean and std must be lists of finite numbers"):
         Pretrained(str(tmp_path)).normalisation()
 
 

@@ -35,7 +35,7 @@ def test_a_checkpoint_of_a_newer_format_is_answered_in_words(sample, tmp_path, f
 
 @pytest.mark.parametrize("number", [None, 0, "1", 1.0])
 def test_a_checkpoint_without_a_format_is_none_of_relvit(number, sample, tmp_path):
-    with pytest.raises(ValueError, match=r"is not a checkpoint of relvit fit: relvit\.format is not what it should be"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of relvit fit: relvit\.format must be 1 or more"):
         read_checkpoint(of_format(sample, number, tmp_path / "none.ckpt"))
 
 

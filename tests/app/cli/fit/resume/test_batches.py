@@ -106,4 +106,7 @@ def test_without_the_end_of_an_epoch_the_layout_is_named(interrupted, tmp_path, 
     folder = shutil.copytree(interrupted, tmp_path / "run")
     (folder / "checkpoints" / "epoch.ckpt").unlink()
     message = fails(["fit", f"--resume={folder}", *HALVED])
-    assert "is from within epoch 2, where batch and devices stay: give --batch_size 8 " in message
+    assert (
+        "is from within epoch 2, which must end with the batch size and devices that it began with: give "
+        "--batch_size 8 " in message
+    )

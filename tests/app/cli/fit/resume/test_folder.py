@@ -56,7 +56,7 @@ def test_a_finished_run_says_so(stopped, fails):
     ("spoil", "extra", "message"),
     [
         (lambda run: shutil.rmtree(run), [], "no run at"),
-        (lambda run: (run / "config.yaml").unlink(), [], "is no run of relvit fit: it has no config.yaml"),
+        (lambda run: (run / "config.yaml").unlink(), [], "is no run of relvit fit, it has no config.yaml: give"),
         (
             lambda run: (run / "checkpoints" / "last.ckpt").unlink(),
             [],
@@ -90,7 +90,7 @@ def test_two_processes_never_train_in_one_folder(stopped, fails):
     try:
         assert other.stdout.readline() == "ready\n"
         message = fails(["fit", f"--resume={stopped}", "--trainer.max_epochs=6"])
-        assert "is being trained in by another process" in message
+        assert "is in use by another training" in message
     finally:
         other.kill()
         other.wait()
