@@ -73,7 +73,7 @@ def test_addresses_and_endings():
         ("SERVER/x/cut", DownloadError, "SERVER/x/cut could not be fetched: .*not completed"),
         ("http://127.0.0.1:1/x.ckpt", DownloadError, "could not be fetched: Client"),
         ("memory://nothing/x.ckpt", FileNotFoundError, "there is no file at memory://nothing/x.ckpt"),
-        ("memory://folder", FileNotFoundError, "there is no file at memory://folder, but a folder"),
+        ("memory://folder", FileNotFoundError, "memory://folder is a folder: give the address of a file"),
         ("memorry://x.ckpt", ValueError, r"unknown kind, 'memorry' \(did you mean 'memory'\?\)"),
         ("away://x.ckpt", ValueError, "pip install not_installed_here"),
     ],

@@ -55,7 +55,7 @@ def test_a_training_starts_from_it_but_does_not_go_on(averaged, photos, tmp_path
     for name, tensor in classifier.state_dict().items():
         torch.testing.assert_close(found[name], tensor)
     message = fails([*fit, f"--ckpt_path={path}"])
-    assert "averaged.ckpt holds weights alone (an average does), with which no training can go on" in message
+    assert "averaged.ckpt holds only weights (as an average does), so no training can resume from it" in message
     assert f"--model.pretrained {path}" in message
     assert len(message.splitlines()) == 1
 

@@ -153,7 +153,7 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
         data_of(**place, train_split="trian")
     for lengths, total in (([5, 5], 0), ([5, 5], 9), ([5, 4], 10)):
         write_info(shard_lengths=lengths, num_samples=total)
-        with pytest.raises(ValueError, match=r"train has 9 samples in .*; there should be 10: copy them anew"):
+        with pytest.raises(ValueError, match=r"train has 9 samples in .*; there should be 10: copy them again"):
             data_of(**place)
     write_info(shard_lengths=[9], num_samples=9)
     with pytest.raises(ValueError, match=r"train by 'filenames' .*2 filenames and 1 shard_lengths"):
