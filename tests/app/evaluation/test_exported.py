@@ -50,7 +50,7 @@ def test_what_a_file_cannot_do_is_refused_in_a_line(tmp_path):
     for call in (lambda: loaded.embed(image), lambda: loaded.attention(image), lambda: loaded.model):
         with pytest.raises(ValueError, match=r"a\.onnx is an exported file, which predicts alone: give the"):
             call()
-    with pytest.raises(ValueError, match=r"img_size \[16, 20\]: the file takes sides of multiples of 8 from 16 on"):
+    with pytest.raises(ValueError, match=r"img_size is \[16, 20\]; the file takes sides of multiples of 8 from 16 on"):
         relvit.load(path, (16, 20))
     with pytest.raises(ValueError, match=r"reach 'stretch' must be chosen when .*a\.onnx"):
         relvit.load(path, reach="stretch")

@@ -268,7 +268,9 @@ def test_an_archive_that_changes_later(tmp_path):
     with open(file, "r+b") as stream:
         stream.truncate(found[-1].offset + 3)
     load_rgb(found[0])
-    with pytest.raises(UnreadableImageError, match=r"a\.tar/x/cat/000\.png: .*the archive ends before it"):
+    with pytest.raises(
+        UnreadableImageError, match=r"a\.tar/x/cat/000\.png: .*the archive ends before the end of the image"
+    ):
         load_rgb(found[-1])
     file.unlink()
     with pytest.raises(UnreadableImageError, match="there is no such file"):

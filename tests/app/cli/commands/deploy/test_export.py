@@ -325,7 +325,7 @@ def raise_no_compiler():
 def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     file, images = str(folder / "model.onnx"), str(photos / "test")
     for arguments, message in {
-        (file, images, "--img_size=[16,20]"): "[16, 20]: the file takes sides of multiples of 8 from 16 on",
+        (file, images, "--img_size=[16,20]"): "[16, 20]; the file takes sides of multiples of 8 from 16 on",
         (file, images, "--img_size=8"): "multiples of 8 from 16 on",
         (file,): "is an exported file, which does not say where the images of the training are",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
