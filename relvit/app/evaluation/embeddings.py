@@ -51,7 +51,8 @@ def embed_folder(
 
     Args:
         predictor: see `relvit.load`.
-        root: the folder. The class of an image is the folder right inside root, or inside its train, val or test.
+        root: the folder. The class of an image is the first folder on its path below root, or below root's folder
+            train, val or test.
         batch_size: images per batch.
         num_workers: processes that read images.
         progress: a function of the batches and their number, which yields the batches, such as a progress bar.
@@ -112,9 +113,9 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
     features = embeddings.features
     match Path(output).suffix:
         case ".npz":
-            # Without the dtype, an empty list would become an array of objects, which needs a pickle.
+            # Without the dtype, NumPy would make an array of numbers from an empty list.
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
-            # NumPy would add its own ending to the name of the temporary file.
+            # Given a name, `np.savez` would append .npz to the name of the temporary file, so give it an open file.
             with atomic_write(output) as part, open(part, "wb") as file:
                 np.savez(file, **texts, features=features)
         case ".csv":

@@ -75,7 +75,7 @@ class ExportedClassifier(Answering):
         """Compute logits (B, classes) of images (B, C, H, W), or of images of any shapes, one after the other.
 
         Raises:
-            ValueError: The file cannot be computed, for example for lack of memory.
+            ValueError: The computation in the file fails, for example for lack of memory.
         """
         if isinstance(images, dict):
             return torch.cat([self(image[None]) for image in images_of(images)])
@@ -147,7 +147,8 @@ def _open_program(path: Path) -> _Opened:
     (logits,) = program.graph_module.graph.output_node().args[0]
     metadata = {KEY: found[EXTRA_FILE]} if found[EXTRA_FILE] else {}
     module = program.module()
-    # As an attribute of a LightningModule, the program would be a submodule, but programs refuse `train` and `eval`.
+    # Hide the program in a lambda: as an attribute of a LightningModule it would be a submodule, whose `train` and
+    # `eval` Lightning would call, and an exported program refuses these calls.
     return _Opened(lambda images: module(images), metadata, logits.meta["val"].shape[-1])
 
 
@@ -158,7 +159,7 @@ OPEN: dict[str, Callable[[Path], _Opened]] = {".onnx": _open_onnx, ".pt2": _open
 def _options() -> Any:
     """Return options of onnxruntime's sessions that limit their memory to the memory that is available now.
 
-    A small file may compute tensors of any size.
+    The limit is needed because even a small file may compute tensors of any size.
     """
     import onnxruntime as ort
 

@@ -21,7 +21,7 @@ from relvit.app.training.labels import TOP, Labels
 from relvit.app.utils.files import atomic_write
 from relvit.app.utils.shown_text import printable
 
-# Up to this number of rows are printed.
+# `relvit predict` prints at most this number of rows.
 LISTED = 10
 
 

@@ -127,7 +127,7 @@ class Predictor:
         self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)
         if self.classifier.net is not None:
-            # timm reads this description by either of two names.
+            # Some functions of timm read `pretrained_cfg`, others `default_cfg`.
             self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property
@@ -326,7 +326,8 @@ class Predictor:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
             text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
-            # The warning names the line of the user's call, which is outside `predict` or `embed` and its decorator.
+            # With this `stacklevel` the warning names the line of the user's code, which called `predict` or `embed`
+            # through the decorator.
             warnings.warn(text, stacklevel=4)
         return rows
 

@@ -23,8 +23,8 @@ from relvit.app.utils.shown_text import printable
 
 # mistakes.png shows at most `SHOWN` mistakes, and mistakes.csv lists at most `LISTED`.
 SHOWN, LISTED = 25, 10_000
-# With more classes than this, the confusion matrix is mostly zeros, so only its other entries are written, as pairs of
-# classes.
+# With more classes than this, the confusion matrix is mostly zeros, so only the entries that are not zero are written,
+# a pair of classes per row.
 DENSE = 1000
 
 
@@ -51,7 +51,7 @@ class EvaluationReport(Callback):
         results: after the test, on the main process: 'images', the logged metrics, 'test/f1' (mean over the classes
             that have images) and, with one label per image, 'test/calibration_error'; empty if there were no images.
         classes: metrics of each class, after the test, on the main process.
-        corruptions: accuracies of corruptions, likewise; None for data without corruptions.
+        corruptions: accuracies of corruptions, after the test, on the main process; None for data without corruptions.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +88,8 @@ class EvaluationReport(Callback):
         if not trainer.is_global_zero or not batches:
             return
         kept = np.concatenate(batches, axis=1)
-        # A limit of batches may have ended the test of each process early.
+        # A limit of batches may have ended the test early, so keep only the indices of images that each process
+        # evaluated.
         counts = [sum(batch.shape[1] for batch in part) for part, _ in parts]
         indices = [index for (_, all_of_it), count in zip(parts, counts, strict=True) for index in all_of_it[:count]]
         self.results = {"images": kept.shape[1]}
@@ -135,7 +136,8 @@ class EvaluationReport(Callback):
         write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
-            # If a file has been deleted since, leave its picture out, so that the test keeps all other results.
+            # If an image file was deleted after the model saw it, leave its picture out, so that the test keeps all
+            # other results.
             with suppress(UnreadableImageError):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")

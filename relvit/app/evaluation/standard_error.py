@@ -21,9 +21,10 @@ def accuracy_error(accuracy: float, images: int) -> float:
 def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """Compute the second model's accuracy minus the first model's accuracy, and the standard error of the difference.
 
-    For each image let d be 1, 0 or -1, the difference of both models. The error is sqrt((mean(d^2) - mean(d)^2) / n):
-    images on which both models are right, or both wrong, add nothing (McNemar 1947 counts only the other images). The
-    error is usually far smaller than an error that is computed from the errors of the two accuracies.
+    For each image let d be 1 if only the second model is right, -1 if only the first model is right, otherwise 0. The
+    standard error is sqrt((mean(d^2) - mean(d)^2) / n); McNemar 1947 also counts only the images on which one model is
+    right and one wrong. For models that mostly agree, this standard error is smaller than sqrt(e1^2 + e2^2), with the
+    standard errors e1 and e2 of the two accuracies.
 
     Args:
         first: (n,) booleans, whether each image is right.

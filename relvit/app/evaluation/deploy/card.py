@@ -38,9 +38,10 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe does not contain these data options, which are in other parts of the card, but contains the following
-# options of the trainer.
+# The recipe leaves out these options of the data: other parts of the card show them, or, as for num_workers, they do
+# not change the trained model.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
+# The recipe contains these options of Lightning's Trainer.
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
 TRAINER += ("gradient_clip_val", "gradient_clip_algorithm")
 USAGE = """\
@@ -182,7 +183,8 @@ def _results(ckpt_path: str) -> dict[str, Any]:
     """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    # A temperature changes losses, but no accuracies.
+    # best_calibrated.ckpt has the weights of best.ckpt and a temperature. The temperature changes the losses in
+    # summary.json, but not the accuracies.
     kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
     if kept is None or not summary.is_file():
         return {}
@@ -209,14 +211,15 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # The recipe has only options that all kinds of image files have: further options would show where the images are.
+    # The recipe has only the options that all data modules for image files share: other options would show where the
+    # images are stored.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
     if checkpoint.shape().fixed:
         images.pop("patch_size", None)
     trainer = _not_default(fit.get("trainer") or {}, {name: _defaults(Trainer)[name] for name in TRAINER})
-    # Lightning writes its default precision as "32-true".
+    # Lightning records its default precision as "32-true", so the recipe leaves this value out.
     trainer = {name: value for name, value in trainer.items() if value not in (None, "32-true")}
     return {
         "seed_everything": fit.get("seed_everything"),

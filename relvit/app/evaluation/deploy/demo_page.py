@@ -34,12 +34,12 @@ SIDE = 480
 # A decoder that takes more seconds than this for one image is stopped, so that other images need not wait.
 MAX_SECONDS = 20.0
 HINT = "Drop an image, then click on a patch of it here."
-# This Content-Security-Policy lets the browser ask no other machine for anything.
+# This Content-Security-Policy forbids the browser to send requests to other machines.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 )
-# Gradio would enlarge a figure of one head to the width of the page.
+# Without this style, Gradio would enlarge a figure of a single head to the width of the page.
 CSS = ".figure img {width: auto !important; max-width: 100%; margin: auto}"
 
 
@@ -125,6 +125,9 @@ class Viewer:
 
     def img_size(self, size: str, image: Image.Image) -> tuple[int, int]:
         """Parse a size: 'H x W', or the longest side of a size with the image's shape in whole patches.
+
+        If `size` is one number, it is the longest side; the other side follows from the image's height and width, and
+        both sides are rounded to whole patches.
 
         Raises:
             ValueError: another text, or more patches than the page takes.
@@ -214,7 +217,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         with gr.Row():
             with gr.Column(min_width=280):
                 upload = gr.Image(label="Image", type="filepath", image_mode=None, sources="upload", height=240)
-                # Gradio's own function would decode the image before its size is checked.
+                # Gradio's own `preprocess` would decode the image before `load_rgb` checks the number of pixels.
                 upload.preprocess = lambda payload: payload and payload.path
                 info = "Or another: the longest side, or height x width."
                 size = gr.Dropdown(viewer.sizes(), value="", label="Size", info=info, allow_custom_value=True)
@@ -238,7 +241,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
         seen.select(click, [shape, *choices], [at, *outputs], **options)
-    # Gradio checks that each file of a request was uploaded only if the page counts as running.
+    # If the page did not count as running, Gradio would not check that each file in a request was uploaded.
     page.has_launched = page.is_running = True
     return page
 

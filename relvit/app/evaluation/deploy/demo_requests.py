@@ -22,7 +22,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
-# Of Gradio's many routes, the page needs only these and the route of files.
+# The page needs only these of Gradio's many routes, and the route `FILE`.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
 NOT_OURS = "This request is not one of the page."
@@ -31,11 +31,12 @@ NOT_OURS = "This request is not one of the page."
 class OwnPageOnly:
     """ASGI middleware that refuses all requests but those that the page itself sends.
 
-    A page of another site may send requests to an address of this machine, and if the site's name resolves to 127.0.0.1
-    (DNS rebinding), these requests look local, so the headers `Host` and `Origin` have to name the page. A request may
-    ask Gradio to take any file of the machine for an uploaded one, or to fetch an address, so every file in a request
-    has to be one of the folder of uploads, and a request that contains an address, however often its characters are
-    percent-encoded, is refused; the page's own address of an upload is the only exception.
+    A page of another site may send requests to this machine. If the name of that site resolves to 127.0.0.1 (DNS
+    rebinding), its requests look local, so the headers `Host` and `Origin` have to name the page of `relvit demo`. A
+    request may also ask Gradio to read any file of this machine as if a user had uploaded it, or to fetch a web
+    address. Therefore each file in a request has to be in the folder of uploads, and a request that contains a web
+    address is refused, even if the address is percent-encoded several times. The only web address that a request may
+    contain is the address at which the page shows an upload.
 
     Args:
         app: the application that gets the requests of the page.
@@ -51,7 +52,7 @@ class OwnPageOnly:
         self.host = host
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
-        # The bytes of uploads that have begun and may not be in the folder yet.
+        # The declared bytes of all uploads in progress, whose files may not be in the folder yet.
         self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +102,7 @@ class OwnPageOnly:
         try:
             inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
             return inside and Path(path).is_absolute()
-        # These errors mean that the path has a zero byte, or that there is a loop of links.
+        # Python raises these errors for a path with a zero byte, and for symbolic links that form a loop.
         except (ValueError, OSError, RuntimeError):
             return False
 
@@ -151,7 +152,10 @@ def _has_address(text: str) -> bool:
 
 
 def _in_words(scope: Scope, receive: Receive, send: Send) -> Send:
-    """Return a `send` that answers in words where the application would answer by what is wrong inside of it."""
+    """Return a `send` that answers in words where the application would answer by what is wrong inside of it.
+
+    To a malformed request, the application answers with status 422 or 500 and details of its code.
+    """
     refused = False
 
     async def words(message: Message) -> None:

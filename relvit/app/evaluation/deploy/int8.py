@@ -40,7 +40,8 @@ def quantise(
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
     model = onnx.load(source)
-    # The exporter recorded these shapes before it transposed weights, so onnx would report the shapes as wrong.
+    # Delete the recorded shapes of intermediate values: the exporter recorded them before it transposed weights, so
+    # onnx would report the shapes as wrong.
     del model.graph.value_info[:]
     # Scales per channel need weights of two dimensions; position tables, which are multiplied in batches, have more.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
@@ -48,8 +49,8 @@ def quantise(
     # Silence onnxruntime's advice to preprocess the model, which a model with symbolic shapes does not need.
     logging.disable(logging.WARNING)
     try:
-        # Weights get 7 of the 8 bits: processors without instructions for int8 add two products in 16 bits, which
-        # overflow with all 8.
+        # Quantise weights to 7 bits instead of 8: processors without instructions for int8 add two products in 16 bits,
+        # and with weights of 8 bits this sum may overflow.
         options = {"per_channel": True, "weight_type": QuantType.QInt8, "reduce_range": True}
         options |= {"nodes_to_quantize": linear}
         if calibration is None:
@@ -57,7 +58,7 @@ def quantise(
         else:
             feeds = ({"images": images.numpy()} for images in calibration)
             reader = SimpleNamespace(get_next=lambda: next(feeds, None))
-            # The outputs of a layer are sums in 32 bits, which must not be rounded.
+            # Do not quantise the outputs of layers: rounding these 32-bit sums to 8 bits would lose accuracy.
             extra = {"ActivationSymmetric": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]}
             quantize_static(model, target, reader, op_types_to_quantize=["MatMul"], extra_options=extra, **options)
     finally:

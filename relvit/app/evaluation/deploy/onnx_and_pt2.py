@@ -28,9 +28,9 @@ from relvit.layers import AnySizePatchEmbed, whole_patches
 
 # The largest side of an image, in patches.
 MOST = 256
-# The largest difference between the logits of the file and of the model, relative to the largest logit.
+# The largest difference that is allowed between the logits of the file and of the model, relative to the largest logit.
 TOLERANCE = 1e-4
-# The number of images, at the most, by which static quantisation finds the ranges of activations.
+# Static quantisation measures the ranges of activations on at most this number of images.
 CALIBRATED = 256
 
 
@@ -87,7 +87,7 @@ def export_model(
         raise ValueError(
             "reach 'windows' cannot be exported, since the image decides how many windows there are: take another reach"
         )
-    # Tracing fixes the backend of the attention, and a backend for the CPU runs on every device.
+    # Tracing fixes the backend of the attention. Trace on the CPU, since a backend for the CPU runs on every device.
     net, temperature = predictor.to("cpu").model, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
     patch = _patch_to_check(net) if output.suffix == ".onnx" else None
@@ -172,7 +172,8 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.model, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    # timm's blocks with windows cut a number of windows that depends on the image's size, so the size is fixed.
+    # timm's blocks with windows cut the image into a number of windows that depends on its size, so the file takes one
+    # size only.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
@@ -224,7 +225,7 @@ def _program(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))
-    # PyTorch records the source line of each value, and so the names of folders of this machine: remove them.
+    # Remove the source line that PyTorch records for each value, since it contains folder names of this machine.
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)

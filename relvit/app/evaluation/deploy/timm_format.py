@@ -42,10 +42,10 @@ def publish_model(
 ) -> str:
     """Write `model.safetensors`, `config.json` and the model card `README.md`, from which timm builds the same model.
 
-    The weights are the weights that evaluation uses: the averaged ones if the training kept an average. The temperature
-    of a calibrated checkpoint and the thresholds of a multi-label checkpoint are not part of the weights, but in the
-    card and in `config.json`. Before the files are published, `timm.create_model` loads them, and the model is compared
-    with the checkpoint, bit by bit.
+    The published weights are the weights that evaluation uses: the averaged weights if the training kept an average.
+    The temperature of a calibrated checkpoint and the thresholds of a multi-label checkpoint are not part of the
+    weights, but in the card and in `config.json`. Before the files are published, `timm.create_model` loads them, and
+    the model is compared with the checkpoint, bit by bit.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run, the card contains the metrics
@@ -155,10 +155,10 @@ def save_model(
         try:
             save_for_hf(model, part, model_config=config, safe_serialization=True)
             _without_num_classes(part / "config.json")
-            # safetensors writes files that only the owner can read.
+            # safetensors writes files that only the owner can read, so give the weights the permissions of config.json.
             shutil.copymode(part / "config.json", part / "model.safetensors")
             again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
-        # timm and the models raise errors of almost any type.
+        # Catch everything, since timm and the models raise errors of almost any type.
         except Exception as error:
             raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
         images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
@@ -174,8 +174,9 @@ def save_model(
 def _without_num_classes(path: Path) -> None:
     """Remove the number of classes from the model's arguments in `config.json`, where timm writes it a second time.
 
-    timm writes and reads the number in both places. The timm wrapper of `transformers` passes the number to timm beside
-    these arguments, and fails if the arguments contain the number, too.
+    timm writes the number at the top level of `config.json` and in `model_args`, and reads both. The timm wrapper of
+    `transformers` passes the number at the top level to timm together with `model_args`, and fails if `model_args`
+    contains the number, too.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["model_args"].pop("num_classes", None)

@@ -39,7 +39,7 @@ LABELS: dict[Kind, str] = {
     "cam": "Grad-CAM",
     "aft-windows": "AFT biases around the patch",
 }
-# These kinds need only the size of an image.
+# These kinds of pictures show the model alone: of the image, they need only the size.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 # These kinds have a panel per head.
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")

@@ -88,7 +88,7 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
 
     Returns:
         Layer -> (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU: the offset (0, 0), key minus query, is in the
-        middle. If a block runs several times, the kernel of its last run.
+        middle. If a block runs several times, its kernel is the kernel of the last run.
 
     Raises:
         NotApplicableError: a model without relative positions, or with attention in windows or bands.
@@ -106,7 +106,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
     heads, count, _ = query.shape[1:]
     index = None if patch is None else patch_index(patch, grid)
     query = query.mean(dim=2, keepdim=True) if index is None else query[:, :, index : index + 1]
-    # From the middle of this larger grid, each offset between two patches occurs once.
+    # Seen from the middle of this larger grid, its places have all offsets that two patches can have, each once.
     around = Grid(2 * grid.height - 1, 2 * grid.width - 1)
     middle = torch.tensor([[grid.height - 1, grid.width - 1]], device=query.device)
     key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
@@ -119,7 +119,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
             part[:, :, grid.prefix :].to(query.dtype).expand(1, heads, count, -1) for part in terms.channels
         )
         products = (of_query @ of_key.mT)[0]
-        # The bias of prefix tokens also uses channels, but is zero between patches.
+        # Channels that serve only the bias of prefix tokens have zero products between patches, so they add nothing.
         if products.any():
             kernel = kernel + _by_offset(products, grid, index)
     if (trained := given.trained_keys) is not None:

@@ -55,7 +55,7 @@ class ChosenThresholds(NamedTuple):
     Attributes:
         thresholds: threshold of the best F1 of each class, see `relvit.app.training.multi_label_metrics`.
         images: number of images.
-        f1: mean F1 with the earlier thresholds, and with the new ones.
+        f1: mean F1 with the earlier thresholds, and with the new thresholds.
         next_split: as in `Calibration`.
     """
 
@@ -92,7 +92,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
             f"the logits of {len(labels)} images are no better than chance, so no temperature is best: take another "
             "checkpoint"
         )
-    # With logits scaled to unit size, the search always starts near the optimum.
+    # Scale the logits to standard deviation 1, so that the search, which starts at temperature 1, always starts near
+    # the optimum.
     scale = logits.std()
     logits = logits / scale
     exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)
@@ -201,7 +202,7 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
 
 
 def _choose(logits: Tensor, labels: Tensor, before: SeveralLabels, next_split: Split) -> ChosenThresholds:
-    # Choose thresholds in single precision, as a training does.
+    # Compute probabilities in float32, so that the thresholds are the same as those that a training chooses.
     kept = before.keep(before.probabilities(logits.float()), labels)
     after = before.fitted(kept)
     f1 = tuple(each.class_metrics(kept, logits.shape[1]).means()["f1"] for each in (before, after))

@@ -28,9 +28,10 @@ from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
 
-# The shares of the labels that probes learn from, and DINO's number of neighbours.
+# Defaults: probes learn from these shares of the labels, and the number of nearest neighbours is that of DINO's
+# evaluation.
 SHARES, NEIGHBOURS = (0.01, 0.1, 1.0), 20
-# The linear probe chooses one of these inverse strengths of weight decay, on this share of the labels.
+# The linear probe tries these inverse strengths of weight decay, and takes the best on a held-out share of the labels.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
 # The votes of neighbours are weighted with DINO's temperature.
 TEMPERATURE = 0.07
@@ -98,7 +99,7 @@ def probe_models(
         net.to(device)
         train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
         dataset = train.dataset("train")
-        # A user's dataset may give its labels only together with each item.
+        # A user's dataset may have no `targets`; its labels are then read with its images, one by one.
         known = hasattr(dataset, "targets")
         targets = np.asarray(dataset.targets if known else [dataset[index][1] for index in range(len(dataset))])
         indices = choose_labels(targets, max(shares), seed)
@@ -212,6 +213,6 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
             raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
     net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
-    # timm's mean and standard deviation are for colour images.
+    # timm's mean and standard deviation are for colour images; for other channels, use those of the data.
     known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
     return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])

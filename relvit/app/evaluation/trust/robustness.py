@@ -37,8 +37,9 @@ SEVERITIES = (1, 2, 3, 4, 5)
 def absent_classes(data: ImageData) -> Tensor:
     """Return the classes of the data that no test image has, bool (num_classes,), for the attribute `Answering.absent`.
 
-    With it a classifier chooses among the classes of the test images alone, as the authors of ImageNet-A and
-    ImageNet-R evaluate, which have 200 of the 1000 classes (Hendrycks et al. 2021, arXiv 1907.07174 and 2006.16241).
+    With this attribute, a classifier chooses only among the classes of the test images. The authors of ImageNet-A and
+    ImageNet-R evaluate in this way, since their sets have 200 of ImageNet's 1000 classes (Hendrycks et al. 2021, arXiv
+    1907.07174 and 2006.16241).
     """
     absent = torch.ones(data.num_classes, dtype=torch.bool)
     absent[data.dataset("test").targets] = False
@@ -92,7 +93,8 @@ def evaluate_corruptions(right: np.ndarray, conditions: Sequence[tuple[str, int]
         accuracy[name][severity] = float(np.mean(outcomes[name, severity]))
     errors = {name: 1 - float(np.mean(list(found.values()))) for name, found in accuracy.items()}
     results = {"test/mean_corruption_error": float(np.mean(list(errors.values())))}
-    # The folder of a corruption may be inside a folder of its kind, as in noise/gaussian_noise.
+    # Compare only the last part of a corruption's name, since its folder may be inside another folder, as in
+    # noise/gaussian_noise.
     known = {Path(name).name: errors[name] for name, found in accuracy.items() if tuple(found) == SEVERITIES}
     if classes == 1000 and known.keys() >= ALEXNET.keys():
         results["test/mce"] = float(np.mean([known[name] / error for name, error in ALEXNET.items()]))
