@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    # `relvit demo` has a `--max_pixels` of its own, with a smaller default.
+    # `relvit demo` has a `--max_pixels` of its own, with a smaller default, so leave that option to its function.
     if arguments[:1] != ["demo"]:
         arguments, pixels = _without(arguments, "--max_pixels")
         if pixels is not None:
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     given = Arguments([], {}, {})
     try:
-        # These imports load Lightning, which takes seconds, so an unknown command is refused before them.
+        # These imports load Lightning, which takes seconds, so they come after `answer`, which has refused unknown
+        # commands.
         from relvit.app.cli.functions import function_of, run_function
         from relvit.app.cli.help import short_help
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "help" in given.values:
             print(short_help(command, function))
             return 0
-        # Importing Lightning sets up Lightning's logging, so `quieten` comes after these imports.
+        # Importing Lightning sets up Lightning's logging, so change the log levels after the import.
         quieten()
         run_function(command, function, given)
     except SystemExit as stop:

@@ -15,7 +15,7 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# jsonargparse finds `load_config` under this name.
+# `set_loader` registers `load_config` with jsonargparse under this name.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
 
@@ -38,8 +38,7 @@ def load_config(text: str) -> Any:
     """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: not YAML, the text is not YAML, has a tag that stands for code, or has a key twice in one
-            mapping.
+        yaml.YAMLError: the text is not YAML, has a tag that stands for code, or has a key twice in one mapping.
         ValueError: an alias contains itself, or aliases stand for too many values.
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")

@@ -11,7 +11,7 @@ from relvit.app.utils.exceptions import LostProcessError, MissingPackageError
 from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
 
-# PyTorch's message has these words if a process of a data loader has ended.
+# PyTorch's error has these words in its message if a worker process of a data loader has ended.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
 
 
@@ -42,7 +42,7 @@ SKIPPING = ("fit", "validate", "test", "predict")
 
 def describe(error: Exception, command: str = "fit") -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
-    # This import takes seconds, so an unknown command is refused without it.
+    # This import takes seconds, so it is not at the top of the file, which every command imports.
     from relvit.app.data.images.decode import UnreadableImageError
 
     # jsonargparse wraps errors in lists of the allowed types: follow `__cause__` to the constructor's exception.

@@ -39,7 +39,7 @@ FIT: dict[str, tuple[str, ...]] = {
     ),
     "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
 }
-# These options have no docstring in relvit, or a docstring that is too long for a command line.
+# The help shows these texts for options that have no docstring in relvit, or one that is too long for a command line.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
@@ -56,7 +56,8 @@ TEXTS: dict[str, str] = {
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
-# These words stand for the values of options; other options have N, X, BOOL or NAME, by their types.
+# The help shows these words in the place of the options' values. For all other options it shows N, X, BOOL or NAME, by
+# their types.
 METAVARS: dict[str, str] = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
     **dict.fromkeys(("config", "output"), "FILE"),
@@ -77,7 +78,8 @@ METAVARS: dict[str, str] = {
     "curve": "FILE.json",
     "X": "VALUE",
 }
-# Commands whose usage cannot be derived from the signature of a function.
+# These lines follow the line of usage that `usage` derives from the signature of a command's function; for `fit`, they
+# are the only lines.
 USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],
@@ -131,7 +133,7 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
     actions, short = {action.dest: action for action in parser._actions}, short_names(command, function)
     shown = argparse.ArgumentParser(
         usage="\n       ".join(usage(command, function)),
-        # `python -OO` removes docstrings.
+        # `_described` also has a text for `python -OO`, which removes docstrings.
         description=_described(command, function),
         epilog=f"relvit {command} --help-all lists every option." if len(groups) > 1 else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
@@ -169,7 +171,8 @@ def _text(command: str, name: str, action: argparse.Action | None) -> str:
     allowed = choices(getattr(action, "_typehint", None))
     if any(each not in text for each in allowed):
         text = f"{text} One of {', '.join(allowed)}."
-    # Commands that use a checkpoint have its options as defaults, so no default is shown for them.
+    # Commands other than `fit` take `data.` options from the checkpoint by default, so their help shows no default for
+    # these options.
     if action.default not in (None, False, "") and (command == "fit" or not name.startswith("data.")):
         text += f" Default: {action.default}."
     return text

@@ -27,7 +27,8 @@ from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-# `--root` alone means class folders, but not beside a configuration such as `reversible`, which stands behind a recipe.
+# `--root` alone means class folders. Beside `--config` it does not, since the configuration usually names the data; a
+# configuration such as `reversible`, which is given in addition to another configuration, names none.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 
 
@@ -113,7 +114,10 @@ def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]
 def _leaves(
     options: Mapping[str, Any], file: str | None, known: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Given]:
-    """Yield the options in nested mappings; a class is one, and so is each of its arguments."""
+    """Yield the options in nested mappings; a class is one, and so is each of its arguments.
+
+    The value of a class's option is its `class_path`; each argument in its `init_args` follows as a further option.
+    """
     for key, value in options.items():
         name = f"{prefix}{key}"
         if isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value):
@@ -133,7 +137,10 @@ def _leaves(
 
 
 def _class_named(hint: Any, value: Any) -> type | None:
-    """Return the class that a value names; after a module, only a class that the module has."""
+    """Return the class that a value names; after a module, only a class that the module has.
+
+    A value with a module, such as 'my_module.Mine', counts only if the module is imported already.
+    """
     if not isinstance(value, str):
         return None
     module, _, name = value.rpartition(".")
@@ -201,8 +208,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # A typed name that another library uses is no misspelling of another such name. Names of up to three letters are
-    # too similar to each other to be guessed.
+    # A typed name that some library uses is no misspelling of another name in a library. Names of up to three letters
+    # are too similar to each other to be guessed.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
@@ -234,20 +241,20 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
     if classes and "." not in value:
-        # The other classes of relvit cannot be chosen on the command line.
+        # Apart from data modules, no class of relvit can be chosen on the command line.
         others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
         names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
     if classes:
         module, _, cls = value.rpartition(".")
         try:
-            # This import runs no code that the parser has not run already.
+            # The parser has already tried this import, so the import runs no further code.
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
     hinted, allowed = "", choices(hint)
     if isinstance(value, str):
-        # Several values for one option come as the text of a list.
+        # Several values for one option come as the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"

@@ -24,7 +24,11 @@ CLASSES = ("logger", "callbacks")
 
 
 def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]:
-    """Return a command line without the texts of a configuration that its record does not hold, wherever they stand."""
+    """Return a command line without the texts of a configuration that its record does not hold, wherever they stand.
+
+    `recorded` is the configuration `given` with `***` in the place of secrets, so a text of `given` that `recorded`
+    lacks is a secret.
+    """
     command = [without_secrets(argument) for argument in command]
     secrets = {*_texts(given)} - {*_texts(recorded)}
     # JSON may escape characters of a secret. The longest form comes first, because it may contain another form.

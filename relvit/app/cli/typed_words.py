@@ -33,7 +33,7 @@ ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
 # Users of timm, ultralytics, Lightning and Hugging Face know an option (the last part of its name) by these names. If a
-# name stands for several options, the command's own is meant.
+# name stands for several options, it means the one that the command has.
 _ELSEWHERE = {
     "lr": "lr_base initial_lr init_lr lr_init learning_rate lr0 base_lr",
     "min_lr": "lr_min lr_final final_lr lr_end end_lr min_learning_rate lrf eta_min",
@@ -166,7 +166,10 @@ class Arguments(NamedTuple):
     typed: Mapping[str, str]
 
     def lists(self) -> Namespace:
-        """Return the options whose values are lists; they are no words, because paths may hold any character."""
+        """Return the options whose values are lists; they are no words, because paths may hold any character.
+
+        As a word, a list would be a text such as '[a,b]', in which a path with a comma would be read as two paths.
+        """
         return Namespace({name: value for name, value in self.values.items() if isinstance(value, list)})
 
     def as_typed(self, message: str) -> str:
@@ -182,7 +185,8 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
     names = {"model.model": "model"} if command == "explain" else {}
-    # The type of `data` may be a data module, with options, or the name of a data module.
+    # If `--data` takes a data module, `--data.NAME` are the module's options. If `--data` takes only a module's name,
+    # `--data.NAME` also stands for the command's own option NAME.
     with_options = type_hints(function).get("data", str | None) != str | None
     return names if with_options else names | {f"data.{name}": name for name in own}
 

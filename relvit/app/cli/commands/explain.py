@@ -66,7 +66,7 @@ def explain(
         channels, *size = source.weights().input_size or (3,)
         net = build_model(name, 10, channels, size or None, *arguments)
     else:
-        # The plans depend neither on the weights nor on the number of classes.
+        # The plans depend neither on the weights nor on the number of classes: random weights and 10 classes will do.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size, device=device or "cpu")
     height, width = net.patch_embed.img_size if img_size is None else parse_size(img_size)

@@ -70,7 +70,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
     summary |= data.shape.record()
-    # Corruptions show the same images several times, so the results are not independent.
+    # Corruptions show the same images several times, so the results are not independent and get no standard errors.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
     write_summary(folder, summary, trainer)
     print_classes(found.classes, data.class_names)

@@ -105,7 +105,8 @@ class FitCLI(RelvitCLI):
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:
-            # Lightning gets the local copy: for an http address, it would read an older download of the same name.
+            # Give Lightning the local copy: for an http address, Lightning would read an older download of the same
+            # name.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
             if not checkpoint.resumable:
@@ -116,7 +117,8 @@ class FitCLI(RelvitCLI):
             # These options do not come from the checkpoint: the classes are found in the images and compared with the
             # checkpoint's classes afterwards, and a schedule is imported only if the user names one.
             found = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
-            # A configuration is written by the user and may choose which module is imported; a checkpoint may not.
+            # The user's command line or configuration may choose which module is imported. A checkpoint may not, since
+            # it may come from anybody.
             if (asked := data_in(given.words)) is not None:
                 import_data_module(asked)
             known = values_of(checkpoint, asked, found)
@@ -150,13 +152,13 @@ class FitCLI(RelvitCLI):
         check_trainer_options(self.options)
         check_recorded(self.parser, self.config)
         callbacks, history = self._callbacks(runs, save_every, patience, lr_find)
-        # Lightning calls `on_fit_start` after all checks that may refuse a checkpoint.
+        # Announce the training in `on_fit_start`, which Lightning calls after all checks that may refuse a checkpoint.
         announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # A checkpoint that was not read above can only come from a configuration. `weights_only` reads nothing but
-            # tensors and plain types from the file.
+            # If `__init__` has read no checkpoint, only a configuration can name one (`resumed_file`). `weights_only`
+            # reads nothing but tensors and plain types from the file.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
@@ -216,7 +218,7 @@ class FitCLI(RelvitCLI):
             self.checkpoint = Checkpoint.read(self.checkpoint_file)
             text = f"{note}\n{text}"
         finished = self.checkpoint.finished_epochs()
-        # A run may have been stopped after its last epoch, but before its summary was written.
+        # The run that is resumed may have been stopped after its last epoch, but before its summary was written.
         if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
             text = f"The training is complete; its test, figures and summary are left.\n{text}"
         elif epochs is not None and 0 <= epochs <= finished:
@@ -253,7 +255,10 @@ class RunConfig(SaveConfigCallback):
         """Do nothing; Lightning's own callback writes the configuration here, which is too early."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write after the search for a learning rate, which is the same hook of an earlier callback."""
+        """Write after the search for a learning rate, which is the same hook of an earlier callback.
+
+        `FindLearningRate`, which comes earlier in the list of callbacks, searches in its own `on_fit_start`.
+        """
         if self.config.lr_find:
             self.config.lr_find = False
             self.config.model.lr = pl_module.hparams.lr

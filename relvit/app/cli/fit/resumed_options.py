@@ -36,7 +36,8 @@ FREE = {
 }
 # The paths in these options may change, since files move, but no path may be added or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
-# Changes of all other options are refused, with the reason for the longest of these names that the option begins with.
+# Changes of all options outside `FREE` and `PLACES` are refused. The message gives the reason that belongs to the
+# longest of these names with which the option's name begins.
 REASONS = {
     "": "a training that goes on stays as it was configured",
     "seed_everything": "order, augmentation and dropout follow from it",
@@ -45,7 +46,7 @@ REASONS = {
     "trainer.callbacks": "callbacks go on with the states that they had",
     "trainer.fast_dev_run": "a trial writes nothing and begins afresh",
 }
-# `Checkpoint.check_network` and `Checkpoint.check_data` compare these options.
+# `changed_options` skips these options, since `Checkpoint.check_network` and `Checkpoint.check_data` compare them.
 COMPARED_ELSEWHERE = {f"model.{name}" for name in (*NETWORK, "pretrained")} | {"data.class_names", "data.img_size"}
 
 
@@ -157,7 +158,10 @@ def changed_options(
 
 
 def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names as on the command line, and plain values; those of classes in one piece."""
+    """Yield names as on the command line, and plain values; those of classes in one piece.
+
+    A class with its arguments, such as a callback, is one value; only the data module is split into its arguments.
+    """
     for key, value in options.items():
         name = f"{prefix}{key}"
         if name == "data":

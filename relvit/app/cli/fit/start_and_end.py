@@ -64,7 +64,7 @@ def report_fit(
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
         "train/images": len(data.dataset("train")),
-        # A training that is resumed after its last epoch runs no validation.
+        # A training that is resumed after its last epoch runs no validation, so count the images of val instead.
         "val/images": model.evaluated_images or len(data.dataset("val")),
     }
     summary = with_errors(summary, summary["val/images"])
@@ -112,7 +112,7 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     """Return commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
-    # A checkpoint cannot choose which module is imported.
+    # A checkpoint cannot choose which module is imported, so the suggested commands name the user's data module.
     named = f" --data {class_path_of(type(data))}" if data.is_of_user() else ""
     lines = []
     if not data.shape.fixed:

@@ -87,7 +87,8 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
     try:
         yield
     except SystemExit as stop:
-        # The cause is a signal, or Lightning has caught Ctrl-C. Lightning itself ends an evaluation after SIGTERM.
+        # A signal, or Ctrl-C that Lightning has caught, causes SystemExit. After SIGTERM in an evaluation, Lightning
+        # raises `SIGTERMException`, which is a SystemExit, too.
         number = signal.SIGTERM if isinstance(stop, SIGTERMException) else getattr(stop, "signal", signal.SIGINT)
         if trainer.interrupted and can_resume():
             why = "Stopped" if number == signal.SIGINT else f"Stopped by {number.name}"

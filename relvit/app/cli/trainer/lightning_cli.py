@@ -232,7 +232,7 @@ def evaluate(
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-    # Lightning gets the local copy: for an http address, it would read an older download of the same name.
+    # Give Lightning the local copy: for an http address, Lightning would read an older download of the same name.
     with local_file(path) as file:
         checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
         checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
@@ -253,8 +253,8 @@ def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> 
 def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collection[str] = ()) -> Namespace:
     """Return the arguments of model and data in a checkpoint, as initial values of a parser.
 
-    A file must not choose which modules are imported, so the user has to name a data module from outside relvit by
-    `--data`. Arguments in `without`, such as 'model.img_size', are left out.
+    A checkpoint must not choose which modules are imported, so the user has to name a data module from outside relvit
+    by `--data`. Arguments in `without`, such as 'model.img_size', are left out.
 
     Raises:
         UsageError: the user has not named the checkpoint's data module.
@@ -279,8 +279,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     """
     for name, allowed in RANGES.items():
         number = options.get(name)
-        # The number of epochs or steps may be unlimited (-1) if the other one is limited, since a schedule needs an
-        # end.
+        # The learning rate's schedule needs an end, so -1 (no limit) is allowed for the number of epochs or for the
+        # number of steps, but not for both.
         ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
         endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
         if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:

@@ -43,7 +43,7 @@ def demo(
         max_pixels: The largest number of pixels of an uploaded image.
     """
     with tempfile.TemporaryDirectory(prefix="relvit-demo-") as folder, contextlib.ExitStack() as stack:
-        # Gradio reads these environment variables when it is imported.
+        # Gradio reads these environment variables when it is imported, so set them before the import.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}
         try:
             from relvit.app.evaluation.deploy.demo_page import Viewer, build_app
@@ -61,7 +61,7 @@ def demo(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
         print(f"The page is at {address}, and {who} can open it. Ctrl-C ends it.", flush=True)
-        # SIGTERM then raises KeyboardInterrupt as Ctrl-C does, so the temporary folder is removed in both cases.
+        # Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that the temporary folder is removed in both cases.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         import uvicorn
 
