@@ -31,7 +31,8 @@ def hub_access() -> Iterator[None]:
     try:
         with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
             yield
-    # The class of the error for a missing file differs between versions, but is an OSError in all of them.
+    # The error for a missing file has different classes in different versions of huggingface_hub; all of them are
+    # OSErrors.
     except OSError as error:
         if not offline:
             raise
@@ -46,7 +47,8 @@ def hub_access() -> Iterator[None]:
 def _answers() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    # Versions of huggingface_hub use different HTTP clients, whose errors for proxies, names and connections differ.
+    # Catch everything: versions of huggingface_hub use different HTTP clients, whose errors for proxies, names and
+    # connections differ.
     except Exception:
         return False
     return True

@@ -21,8 +21,8 @@ from relvit.models import GridVisionTransformer, retrofit_arguments, retrofitted
 from relvit.models import retrofit as retrofit_model
 from relvit.utils.messages import did_you_mean, listing
 
-# These arguments of timm's builders choose the weights that are loaded. A model's description may hold none of these
-# arguments, because it may come from a user, a checkpoint, a published folder or the hub.
+# These arguments of timm's builders choose the weights that are loaded. The description of a model may hold none of
+# these arguments, because a description may come from a user, a checkpoint, a published folder or the hub.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}
@@ -177,7 +177,7 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
         if "depth" in name or "layers" in name:
             most, layers = DEEPEST, layers + number
             number = layers
-        # With NaN every comparison is false, so this one refuses NaN, too.
+        # A comparison with NaN is always false, so `not ... <= most` refuses NaN, too.
         if not abs(number) <= most:
             raise ValueError(f"{name} is {number:.6g}; a model's numbers may be at most {most}")
     if build is None:

@@ -30,7 +30,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     """
     shapes = sorted({(_side(row), row["height"], row["width"]) for row in rows})
     names = {side: ", ".join(_name(*shape) for other, *shape in shapes if other == side) for side, *_ in shapes}
-    # The dotted lines are black, unless the models were trained at different sizes.
+    # The dotted lines of trained sizes are black; only if the models were trained at different sizes, each line has the
+    # colour of its model.
     several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}

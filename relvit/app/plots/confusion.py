@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from relvit.app.plots.style import save_figure, shortened
 
-# With more classes, numbers in the cells, and names beside the rows, would not be legible.
+# Up to `NUMBERED` classes, numbers in the cells are legible; up to `NAMED` classes, names beside the rows are.
 NUMBERED, NAMED = 20, 60
 DPI = 150
 
@@ -19,8 +19,8 @@ DPI = 150
 def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: str | Path) -> None:
     """Draw a confusion matrix into a PNG.
 
-    The colour is the proportion of a class's images, by its square root. Cells show counts for up to 20 classes, rows
-    and columns have names for up to 60.
+    Colours follow the square root of the proportion of a class's images, so that rare mistakes are visible, too. Cells
+    show counts for up to 20 classes; rows and columns have names for up to 60 classes.
 
     Args:
         confusion: images of each class (rows) by predicted class (columns), (C, C).

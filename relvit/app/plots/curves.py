@@ -50,7 +50,8 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         scored: of_score,
         "learning rate": {"lr": ("", TRAIN)},
     }
-    # `relvit.app.training.RunCheckpoints` chooses by the same rule. An epoch may have several validations.
+    # `relvit.app.training.RunCheckpoints` chooses the best checkpoint by the same rule: the highest score, then the
+    # lowest loss. An epoch may have several validations, so compare validations, not epochs.
     scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
         # If the table lacks some losses, draw the curves, and mark the first of the best scores.

@@ -44,12 +44,12 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
     lines = [[shortened(line) for line in caption.splitlines()] for caption in captions]
     columns = min(5, len(images))
     rows = math.ceil(len(images) / columns)
-    # Sizes are in inches: a picture, the title, a picture with its caption, the figure.
+    # `picture`, `above` (the title), `cell` (a picture with its caption) and `size` (the figure) are in inches.
     picture, above = 2.0, 0.4
     cell = picture + 0.2, picture + 0.1 + 0.16 * max(len(caption) for caption in lines)
     size = max(cell[0] * columns, 0.1 * len(title)), cell[1] * rows + above
     figure = Figure(figsize=size)
-    # All images share one pair of axes, since Matplotlib takes long for many.
+    # All images share one `Axes`, since Matplotlib takes long to draw many of them.
     axes = figure.add_axes((0, 0, 1, 1))
     for number, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(number, columns)

@@ -15,14 +15,14 @@ Item = TypeVar("Item")
 def torch_defaults() -> Iterator[None]:
     """Context or decorator in which PyTorch's defaults are float32 and the CPU, as after its import.
 
-    So models that are read from files, and tensors made from their outputs, do not depend on the user's calls of
-    `torch.set_default_dtype`, `torch.set_default_device` or `with torch.device(...)`.
+    Models that are read from files in this context, and tensors made from their outputs, do not depend on the user's
+    calls of `torch.set_default_dtype`, `torch.set_default_device` or `with torch.device(...)`.
     """
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
-        # The context of a device intercepts every operation, which takes time, so it is left out if the default is the
-        # CPU already.
+        # The context of a device intercepts every operation, which takes time, so use no such context if the default is
+        # the CPU already.
         with nullcontext() if device.type == "cpu" else torch.device("cpu"):
             yield
     finally:

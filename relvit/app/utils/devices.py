@@ -16,8 +16,9 @@ from relvit.utils.messages import did_you_mean
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-# Linux control groups, by the controller's name in /proc/self/cgroup ('' is version 2): the files of the limit and of
-# the memory in use, and the entry of memory.stat for memory that the kernel frees on demand.
+# Where Linux control groups keep their figures of memory, by the controller's name in /proc/self/cgroup ('' in version
+# 2): the file of the limit, the file of the memory in use, and the entry of memory.stat that counts memory which the
+# kernel frees on demand.
 CONTROL_GROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -79,7 +80,8 @@ def _of_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             try:
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                # Without a limit the file says 'max', or a number that no machine reaches.
+                # Without a limit, the file holds a number that no machine reaches, or 'max', for which `int` raises
+                # ValueError.
                 allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
                 yield allowed - used + int(counts.get(reclaimable, 0))
             except (OSError, ValueError):

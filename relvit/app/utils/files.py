@@ -18,9 +18,10 @@ from typing import Any
 from relvit.app.utils.shown_text import without_secrets
 from relvit.utils.messages import did_you_mean
 
-# `relvit export` writes files of these names.
+# The names of the files that `relvit export` writes end in one of these suffixes.
 EXPORTED = (".onnx", ".pt2")
-# The disk or the user's quota is full, or the file system is read-only or does not take a file of this size.
+# These errors mean that the disk or the user's quota is full, that the file system is read-only, or that it does not
+# take a file of this size.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -47,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    # The file is in the same folder, since renaming is a single step only within one file system.
+    # The temporary file is in the same folder, since renaming is a single step only within one file system.
     part = _part_of(path)
     try:
         with disk_errors_name(path, part):
@@ -63,8 +64,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files at the end become the files of the folder `path`, all in one step.
 
     Whatever interrupts the writing, `path` holds all of the old files or all of the new files, never a mixture. Files
-    and folders with other names in `path` stay there. Systems that cannot exchange two folders (other than Linux, some
-    network file systems) have no folder at `path` for a moment.
+    and folders with other names in `path` stay there. Where the system cannot exchange two folders in one step (systems
+    other than Linux, some network file systems), there is no folder at `path` for a moment.
 
     Args:
         path: the folder; neither the folder nor its parents need exist.
@@ -73,7 +74,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: the folder is the current folder or a mount point, and so cannot be exchanged.
         OSError: the parent folder cannot be written to, or the disk is full.
     """
-    # Links are resolved, so that a link to a folder stays a link.
+    # Resolve symbolic links, so that a link at `path` stays a link, and only its target is exchanged.
     folder = Path(path).resolve()
     if folder.is_dir() and (folder == Path.cwd() or os.path.ismount(folder)):
         raise ValueError(f"{path} is the current folder or a mount point: give a folder in it")

@@ -12,7 +12,8 @@ def check_bounds(value: Any, source: str) -> None:
     """Refuse nested dictionaries, lists and tuples that are too deep or hold too many values in all.
 
     A list that is stored once may be an item of another list many times. Some kilobytes of a checkpoint then stand for
-    more values than any memory holds, and a loop over all values would never end. Each occurrence counts here.
+    more values than any memory holds, and a loop over all values would never end. This function therefore counts each
+    occurrence.
 
     Args:
         value: the description of a model, its data or its training.

@@ -12,7 +12,8 @@ from typing import Any
 from relvit.app.utils.files import DISK_ERRORS, is_address
 from relvit.utils.messages import did_you_mean
 
-# A fetch stops after this number of seconds without a connection or without a byte. A complete file has no time limit.
+# A fetch stops after this number of seconds without a connection or without a received byte. The time for a whole file
+# is not limited.
 PATIENCE = 60
 
 
