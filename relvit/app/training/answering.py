@@ -28,8 +28,8 @@ class Answering(EpochMetrics):
 
     Lightning's Trainer runs the steps of validation, test and prediction on any number of devices, for `relvit fit`,
     `validate`, `test` and `predict`; the callbacks `EvaluationReport` and `PredictionTable` write down what the steps
-    return. `answers` is the loop of everything else: `relvit.load`, `embed`, `demo`, `resolutions`, `probe`,
-    `calibrate` and `export --int8`.
+    return. Without a Trainer, the function `answers` loops over batches: for `relvit.load`, `embed`, `demo`,
+    `resolutions`, `probe`, `calibrate` and `export --int8`.
 
     Attributes:
         average: The averaged weights; None in a training without averaging.
@@ -146,7 +146,7 @@ def answers(
     """Yield the result of `step` for the images of each batch, on the CPU, and the batch's labels or names.
 
     Raises:
-        ValueError: There is no batch. The message calls the images `split`.
+        ValueError: There is no batch, and a `split` is given, which the message names.
     """
     found = False
     for images, others in batches:

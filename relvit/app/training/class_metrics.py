@@ -18,8 +18,8 @@ from torchmetrics.utilities import dim_zero_cat
 class ClassMetrics(NamedTuple):
     """The number of images of each class, int64 (C,), and metrics, float64 (C,), which are NaN where undefined.
 
-    `precision` is undefined for a class that is never predicted, `recall` for a class without images, `f1` if both are
-    the case.
+    `precision` is undefined for a class that is never predicted, `recall` for a class without images, `f1` for a class
+    that is never predicted and has no images.
     """
 
     count: np.ndarray
@@ -32,8 +32,8 @@ class MultiLabelMetrics(NamedTuple):
     """Metrics of each class of multi-label images: `count`, the number of images, int64 (C,); all others float64 (C,).
 
     A class is predicted if its probability reaches the `threshold`. An undefined metric is NaN: `recall` and
-    `average_precision` for a class without images, `precision` for a class that is never predicted, `f1` if both are
-    the case.
+    `average_precision` for a class without images, `precision` for a class that is never predicted, `f1` for a class
+    that is never predicted and has no images.
     """
 
     count: np.ndarray
@@ -61,7 +61,8 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 def class_metrics(confusion: np.ndarray) -> ClassMetrics:
     """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
     right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    # NumPy gives NaN for an undefined metric; torchmetrics would give zero.
+    # NumPy divides zero by zero to NaN, which marks an undefined metric, and would warn of it. (torchmetrics would
+    # return zero.)
     with np.errstate(invalid="ignore"):
         return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
 
@@ -74,7 +75,7 @@ def calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int = 15)
         right: Whether the prediction was right, (N,).
         bins: The number of bins.
     """
-    # The paper's bins are ((m - 1) / bins, m / bins]; torchmetrics gives a confidence of 1 a bin of its own.
+    # Bin m is ((m - 1) / bins, m / bins], as in the paper. torchmetrics puts a confidence of 1 into an additional bin.
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     return float(np.abs(np.bincount(place, right - confidence, bins)).sum() / len(confidence))
 
@@ -90,9 +91,9 @@ def multi_label_metrics(
     Args:
         probabilities: (N, C).
         labels: Bool (N, C).
-        thresholds: One threshold for each class. None takes the thresholds of the best F1 on these images. Such a
-            threshold is midway between the lowest score that it includes and the next lower score. Of equally good
-            thresholds the highest is taken; a class without images gets 0.5.
+        thresholds: One threshold for each class. None takes, for each class, the threshold with the highest F1 on these
+            images. Such a threshold is midway between the lowest score that it includes and the next lower score. Of
+            equally good thresholds the highest is taken; a class without images gets 0.5.
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)

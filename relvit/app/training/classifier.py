@@ -74,11 +74,11 @@ class ImageClassifier(Answering):
             grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
             `lr` itself.
         layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
-        position_lr_scale: The factor on the learning rate of relative positions, for new tables after a `retrofit`
-            (10 in the recipe `retrofit`).
+        position_lr_scale: The factor on the learning rate of relative positions. New tables after a `retrofit` need a
+            higher rate than pretrained weights (factor 10 in the recipe `retrofit`).
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
-        min_lr: The learning rate at the end.
+        min_lr: The learning rate at the end of the training.
         schedule: The factor on the learning rate at each optimiser step: a function with the arguments of
             `relvit.app.training.warmup_cosine`, or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
@@ -96,12 +96,12 @@ class ImageClassifier(Answering):
         ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
         teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
             weights). The output of the distillation token learns from the teacher; in models without this token, the
-            only output does.
+            only output learns from the teacher.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
         ponder_weight: The weight of the ponder cost in the training loss, with models whose patches halt.
-        ponder_warmup_epochs: The length of the linear rise of this weight in epochs.
+        ponder_warmup_epochs: The length of the linear rise of `ponder_weight` in epochs.
         freeze_epochs: The number of epochs at the beginning in which only the classifier is trained; all other parts
             are in evaluation mode.
         nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
@@ -109,7 +109,7 @@ class ImageClassifier(Answering):
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
         channels_last: Whether images and convolutions use the memory format that GPUs prefer.
         multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); then 'ce'
-            is 'bce'. Validation chooses a threshold for each class, by its F1.
+            is 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
 
     Raises:
         ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
@@ -170,14 +170,15 @@ class ImageClassifier(Answering):
         public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
         self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
         self._teacher_source: str | None = teacher
-        # The name of a schedule may come from a checkpoint that is only evaluated, so it is imported when a training
-        # starts.
+        # The name of a schedule may come from a checkpoint that is only evaluated, so the function of this name is
+        # imported only when a training starts.
         self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
         # A calibrated checkpoint sets the temperature of evaluation. Training uses 1, since the weights change.
         self.temperature: float = 1.0
-        # `param_groups` refuses a factor for a model without relative positions.
+        # Call `param_groups` only for its check, before the training starts: it refuses a `position_lr_scale` for a
+        # model without relative positions.
         param_groups(self.net, lr, position_lr_scale)
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
@@ -219,7 +220,8 @@ class ImageClassifier(Answering):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the loss of images and labels, see `ClassificationLoss`."""
         images, targets = batch
-        # With this seed, a resumed training draws the same numbers for mixing, dropout and stochastic depth.
+        # With this seed, a resumed training draws the same random numbers for mixing, dropout and stochastic depth as a
+        # training without a break.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
         if self.mixing is not None:
             images, targets = self.mixing(images, targets)
@@ -266,7 +268,8 @@ class ImageClassifier(Answering):
             self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # No earlier hook of Lightning knows whether a checkpoint, which replaces pretrained weights, has been loaded.
+        # Load pretrained weights only here: no earlier hook of Lightning knows whether a checkpoint has been loaded,
+        # whose weights replace the pretrained weights.
         hparams, data = self.hparams, self.trainer.datamodule
         if self.pretrained is not None:
             self.transfer = load_pretrained(self.net, self.pretrained, hparams.class_names, data)
@@ -330,7 +333,8 @@ class ImageClassifier(Answering):
             self.progress.note_validation(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        # Lightning calls this hook before the callbacks that save checkpoints, and after all other callbacks.
+        # Lightning calls this hook before the callbacks that save checkpoints, and after all other callbacks. So a
+        # checkpoint already counts this epoch as complete.
         super().on_train_epoch_end()
         self.progress.note_epoch(self.trainer)
 
@@ -375,7 +379,7 @@ class ImageClassifier(Answering):
         return self
 
 
-# Only some models return these losses in training; the text names such models.
+# Name of a loss that only some models return in training -> a description of these models.
 MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 LOSS_DEFAULTS: dict[str, Any] = {
     option: inspect.signature(ImageClassifier).parameters[option].default

@@ -19,7 +19,8 @@ def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
     sizes = getattr(data, "train_sizes", None)
     if sizes:
         # Each size needs a graph in training, one in evaluation, and one for the smaller last batch of an evaluation.
-        # PyTorch would stop compiling at its own, lower limit.
+        # PyTorch's own limit of graphs is lower, and beyond its limit PyTorch would run the network without compiling
+        # it.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 2 * len(sizes) + 4)
     net.compile(backend="inductor" if backend is True else backend, dynamic=False if sizes else None)

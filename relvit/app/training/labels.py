@@ -29,7 +29,7 @@ from relvit.app.training.class_metrics import (
     multi_label_metrics,
 )
 
-# Predictions of one label name at most this number of classes, unless a user gives the number.
+# For images of one label, a prediction names this number of classes at most, unless a user gives another number.
 TOP = 5
 
 
@@ -41,7 +41,7 @@ class Mistake(NamedTuple):
         position: The position of the image in the test.
         true: The names of the image's classes.
         predicted: The names of the predicted classes.
-        caption: The prediction in the words of a figure.
+        caption: The text under the image in the figure of mistakes.
     """
 
     weight: float
@@ -117,8 +117,8 @@ class Labels(Protocol):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         """Format names and probabilities of the classes of an image as the cells of a row."""
 
-    # A test keeps numbers as float64 rows (rows, N) with a column for each image. The processes of a test can gather
-    # such rows, and the figures of a report are computed from the gathered rows.
+    # The following methods keep the results of a test in an array, float64 (rows, N), with a column for each image. The
+    # processes of a test gather such arrays, and the figures of a report are computed from the gathered array.
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
         """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""
@@ -166,8 +166,8 @@ class OneLabel(Labels):
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create top-1 accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-        If mixup or CutMix mixes images, the class with the larger part counts, and the names are 'acc1_mixed' and
-        'acc5_mixed'.
+        If mixup or CutMix mixes images, the class with the larger part of an image counts as its label, and the metrics
+        are named 'acc1_mixed' and 'acc5_mixed'.
         """
         end = "_mixed" if mixed else ""
         return {
@@ -313,7 +313,8 @@ def _finite(probabilities: Tensor) -> Tensor:
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
     """List the classes of each image (B, C) that reach their thresholds, the most probable first."""
-    # A threshold may lie midway between two neighbouring floats. Some accelerators lack float64, so compare on the CPU.
+    # A threshold may lie between two neighbouring float32 numbers, so compare in float64. Some accelerators lack
+    # float64, so compare on the CPU.
     probabilities = probabilities.cpu().double()
     found = []
     for row in probabilities:

@@ -14,5 +14,6 @@ def validation_due(trainer: Trainer) -> bool:
     The answer depends on `val_check_interval` (batches, a part of the epoch, or time), `check_val_every_n_epoch`, data
     without a length, and early stops. Lightning has no public function for this.
     """
-    # Lightning reads the argument only for training steps that fetch their batches themselves.
+    # Lightning reads the argument only for training steps that fetch their batches themselves, which relvit's training
+    # step does not.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)

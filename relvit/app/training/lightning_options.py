@@ -45,7 +45,7 @@ REFUSED: dict[type[Callback], str] = {
     WeightAveraging: "in checkpoints its average would take the place of the weights; give --model.ema_decay 0.999, "
     "whose checkpoints hold both",
 }
-# These callbacks only write to a logger, so they need one.
+# These callbacks only write to a logger, so a training without a logger refuses them.
 LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 

@@ -94,7 +94,8 @@ class EpochMetrics(LightningModule):
 
     def log_running(self) -> None:
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
-        # torchmetrics replaces `compute` of the object by a method that waits for the other processes.
+        # torchmetrics replaces `compute` of each object by a function that waits for the other processes, so call
+        # `compute` of the class, which does not wait.
         values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
         shown = {"loss": "loss", "acc1": "acc", "acc1_mixed": "acc"}
         values = {shown[name]: value for name, value in values.items() if name in shown}
@@ -136,8 +137,9 @@ class EpochMetrics(LightningModule):
         self.test_metrics.reset()
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
-    # Lightning calls callbacks at the end of an epoch before the module, so the metrics are logged with the last batch.
-    # The metrics are logged again at the end, since early stopping and data without a length announce no last batch.
+    # At the end of an epoch Lightning calls callbacks, which read the metrics, before the module. So the module logs
+    # the metrics with the last batch already. It logs them again at the end of the epoch, since no batch is announced
+    # as the last batch if early stopping ends the epoch or the data have no length.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer

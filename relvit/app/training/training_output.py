@@ -11,13 +11,13 @@ from torch import Tensor
 class TrainingOutput(NamedTuple):
     """The output of a model in training mode.
 
-    A model with further losses lists their names in its attribute `training_losses`. After `set_training_losses(True)`
-    it returns any object with the attributes `logits` and `losses`.
+    A model that computes losses besides the loss of its logits lists their names in its attribute `training_losses`.
+    After `set_training_losses(True)` the model returns any object with the attributes `logits` and `losses`.
 
     Attributes:
         logits: (B, num_classes).
-        distilled: (B, num_classes), the logits that follow a teacher.
-        losses: further losses by name, scalars.
+        distilled: (B, num_classes), the logits that learn from a teacher.
+        losses: the model's additional losses by name, scalars.
     """
 
     logits: Tensor

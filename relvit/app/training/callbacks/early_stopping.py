@@ -14,7 +14,8 @@ class Patience(EarlyStopping):
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        # Check after validations only: an epoch that a limit of steps cuts short ends without a validation.
+        # Check after validations only: an epoch that a limit of steps cuts short ends without a validation, so
+        # `monitor` has no new value then.
         super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

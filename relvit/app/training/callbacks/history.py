@@ -26,8 +26,8 @@ class History(Callback):
 
     A row has `epoch` (counted from 0, while progress bars count from 1), `step` (optimiser steps so far), `train/...`,
     the learning rate `lr` at the end of the epoch, `val/...`, and `system/...` (see `Telemetry`). Every checkpoint
-    holds the rows: a resumed training first rewrites the files as they were at the checkpoint, so that they have
-    neither gaps nor duplicates. `curves.png` is drawn when the training ends, even with an error.
+    holds the rows: a resumed training first rewrites the files as they were at the checkpoint, so that the files have
+    neither gaps nor duplicate rows. `curves.png` is drawn when the training ends, even with an error.
 
     Args:
         folder: The folder to write to.
@@ -41,7 +41,7 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        # The legend of the training curve stays None on all processes but the main one, since they draw nothing.
+        # Only the main process draws curves, so the legend of the training curve stays None in all other processes.
         self._legend: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # `compute` waits for all processes, so every process calls it.
+        # `compute` waits for all processes, so every process has to call `compute`.
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
         self._add(trainer, row | self.telemetry.measured(trainer))
@@ -84,7 +84,8 @@ class History(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Closing the log fails on a full disk, and must not keep other callbacks from saving a checkpoint.
+        # On a full disk, closing the log raises an OSError, which must not keep other callbacks from saving a
+        # checkpoint.
         with suppress(OSError):
             self._close()
 

@@ -40,7 +40,7 @@ class TrainingProgressBar(RichProgressBar):
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The title is as wide as the title of a validation, so that the bar does not jump.
+        # The title is as wide as the title of a validation, so that the bar does not move when a validation begins.
         self._title.text = f"Epoch {numbered_epoch(trainer)}".ljust(len(self.validation_description))
         super().on_train_epoch_start(trainer, pl_module)
 
@@ -66,7 +66,8 @@ class TrainingProgressBar(RichProgressBar):
 class EpochTitle(TextColumn):
     """Column of a progress bar that shows `text` in the place of Lightning's description "Epoch 0/9".
 
-    Rich draws in its own thread, so it could draw Lightning's description before a callback had replaced it.
+    Rich draws in its own thread, so Rich could draw Lightning's description before a callback has replaced the
+    description.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class EpochLines(Callback):
     """Print a line at the end of each epoch, for output in files and without a progress bar.
 
     Args:
-        history: The training's `History`, a callback that runs before this one; its last row has the printed numbers.
+        history: The training's `History`, whose last row has the printed numbers. It must run before this callback.
     """
 
     def __init__(self, history: History) -> None:
@@ -104,7 +105,7 @@ class EpochLines(Callback):
             ("lr", "lr {:.3g}"),
             ("system/images_per_second", "{:.0f} images/s"),
         ):
-            # An epoch without validation has no such numbers.
+            # The row of an epoch without a validation has no `val/...` numbers.
             if name in row:
                 parts.append(text.format(row[name]))
         parts.append(f"elapsed {self._clock.elapsed}")
@@ -159,7 +160,8 @@ def progress_callbacks(config: dict[str, Any], history: History | None, quiet: b
         config["enable_progress_bar"] = False
         config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
         return []
-    # In a file, a bar would be a long series of control characters, so only an option switches the bar on there.
+    # In a file, a bar would be a long series of control characters, so output in a file has a bar only if an option
+    # asks for the bar.
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
     if config["enable_progress_bar"] is None:

@@ -12,13 +12,13 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 
-# Lightning calls callbacks of this class last, so the time of other callbacks does not count as waiting for data.
+# Lightning calls `Checkpoint` callbacks last, so the time that other callbacks take does not count as waiting for data.
 class Telemetry(Checkpoint):
     """Measure each training epoch, without its validation.
 
     - `system/images_per_second`: The number of images per second over all devices.
-    - `system/data_wait`: The share of the time in which the main process waited for the next batch. The optimiser step
-      waits for the device, so a high share means that the GPU waits for images.
+    - `system/data_wait`: The share of the time in which the main process waited for the next batch. Every optimiser
+      step waits until the GPU has finished, so a high share means that the GPU itself waits for images.
     - `system/memory_gb`: The peak memory in units of 1e9 bytes: memory allocated on this process's GPU, or, on the CPU,
       memory of the process.
     """

@@ -44,9 +44,10 @@ class RunCheckpoints(Checkpoint):
     `last.ckpt` is written within an epoch. A training can continue on other devices from `epoch.ckpt`, but not from a
     checkpoint within an epoch.
 
-    If scores are equal, as is frequent with few images, the lower `val/loss` is better. `last.ckpt` is also written
-    every `every_n_steps`, when an exception ends the run, and when SIGTERM or SIGUSR1 stops the run: at the next
-    optimiser step or within a validation. From every checkpoint the training resumes exactly.
+    If two validations have equal scores, which is frequent with few images, the validation with the lower `val/loss` is
+    better. `last.ckpt` is also written every `every_n_steps` optimiser steps, when an exception ends the run, and when
+    SIGTERM or SIGUSR1 stops the run. A signal stops the run after the next optimiser step or the next batch of a
+    validation. A training resumes exactly from each of these checkpoints.
 
     Args:
         folder: The folder to write to.
@@ -65,12 +66,13 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.monitor = monitor
         self.best_model_score: float | None = None
-        # Epochs are counted from 1 here.
+        # `best_epoch` counts epochs from 1.
         self.best_epoch: int | None = None
         self._best_loss: float | None = None
         self._signal: int = 0
         self._handlers: dict[int, Any] = {}
-        # Only between two optimiser steps do weights, averages and schedule belong to the same step.
+        # Weights, averages and schedule belong to the same step only between two optimiser steps. An exception at any
+        # other time must not save them.
         self._between_steps = False
 
     @property
@@ -116,7 +118,7 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        # At the end of an epoch `on_train_epoch_end` saves, so do nothing here.
+        # Save only after an optimiser step. At the end of an epoch, `on_train_epoch_end` saves the checkpoint.
         if (batch_idx + 1) % trainer.accumulate_grad_batches or is_last_of_epoch(trainer, batch_idx):
             return
         self._stop_after_signal(trainer)
@@ -141,7 +143,7 @@ class RunCheckpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
-        # A limit of steps may have ended the training within the epoch.
+        # A limit of steps may have ended the training within the epoch, but `epoch.ckpt` must be from a complete epoch.
         done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if trainer.is_global_zero and done >= trainer.num_training_batches:
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
@@ -153,18 +155,19 @@ class RunCheckpoints(Checkpoint):
             ignore_stop_signals()
             return
         self._restore_handlers()
-        # Save in a training only: the test after it has loaded the weights of the best checkpoint into the model.
+        # Save in a training only: the test that follows a training loads the weights of the best checkpoint, which must
+        # not replace the weights in `last.ckpt`.
         if trainer.state.fn != "fit":
             return
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # Saving waits for all processes, but if only this process has failed, the other processes do not save: save
-        # only if there are none.
+        # Saving waits for all processes. If only this process has failed, the other processes never begin to save, so
+        # save only in a run of one process.
         if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)
             except OSError as error:
-                # Only warn of this error: the first error, its cause, is raised.
+                # Only warn that saving failed: Lightning raises `exception`, the error that ended the run.
                 rank_zero_warn(str(error))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -173,8 +176,8 @@ class RunCheckpoints(Checkpoint):
     def _catch_signals(self) -> None:
         """Replace the signal handlers that Lightning has just registered with a handler that records the signal.
 
-        Lightning's handlers would stop between accumulated batches, would stop only one of several processes, and would
-        save in their own way in a job of Slurm.
+        Lightning's handlers would stop between accumulated batches, would stop only one of several processes, and
+        would, in a job of Slurm, write a checkpoint of Lightning's own instead of `last.ckpt`.
         """
 
         def note(number: int, frame: FrameType | None) -> None:

@@ -82,16 +82,17 @@ class Checkpoint:
     Attributes:
         path: The file or remote address, for messages.
         model: The arguments of `ImageClassifier`.
-        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here; '' if the
-            images came neither from a data module of relvit nor from a class that is derived from one.
+        data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here. 'class_path'
+            is '' if the images came neither from a data module of relvit nor from a class that is derived from one.
         images: The classes and the transforms of the training's images, if the 'init_args' do not contain them.
         fit: Other options of the training.
         versions: The versions of the packages that wrote the checkpoint.
         weights: The tensors of the classifier; the averaged ones if the training kept an average.
         temperature: The number by which logits are divided in evaluation, see `relvit.app.evaluation.calibrate`.
-        thresholds: See `relvit.app.training.SeveralLabels`. None: the file has no thresholds.
+        thresholds: The threshold of each class, see `relvit.app.training.SeveralLabels`. None: the file has no
+            thresholds.
         resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
-        epoch: The epoch in which the checkpoint was written, as Lightning counts.
+        epoch: The epoch in which the checkpoint was written, counted from 0.
         resume_point: The `ResumePoint` as stored. None in checkpoints that `relvit fit` did not write.
     """
 
@@ -199,7 +200,7 @@ class Checkpoint:
         """Return the checkpoint for other images with the same transforms and classes.
 
         Args:
-            data_type: The data module of the images. None keeps the checkpoint's own.
+            data_type: The data module of the images. None keeps the data module of the checkpoint.
             changes: Arguments that replace arguments of the checkpoint's data module. Arguments that the new data
                 module does not have are left out.
         """
@@ -273,8 +274,8 @@ class Checkpoint:
                 where = f" in {data.place}" if isinstance(data, ImageFilesData) else ""
                 raise ValueError(
                     f"{self.path} was trained on other classes than the data has{where}: "
-                    f"{_changed_classes(trained, found)}; give the classes their names of the training, or start "
-                    f"another training from these weights with --model.pretrained {self.path}"
+                    f"{_changed_classes(trained, found)}; give the classes the names that they had in the training, or "
+                    f"start another training from these weights with --model.pretrained {self.path}"
                 )
         if (channels := self.argument("in_chans")) is not None and channels != data.in_chans:
             raise ValueError(
@@ -306,7 +307,8 @@ def first_difference(
         if isinstance(ours, dict) and isinstance(theirs, dict):
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
-        # Empty arguments equal None, except in `retrofit`, where {} stands for a retrofit with its defaults.
+        # Treat empty arguments as equal to None, except in `retrofit`, where {} means a retrofit with default
+        # arguments.
         if ours != theirs and (ours or theirs or name == "retrofit"):
             return name, _short(repr(ours)), _short(repr(theirs))
     return None

@@ -26,13 +26,13 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     trainings from the same start, such as the same pretrained weights (model soups, Wortsman et al. 2022, arXiv
     2203.05482). The mean of networks that started from different weights is useless.
 
-    If a checkpoint has averaged weights (`ema_decay`), they are used. Sums are computed in float64, and the mean has
-    the dtype of the weights. Buffers must be the same in all checkpoints. Models with batch norm are refused, because
-    the statistics of batch norm would have to be computed again from images.
+    If a checkpoint has averaged weights (`ema_decay`), the function uses the averaged weights. Sums are computed in
+    float64, and the mean has the dtype of the weights. Buffers must be the same in all checkpoints. Models with batch
+    norm are refused, because the statistics of batch norm would have to be computed again from images.
 
     The new checkpoint holds no optimiser state, so no training can resume from it. It describes the data as the first
-    checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the thresholds stay;
-    otherwise they become 0.5, with a warning.
+    checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the new checkpoint keeps
+    these thresholds; otherwise its thresholds are 0.5, and a warning says so.
 
     Args:
         ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -40,8 +40,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
 
     Raises:
         FileNotFoundError: There is no such checkpoint, or no folder to write to.
-        ValueError: There are fewer than two checkpoints, a checkpoint is given twice, or models, classes or transforms
-            differ; weights are not finite; the output exists or does not end in .ckpt.
+        ValueError: There are fewer than two checkpoints, or a checkpoint is given twice; the models, classes or
+            transforms differ; weights are not finite; or the output exists or does not end in .ckpt.
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])
@@ -74,8 +74,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         checkpoint[KEY] |= classifier.labels.record()
     else:
         warnings.warn(
-            f"the checkpoints have different thresholds: in {output} that of every class is 0.5; to choose them anew: "
-            f"relvit calibrate {output}",
+            f"the checkpoints have different thresholds: in {output} the threshold of every class is 0.5; to choose "
+            f"thresholds anew: relvit calibrate {output}",
             stacklevel=1,
         )
     checkpoint[TIMM_KEY] = timm_weights(checkpoint)

@@ -60,7 +60,7 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     """Return the classes and the transforms, as far as they are known, of images from other loaders than relvit's.
 
     A LightningDataModule may have attributes with the names in `IMAGES`. The transforms of plain loaders are not known:
-    then the values come from timm's description of the model, and 'assumed' lists these values.
+    then the values come from timm's description of the model, and 'assumed' lists the names of these values.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

@@ -44,7 +44,8 @@ class ResumePoint(NamedTuple):
         """Describe a running training, by the epoch and batch of the last validation and the last complete epoch."""
         done = epoch, batch = training_position(trainer)
         if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
-            # The epoch has no batch left, but its validation and its end are still to come.
+            # `training_position` already names the next epoch, but the validation and the end of this epoch are still
+            # to come.
             done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
         return cls(*done, _layout(trainer), done == validated_at)
 
@@ -55,7 +56,7 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # The point in the checkpoint; None once the resumed training has started.
+        # The point at which a checkpoint resumes the training; None once the resumed training has started.
         self._resumed: ResumePoint | None = None
 
     def note_validation(self, trainer: Trainer) -> None:
@@ -119,16 +120,17 @@ class Progress:
             return
         update_rates(module.lr_schedulers())
         loop = trainer.fit_loop.epoch_loop
-        # A checkpoint holds the counters of early stopping, but not its decision to stop.
+        # A checkpoint holds the counters of early stopping, but not the decision to stop, so repeat the decision here.
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # Otherwise Lightning would treat the new epoch as an interrupted one.
+            # While `restarting` is True, Lightning would treat the new epoch as an interrupted epoch.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
         if validation_due(trainer):
-            # After this validation, the loop would count the step before the validation a second time.
+            # After this validation, the loop would count the step before the validation a second time, so subtract one
+            # step.
             state = loop.on_save_checkpoint()
             loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
 
@@ -161,7 +163,7 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     for counter in (epochs["total"], epochs["current"]):
         counter["ready"] = counter["started"] = point.epoch + under_way
         counter["processed"] = counter["completed"] = point.epoch
-    # The training repeats batches whose gradients were accumulated but not yet used in an optimiser step.
+    # The training repeats batches whose gradients no optimiser step has used yet, so these batches do not count.
     again = batches["current"]["processed"] - point.batch if under_way else 0
     _complete(batches["total"], batches["total"]["processed"] - again)
     _complete(batches["current"], point.batch)
@@ -173,7 +175,8 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     validation = loop["epoch_loop.val_loop.batch_progress"]
     for counter in (validation["total"], validation["current"]):
         _complete(counter, 0)
-    # If a validation is due, Lightning begins with it when the last one seems to have stopped at its first batch.
+    # Lightning resumes with a validation if the counters say that a validation has started its first batch but
+    # processed no batch. So set the counters to this state if a validation is due.
     validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
     validation["is_last_batch"] = False
     loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]
@@ -181,7 +184,7 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
 
 def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
     """Return whether this training batch ends its epoch."""
-    # Data without a length have infinitely many batches, and only announce their last one.
+    # For data without a length, `num_training_batches` is infinite, and only `is_last_batch` announces the last batch.
     return trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
 
 

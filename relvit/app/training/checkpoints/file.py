@@ -36,18 +36,19 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 
-# The key of the averaged weights, under the same names as the raw weights in 'state_dict'.
+# The key of the averaged weights. They have the same names as the raw weights, which are in 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
 # timm prefers the weights under this key to 'state_dict'. Under this key the weights have the model's own names,
 # without the prefix of the classifier.
 TIMM_KEY = "state_dict_ema"
-# The largest number of characters in the name of a class: each row of a table repeats the names.
+# The largest number of characters in the name of a class. Longer names are refused, because each row of a table of
+# predictions repeats the names.
 LONGEST_NAME = 10_000
-# If a user names the folder of a run, this checkpoint in the folder is meant.
+# If a user names the folder of a run, `read_checkpoint` reads this checkpoint in the folder.
 BEST = Path("checkpoints") / "best.ckpt"
-# The checkpoint of the last complete epoch is beside last.ckpt.
+# The file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
-# timm's prefixes for repositories of the hub and for folders, and the suffixes of files that hold weights.
+# timm's prefixes for repositories of the Hugging Face hub and for folders, and the suffixes of files that hold weights.
 HUB, FOLDER = "hf-hub:", "local-dir:"
 FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 
@@ -93,14 +94,16 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         raise ValueError(not_for_exported(path))
     try:
         check_archive(file)
-        # Ignore PyTorch's warnings of kinds of tensors: `check_tensors` refuses these tensors.
+        # PyTorch warns of unusual tensors, such as quantised tensors. Ignore these warnings, because `check_tensors`
+        # refuses such tensors.
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except DamagedError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises errors of almost any type for broken files, such as TypeError, IndexError or AttributeError.
     except Exception as error:
-        # A damaged file may make PyTorch seek an impossible position (EINVAL); other system errors have other causes.
+        # A damaged file may make PyTorch seek an impossible position (EINVAL). Other system errors have other causes,
+        # so raise them unchanged.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(
@@ -140,8 +143,8 @@ class DamagedError(ValueError):
 def check_archive(path: Path) -> None:
     """Refuse a file of PyTorch (a ZIP archive) that is damaged or would take more memory than the file has bytes.
 
-    PyTorch never compresses entries. The CRC of each entry is compared, unless the file was written without CRCs
-    (`torch.serialization.set_crc32_options(False)`).
+    PyTorch never compresses entries, so a compressed entry is refused. The CRC of each entry is compared, unless the
+    file was written without CRCs (`torch.serialization.set_crc32_options(False)`).
 
     Raises:
         DamagedError: A CRC differs.
@@ -202,8 +205,8 @@ def _are_arguments(value: Any) -> bool:
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights (averaged, if there is an average) with the names that they have in the model.
 
-    The checkpoint already holds these tensors, and PyTorch writes each tensor once, so the file grows only by their
-    names.
+    If the result is added to the checkpoint, the file grows only by the names, since PyTorch writes a tensor that
+    occurs twice only once.
     """
     weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
     return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
@@ -219,7 +222,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: The folder cannot be written to, or the disk is full.
     """
-    # Open the file here, because PyTorch would hide the system's error.
+    # Open the file here: if PyTorch opened the file, it would raise an error of its own instead of the system's error.
     with atomic_write(path) as part, open(part, "wb") as file:
         torch.save(checkpoint, file)
 
@@ -235,7 +238,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
-        # The path may be a remote address if a user's own callback saves the checkpoint.
+        # The path may be a remote address if a user's own callback saves the checkpoint. Lightning can write to remote
+        # addresses.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -263,15 +267,16 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
 
     The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. On a disk
-    without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed. The folder need
-    not exist yet.
+    without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed, since new
+    checkpoints replace them. The folder need not exist yet.
 
     Raises:
         DiskSpaceError: The space is too small.
     """
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
-    # The average does not exist yet; it is made later in the same hook of Lightning.
+    # The average does not exist yet: `ImageClassifier.on_fit_start` makes it, which Lightning calls after this
+    # function.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
     # Adam and similar optimisers keep two numbers for each weight.

@@ -31,7 +31,7 @@ def set_normalisation(
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
             used[name] = tuple(value)
-        # A resumed training has mean and std from its checkpoint, so nothing is missing.
+        # A resumed training has mean and std from its checkpoint, so `missing` is empty.
         if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
             reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")

@@ -34,7 +34,8 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
 )
-# A difference of means or standard deviations up to this number hardly matters, for images in the range 0..1.
+# A difference of means or standard deviations up to this number hardly matters, for images in the range 0..1, so no
+# note is printed.
 TOLERANCE = 0.05
 
 
@@ -90,7 +91,7 @@ class Pretrained:
             return self._weights_of_timm()
         if suffix_of(self._file) == ".npz":
             raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
-        # PyTorch warns of kinds of tensors that `check_tensors` refuses.
+        # PyTorch warns of unusual tensors. Ignore these warnings, because `check_tensors` refuses such tensors.
         with local_file(self._file) as path, warnings.catch_warnings(action="ignore"):
             try:
                 if zipfile.is_zipfile(path):
@@ -123,7 +124,7 @@ class Pretrained:
             if (path / "config.json").is_file():
                 return None
             best = path / "checkpoints" / "best.ckpt"
-            hint = f"give its checkpoint, {best}" if best.is_file() else "folders of weights that timm saves have one"
+            hint = f"give its checkpoint, {best}" if best.is_file() else "timm saves this file beside the weights"
             raise ValueError(f"{path} holds no config.json: {hint}")
         check_is_file(path)
         if path.suffix in FILES or len(path.parts) > 1:

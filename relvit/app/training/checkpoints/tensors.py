@@ -11,8 +11,8 @@ from torch import Tensor
 # Every operation of PyTorch supports these dtypes, unlike quantised dtypes and floats of 8 bits or less.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# Tensors may stand for MOST_NAMES times the stored bytes, because shared weights are stored once under several names,
-# plus SMALL bytes.
+# All tensors of a file together may have at most MOST_NAMES times as many bytes as the file stores, plus SMALL bytes.
+# They may have more bytes than the file, because shared weights are stored once under several names.
 MOST_NAMES, SMALL = 16, 2**24
 
 

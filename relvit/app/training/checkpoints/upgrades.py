@@ -9,13 +9,15 @@ from relvit.version import __version__
 
 # The key of the description of model and data in a checkpoint, see `description.py`.
 KEY = "relvit"
-# The format that this version writes. It grows when `read_checkpoint` becomes unable to read earlier checkpoints.
+# The format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
+# checkpoints.
 FORMAT = 1
-# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format.
-# Parameters are named in 'state_dict' and 'ema_state_dict' ('net.' and timm's name) and in 'state_dict_ema' (timm's
-# name). Published folders do not pass here. Weights of `relvit_*` models pass `checkpoint_filter_fn` of
-# `relvit/models/weights/convert.py`, also AFT's; weights of retrofitted models pass `retrofitted` in
-# `relvit/models/retrofit/registered.py`, which needs the new names, too.
+# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format. A function that
+# renames parameters renames them in 'state_dict' and 'ema_state_dict' (keys: 'net.' and timm's name) and in
+# 'state_dict_ema' (keys: timm's name). Folders that `relvit publish` writes do not pass through these functions.
+# Weights of `relvit_*` models, also AFT's, pass through `checkpoint_filter_fn` of `relvit/models/weights/convert.py`.
+# Weights of retrofitted models pass through `retrofitted` in `relvit/models/retrofit/registered.py`, so this function
+# needs the new names, too.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 

@@ -35,7 +35,7 @@ def distillation_loss(
         loss: The mean loss of the labels.
         student: The student's logits (B, num_classes).
         teacher: The teacher's logits (B, num_classes).
-        kind, weight, temperature: As `distill...` of `ImageClassifier`.
+        kind, weight, temperature: See `distill`, `distill_weight` and `distill_temperature` of `ImageClassifier`.
     """
     student, teacher = student.float(), teacher.float()
     if kind == "hard":

@@ -40,13 +40,15 @@ class FiniteCheck:
             NonFiniteLossError: A loss or gradient is not finite, and `nonfinite` is 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        # In two-byte numbers, which are the gradients of precision bf16-true and 16-true, the sum would be rounded.
+        # With precision bf16-true and 16-true the gradients are two-byte numbers, whose sum would be rounded, so
+        # convert them to float32.
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) for parameter in parameters]
         )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # The gradient scaler of float16 adapts its scale when gradients are infinite, and skips these steps itself.
+        # With float16, infinite gradients are normal: the gradient scaler then lowers its scale and skips the step
+        # itself. So check only the loss if there is a scaler.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:

@@ -45,11 +45,12 @@ class ClassificationLoss(KeepConstants):
 
     The loss is the mean over the images, and with binary cross-entropy also over the classes. Multi-label images can
     have the asymmetric loss instead (Ridnik et al. 2021, arXiv 2009.14119, eq. 2 to 7), which is summed over the
-    classes: gamma is 1 for present classes and 4 for absent classes, and probabilities of absent classes are shifted by
-        0.05.
+    classes: gamma is 1 for present classes and 4 for absent classes, and the probabilities of absent classes are
+    lowered by the margin 0.05.
 
     With class weights w the sum over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
-    sum of their weights, so that batches of several devices or steps add up to one larger batch.
+    sum of their weights. So the mean over the batches of several devices or accumulated steps equals the loss of one
+    larger batch.
 
     Args:
         num_classes, kind, class_weights, multi_label: See `ImageClassifier`, where `kind` has the name `loss`.
@@ -97,7 +98,7 @@ class ClassificationLoss(KeepConstants):
         self.smoothing = smoothing
         self.threshold = threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # Not persistent, because checkpoints already hold the weights as an argument.
+        # The buffer is not persistent, because checkpoints already hold the class weights as an argument.
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ class FindLearningRate(LearningRateFinder):
     """Set the learning rate to the result of `steepest_fall` after a range test before the training.
 
     The test tries rates from 1e-7 to 1 in 100 steps, then weights and random state are restored. If no rate above
-    `min_lr` is found, the configured rate stays. The rate is found for the present batch size, and is converted if
-    there is an `lr_base_batch`. During the test all layers have the same rate, whatever `layer_decay` and
-    `position_lr_scale` are.
+    `min_lr` is found, the configured rate stays. The rate is found for the present batch size, and is converted to
+    `lr_base_batch` images if `lr_base_batch` is given. During the test all layers have the same rate, whatever
+    `layer_decay` and `position_lr_scale` are.
 
     Lightning's own callback does not work here: it changes only the optimiser's rate, which the schedule overwrites at
-    its next step. It also looks for the steepest fall per rate instead of per order of magnitude, and hardly smooths
-    the losses at small rates, so with few images it finds noise.
+    its next step. Lightning's callback also looks for the steepest fall per rate instead of per order of magnitude, and
+    hardly smooths the losses at small rates, so with few images it takes noise for a fall.
 
     Attributes:
         rates: The learning rate of each batch of the test.
@@ -48,7 +48,7 @@ class FindLearningRate(LearningRateFinder):
         if trainer.fast_dev_run:
             return
         epochs, trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs, -1
-        # Lightning's range test has a progress bar that no option hides.
+        # Lightning's range test shows a progress bar that no option hides, so replace `tqdm` during the test.
         lightning_lr_finder.tqdm = partial(tqdm, disable=trainer.progress_bar_callback is None)
         pl_module.range_test = []
         try:
@@ -64,7 +64,7 @@ class FindLearningRate(LearningRateFinder):
         pl_module.train_metrics.reset()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr
         if found is not None and found > min_lr:
-            # Loggers would not see an assignment to `hparams.lr`.
+            # Loggers would not see an assignment to `hparams.lr`, so call `save_hyperparameters`.
             pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
             rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
         else:

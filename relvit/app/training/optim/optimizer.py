@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from relvit.models import param_groups
 from relvit.utils.messages import did_you_mean
 
-# These arguments of an optimiser have options of their own.
+# `opt_kwargs` must not hold these arguments of an optimiser, because `make_optimizer` passes them itself.
 TAKEN = {"self", "params", "lr", "weight_decay"}
 
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 # A function with the arguments of `warmup_cosine`: the optimiser step, and `total`, `warmup` and `floor` by name.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
-# A note is printed if the learning rate is smaller than the given one by this factor.
+# A note is printed if the learning rate for the training's batch is at least this many times smaller than the option
+# `lr`.
 SMALL = 8
 
 
@@ -106,7 +107,8 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     1706.02677); if `base_batch` is None, `lr` does not change. The warm-up takes at most half of the steps, so that the
     full rate is reached and used.
     """
-    # With --trainer.max_steps Lightning does not need the length of the data, and would not set them up here.
+    # The warm-up in epochs needs the length of the data. With --trainer.max_steps, Lightning would not set up the data
+    # here, because `estimated_stepping_batches` does not need their length.
     trainer.fit_loop.setup_data()
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
@@ -124,7 +126,7 @@ def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
         raise ValueError(f"the data has no length, so the steps of {name} {epochs:g} cannot be counted: give {name} 0")
-    # The last step of an epoch may have fewer batches, and is a step as well.
+    # The last step of an epoch may have fewer batches, but counts as a step, so round up.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
 
@@ -134,7 +136,9 @@ def batch_size_of(trainer: Trainer) -> int:
     parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     size = next((size for part in parts if (size := getattr(part, "batch_size", None))), None)
     if not size:
-        raise ValueError(f"the training loader, {type(loader).__name__}, does not say its batch_size")
+        raise ValueError(
+            f"the training loader, {type(loader).__name__}, does not say its batch_size: give it this attribute"
+        )
     return int(size)
 
 
@@ -155,7 +159,8 @@ def describe(
 ) -> str:
     """Describe a plan in a line, with the factors of batch and learning rate, and surprises in further lines.
 
-    Surprises are a small learning rate, a shorter warm-up, and a backbone that stays frozen.
+    Surprises are a learning rate that is much smaller than `lr`, a warm-up that is shorter than the user asked for, and
+    a backbone that stays frozen until the end.
     """
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""

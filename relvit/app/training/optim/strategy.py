@@ -19,6 +19,6 @@ def check_strategy(strategy: str | Strategy) -> None:
         name, divides = type(strategy).__name__, isinstance(strategy, DIVIDING)
     if divides:
         raise ValueError(
-            f"strategy {name} cannot train here: averages, checkpoints and gradients' norms would be of a part of the "
-            "weights alone; give --trainer.strategy ddp, which keeps a whole model on each device"
+            f"strategy {name} cannot train here: averages, checkpoints and gradients' norms would cover only a part "
+            "of the weights; give --trainer.strategy ddp, which keeps a whole model on each device"
         )

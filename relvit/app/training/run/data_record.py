@@ -34,7 +34,7 @@ class DataRecord(Callback):
     names, sizes in bytes and labels, in the same order. They may be in another folder.
 
     Args:
-        folder: The folder to write to. None only prints the first unreadable images.
+        folder: The folder to write to. None: no file is written, and only the first unreadable images are printed.
 
     Attributes:
         digests: The digests of the images of train and val, in a training and on the main process.
@@ -69,7 +69,8 @@ class DataRecord(Callback):
         Raises:
             ValueError: The images of train or val differ.
         """
-        # The search for a learning rate loads a temporary checkpoint, which has no path, and is no resumed training.
+        # The search for a learning rate also loads a checkpoint, a temporary one without a path, but resumes no
+        # training.
         resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         if not resumes or not isinstance(trainer.datamodule, ImageData):
             return
@@ -98,8 +99,8 @@ class DataRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write `images.csv.gz`."""
-        # Some strategies load the checkpoint only when the training starts, and may refuse the images then: record them
-        # afterwards.
+        # With some strategies Lightning loads the checkpoint, and `on_load_checkpoint` compares the images, only when
+        # the training starts. So write the file after this comparison.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

@@ -17,7 +17,7 @@ from relvit.app.utils.files import atomic_write
 from relvit.utils.messages import listing
 
 FILE = "images.csv.gz"
-# The images of test take no part in the training, so they may change.
+# The images of test take no part in the training, so a run does not record them.
 SPLITS: tuple[Split, ...] = ("train", "val")
 # File names need not be UTF-8; 'surrogateescape' keeps their bytes.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}

@@ -50,7 +50,8 @@ class SrunTasks(SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        # Lightning always needs this variable, but Slurm sets it only if the job's options contain --ntasks-per-node.
+        # Lightning always reads SLURM_NTASKS_PER_NODE, but Slurm sets it only if the job's options contain
+        # --ntasks-per-node.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
         super().__init__(auto_requeue=False)
 
@@ -70,7 +71,8 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     strategy = options["strategy"]
     start = strategy if isinstance(strategy, str) else getattr(strategy, "_start_method", None) or ""
     if re.search("spawn|fork|notebook", start):
-        # If all processes start from copies of the run's objects, the main process would not get the results.
+        # If processes start from copies of the run's objects, the results stay in the copies, and the main process does
+        # not get them.
         raise ValueError(
             f"--trainer.strategy {start} copies the main process, which relvit does not support: give ddp, which runs "
             "the command again for each device"
@@ -115,14 +117,15 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # Without LightningEnvironment, Lightning would wait for all tasks of the job in any process of a Slurm job.
+    # In any process of a Slurm job, Lightning would by itself wait for all tasks of the job. LightningEnvironment
+    # prevents this.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 
 def check_devices(accelerator: Any, devices: Any) -> None:
     """Refuse a kind of device that this machine does not have, and a wrong number of devices.
 
-    Lightning's own errors do not name the options.
+    Lightning would refuse them, too, but its errors do not name the options.
 
     Raises:
         ValueError: The machine has no such device, or `devices` is no number of devices.
@@ -229,8 +232,8 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
 def leave_processes() -> None:
     """Leave the group of processes at the end of a run; Lightning does so only with NCCL.
 
-    A C++ thread that is still running when the interpreter ends aborts the process: "terminate called without an active
-    exception".
+    A C++ thread of gloo that is still running when the interpreter ends aborts the process: "terminate called without
+    an active exception".
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()

@@ -43,7 +43,8 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / self.NAME, "w")  # noqa: SIM115 (open as long as the lock is held)
         try:
-            # Workers may outlive the process for a moment; they would inherit a lock of `flock`, but not of `lockf`.
+            # Dataloader workers may outlive this process for a moment. They would inherit a lock of `flock` and keep
+            # the folder locked, but they do not inherit a lock of `lockf`.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
@@ -67,6 +68,6 @@ def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
         return
     shutil.rmtree(folder)
     for parent in made:
-        # If another run has been started in this folder, it is not empty and stays.
+        # A folder in which another run has been started is not empty, and stays.
         with contextlib.suppress(OSError):
             parent.rmdir()
