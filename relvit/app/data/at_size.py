@@ -41,7 +41,8 @@ def at_size(
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill, squash)
     if split not in data._datasets:
         data.prepare_data()
-    # For train, `data.dataset` would build the augmented dataset, perhaps with all images decoded.
+    # For train, `data.dataset` would build the augmented dataset, and with `cache` decode all images. So share only a
+    # dataset of train that is built already.
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:

@@ -110,7 +110,7 @@ def _counted(counts: Mapping[str, int], names: Iterable[str]) -> str:
 
 
 # A class may be a typo of another class that has _RARER times as many images. Only the _COMPARED rarest classes are
-# checked.
+# checked, since comparing all names with each other would be slow.
 _RARER, _COMPARED = 20, 50
 
 
@@ -127,7 +127,7 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(group) > 1
     ]
     for name in sorted(counts, key=lambda name: counts[name])[:_COMPARED]:
-        # A number that differs from another number in one digit is no typo.
+        # Leave out names with digits: a number that differs from another number in one digit is no typo.
         if len(name) < 3 or re.search(r"\d", name):
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]

@@ -55,8 +55,8 @@ def check_data(
     Returns:
         Plain types, fit for JSON:
 
-        - 'splits': for each split 'images', 'classes' (images of each), 'height' and 'width' (each 'min', 'median' and
-          'max' of the readable images, in pixels; None if no image is readable)
+        - 'splits': for each split 'images', 'classes' (the number of images of each class), 'height' and 'width' (each
+          'min', 'median' and 'max' of the readable images, in pixels; None if no image is readable)
         - 'bad': 'split', 'path' and 'reason' of each file that cannot be read
         - 'duplicates_classes': groups of images with equal pixels under different classes; for each image 'split',
           'class' and 'path'

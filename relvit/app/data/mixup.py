@@ -73,8 +73,9 @@ class BatchMix(nn.Module):
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
-            # torchvision mixes each image with the one before it, which is often the same image under repeated
-            # augmentation. Like all other random numbers here, the order comes from the generator of the CPU.
+            # torchvision mixes each image with the image before it, which with repeated augmentation is often a copy of
+            # the same image. So shuffle the batch first. Like all other random numbers here, the order comes from the
+            # generator of the CPU.
             order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()
             mix = self.cutmix if which < self.cutmix_share else self.mixup

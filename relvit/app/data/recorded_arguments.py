@@ -27,7 +27,8 @@ class RecordedArguments(LightningDataModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and cls.is_of_user():
-            # Type checkers would take an assignment to `cls.__init__` for an `__init__` of this class.
+            # `type.__setattr__` is used, because type checkers would take an assignment to `cls.__init__` for an
+            # `__init__` of this class.
             type.__setattr__(cls, "__init__", _recording(cls.__init__))
 
     @classmethod

@@ -173,7 +173,7 @@ class NativeShapes(ImageShape):
                 f"--data.patch_size {shlex.quote(size_text(own))}"
             )
         like = next(net.parameters())
-        # Two images of different shapes.
+        # The batch holds two images of different shapes, so that the model has to handle padding, too.
         batch = {
             "patches": torch.zeros(2, 2, height, width, in_chans, dtype=like.dtype, device=like.device),
             "patch_coord": torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device),

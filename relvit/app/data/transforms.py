@@ -115,11 +115,12 @@ def eval_transform(
     """Bring an image to a size for evaluation, by default as timm does, and normalise.
 
     ============  ==================================================================================================
-    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre ``'resize'``
-    the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1) ``'field'``   resize as 'crop'
-    does for ``trained_size``, whatever ``size`` is, so that objects keep the scale they have there, then crop ``size``
-    from the centre; beyond its edges the image is continued, see ``fill`` ============
-    ==================================================================================================
+    ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre
+    ``'resize'``  the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1)
+    ``'field'``   resize as 'crop' does for ``trained_size``, whatever ``size`` is, so that objects keep the scale
+                  that they had in training, then crop ``size`` from the centre; beyond its edges the image is
+                  continued, see ``fill``
+    ============  ==================================================================================================
 
     Args:
         size: Output size, one number or (height, width).
@@ -290,7 +291,8 @@ def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform
 class BatchTransform:
     """Transform a whole batch at once, with the same result as a transform of single images, see :meth:`like`.
 
-    Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures the difference in speed.
+    Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures how much faster a transform
+    of whole batches is.
 
     Args:
         resized: Height and width to which the images are resized first.
@@ -346,7 +348,7 @@ class BatchTransform:
         match steps:
             case [v2.RandomHorizontalFlip(p=flip), *steps]:
                 pass
-        # The remaining steps have no form for batches, or come in another order.
+        # If steps remain, they have no form for batches, or come in an unexpected order.
         if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))

@@ -239,7 +239,9 @@ def test_calibrate_finds_thresholds_anew_where_those_of_an_average_differ(
     copies, expected, thresholds, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(shutil.copytree(copies, tmp_path / "copies"))
-    with pytest.warns(UserWarning, match="in mean.ckpt the threshold of every class is 0.5; .* relvit calibrate mean.ckpt"):
+    with pytest.warns(
+        UserWarning, match="in mean.ckpt the threshold of every class is 0.5; .* relvit calibrate mean.ckpt"
+    ):
         assert main(["average", "a.ckpt", "c.ckpt", "--output", "mean.ckpt"]) == 0
     assert load_classifier("mean.ckpt").thresholds == [0.5] * 3
     # The weights are those of the best checkpoint, so its thresholds come back.

@@ -64,8 +64,8 @@ def members(file: str, nested: bool = False) -> list[Member]:
 
     Args:
         file: The archive.
-        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``. Archives inside
-            of these are not opened.
+        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``. Archives in
+            archives in the archive are not opened.
 
     Raises:
         FileNotFoundError: No such file.
@@ -94,10 +94,10 @@ def members(file: str, nested: bool = False) -> list[Member]:
 class TarFolders(Reader):
     """Images in class folders in a tar archive, or in all archives below a folder.
 
-    An archive counts as a folder, named like the archive without ``.tar``; this also holds for an archive in an
-    archive, but not if `place` itself is an archive. The class of an image is the folder that contains the image. A
-    split is everything in the folder with the split's name, at any depth: a folder of archives, or a folder in an
-    archive. If there is no folder 'train', the split 'train' is everything. Left out are hidden files, files without
+    An archive counts as a folder with the archive's name without ``.tar``, and so does an archive in an archive. If
+    `place` itself is an archive, it does not count as a folder. The class of an image is the folder that contains the
+    image. A split is everything in the folder with the split's name, at any depth: a folder of archives, or a folder in
+    an archive. If there is no folder 'train', the split 'train' is everything. Left out are hidden files, files without
     the extension of an image, and images beside the class folders of a split.
 
     Args:

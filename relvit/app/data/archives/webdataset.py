@@ -39,7 +39,8 @@ class Shards(Reader):
     Args:
         root: The folder of the shards.
         input_key: Endings of image files, separated by ``;``. If a sample has several, the first ending counts.
-        target_key: See :class:`relvit.app.data.ReaderData`; None: the field in ``_info.json``, or the part ``cls``.
+        target_key: See :class:`relvit.app.data.ReaderData`; None: the field that ``_info.json`` names, or, if it names
+            none, the part ``cls`` of each sample.
     """
 
     def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:

@@ -16,23 +16,24 @@ from PIL import Image, UnidentifiedImageError
 
 from relvit.app.utils.shown_text import one_line, visible
 
-# Pillow widens these PNG samples to 8 bits but leaves the transparent colour of the tRNS chunk as it was stored.
+# Pillow multiplies PNG samples of 2 and 4 bits by these factors to widen them to 8 bits, but leaves the transparent
+# colour of the tRNS chunk as it was stored.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
 
-# A file may have one of these formats, whatever its name is. Pillow reads more formats and hands some of them
-# (PostScript) to other programs.
 Image.init()
-# libtiff prints a line for each error without the file's name, although Pillow raises an error, too: turn this off. If
-# Pillow contains libtiff in another way, such as on Windows, these functions are not found.
+# libtiff prints a line for each error without the file's name, although Pillow raises an error, too. So turn the
+# printing off. If Pillow contains libtiff in another way, such as on Windows, these functions are not found.
 with contextlib.suppress(AttributeError, OSError):
     _libtiff = ctypes.CDLL(Image.core.__file__)
     _libtiff.TIFFSetErrorHandler(None)
     _libtiff.TIFFSetWarningHandler(None)
+# Only these formats are read, whatever the name of a file is. Pillow reads more formats, and hands some of them
+# (PostScript) to other programs.
 _SAFE = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FORMATS = [name for name in _SAFE if name in Image.OPEN]
-# PFM files hold floats, which have no known range.
+# PFM files are left out, because they hold floats, which have no known range.
 IMAGE_ENDINGS = tuple(
     sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
 )
@@ -46,11 +47,13 @@ OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if end
 # variable.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
-# libjpeg refuses longer sides. Decoders of all other formats have no limit, and take gigabytes for one row of pixels.
+# libjpeg refuses longer sides. Decoders of all other formats have no limit and could take gigabytes for one row of
+# pixels, so longer sides are refused in all formats.
 _LONGEST_SIDE = 65_500
-# Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten.
+# Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten scans, so files
+# with far more scans are refused.
 _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
-# Pillow joins a GIF's comments one by one, which takes quadratic time in their length.
+# Pillow joins a GIF's comments one by one, which takes quadratic time in their length, so longer comments are refused.
 _LONGEST_COMMENTS = 2**20
 _ROWS = 512
 # The number of the EXIF orientation tag; then for each value of the tag the operation that turns the image upright.
@@ -127,7 +130,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
-        # Pillow's warnings about an odd file, such as broken metadata, name no file and do not affect the pixels.
+        # Pillow's warnings about an odd file, such as broken metadata, name no file and do not affect the pixels, so
+        # ignore them.
         with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
             _check_cost(image, max_pixels)
             return as_rgb(image)
@@ -142,11 +146,12 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
     _scale_transparency(image)
-    # Pillow applies the orientation of a TIFF when it decodes the file, and removes the orientation tag.
+    # Pillow applies the orientation of a TIFF when it decodes the file, and removes the orientation tag. So read the
+    # tag only after decoding.
     image.load()
     turn = _UPRIGHT.get(_orientation(image))
     converted = _to_rgb(image if turn is None else image.transpose(turn))
-    # The caller's image may belong to a file, which will be closed.
+    # The caller's image may belong to a file that will be closed, so return a copy.
     return converted.copy() if converted is image else converted
 
 
@@ -211,7 +216,7 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         content = file.getvalue() if isinstance(file, BytesIO) else Path(file).read_bytes()
         file = _TimedFile(content, max_seconds)
     _check_comments(file)
-    # Pillow's own limit is a global variable. It is switched off here: `_check_cost` refuses large images in plain
+    # Pillow's own limit is a global variable. Switch it off here, because `_check_cost` refuses large images in plain
     # words.
     with _pillows_limit, warnings.catch_warnings(action="ignore"):
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None

@@ -43,7 +43,8 @@ class LabelledFiles(Dataset[Any]):
 class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
 
-    Paths are returned as `from_here` writes them, whatever form the user's paths had.
+    Paths are returned relative to the current folder, or absolute if they are not below it (`from_here`), whatever form
+    the user's paths had.
     """
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:

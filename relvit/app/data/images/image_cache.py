@@ -90,7 +90,8 @@ class StackedImages(ImagesInMemory):
 class AnySizeImages(ImagesInMemory):
     """Colour images of any sizes: pixels uint8, one image after the other, and the images' sizes int64 (N, 2).
 
-    One tensor holds the pixels of all images, so that workers copy none, however many images there are.
+    One tensor holds the pixels of all images, so that DataLoader workers share the pixels instead of copying them,
+    however many images there are.
     """
 
     def __init__(self, pixels: Tensor, sizes: Tensor, *args: Any, **options: Any) -> None:
@@ -149,7 +150,7 @@ def decode_into_memory(
             Nothing was decoded.
         UnreadableImageError: A file cannot be read, and `skip` is False.
     """
-    # Measure the memory now, before the other processes on this machine begin to allocate.
+    # Measure the memory now, before the other processes on this machine begin to allocate memory for their images.
     available = available_memory()
     threads = max(1, cores() // copies)
     progress = progress or (lambda items, total, what: items)
@@ -182,7 +183,8 @@ def in_units(amount: int) -> str:
 def _in_memory(
     images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles, skip: bool
 ) -> ImagesInMemory:
-    # A black image takes the place of one that cannot be read, so that images of one size stay stacked.
+    # A black image of the size `blank` takes the place of an image that cannot be read. So images of one size can still
+    # be stacked.
     blank = one_size if set(expected) - {_UNKNOWN} == {one_size} else _UNKNOWN
     total = sum(_area(blank if size == _UNKNOWN else size) for size in expected)
     pixels, end = np.empty(3 * total, np.uint8), 0
@@ -218,7 +220,7 @@ def _header_size(path: str) -> Size:
     try:
         with open_image(path) as image:
             return image.height, image.width
-    # The reason is found and reported when the file is decoded later.
+    # Ignore the error: when the file is decoded later, the same error is reported.
     except Exception:
         return _UNKNOWN
 

@@ -22,7 +22,8 @@ class SeededIndex(NamedTuple):
 class DeterministicDataset(Dataset[Any]):
     """Dataset whose random items depend only on seed, epoch and position, not on the worker or on items loaded before.
 
-    A batch that the wrapped dataset makes at once (``__getitems__``) depends on the position of its first image.
+    If the wrapped dataset makes a whole batch at once (``__getitems__``), the random numbers of the batch depend on the
+    position of its first image.
 
     Args:
         dataset: A map-style dataset, which may use the generators of Python, NumPy and PyTorch's CPU.

@@ -20,7 +20,7 @@ def rank_of(index: int, processes: int) -> int:
 class EvalShardLoader:
     """DataLoader of one device's shard that yields as many batches as the device with the largest shard has.
 
-    `DistributedSampler` makes shards equal by counting some images twice. Eval shards differ by up to one image; a
+    `DistributedSampler` makes shards equal by counting some images twice. The shards here differ by up to one image. A
     device with one batch fewer, or with no batch, gets an empty batch, so that all devices take part in collective
     operations. (Lightning refuses a device without batches.)
 
@@ -39,5 +39,6 @@ class EvalShardLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader that skips unreadable images may give fewer batches than its length.
+        # A loader that skips unreadable images may give fewer batches than its length, so append empty batches up to
+        # `batches`.
         return islice(chain(self.loader, repeat(self.empty)), self.batches)

@@ -36,11 +36,11 @@ class SignalSafeDataLoader(DataLoader[Any]):
             # Start the fork server first: it outlives the loader and has other children, so it must not inherit blocked
             # signals.
             forkserver.ensure_running()
-        # Workers start with these signals blocked, and ignore them before unblocking them. Signals that arrive in this
-        # process meanwhile are delivered afterwards.
+        # Workers start with the stop signals blocked, and unblock the signals only after they have begun to ignore
+        # them. This process blocks the signals meanwhile, and receives them afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        # A forked worker must not free the garbage that it inherits: an onnxruntime session would wait for threads that
-        # exist in this process alone.
+        # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
+        # wait for threads that exist only in this process.
         gc.freeze()
         try:
             return super().__iter__()

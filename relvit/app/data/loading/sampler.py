@@ -52,7 +52,7 @@ class TrainSampler(DistributedSampler[Any]):
         epoch: int = 0,
         start: int = 0,
     ) -> None:
-        # Lightning would replace a sampler that is no DistributedSampler.
+        # This class derives from DistributedSampler, because Lightning would replace any other sampler.
         super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         self.count = count
         self.weights = weights

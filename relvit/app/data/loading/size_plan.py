@@ -27,16 +27,16 @@ class SizedBatch(NamedTuple):
 class SizePlan:
     """Image size and number of images of every batch of a training.
 
-    A batch has `batch_size` images of `img_size`. At any other size, the number of images is chosen so that the batch
-    has the same area in total, at least one image. An epoch is a fixed number of batches. With 'random' every image
-    comes about once per epoch: some images may be missing, some may come twice. The plan depends only on its arguments,
-    so it is the same in all processes.
+    A batch has `batch_size` images of `img_size`. A batch of any other size has so many images that their total area is
+    the same, and at least one image. An epoch is a fixed number of batches. With 'random' every image comes about once
+    per epoch: some images may be missing, some may come twice. The plan depends only on its arguments, so it is the
+    same in all processes.
 
     Args:
         sizes: Height and width of each size.
-        schedule: 'random': of every ``len(sizes)`` optimiser steps each has another size, in random order.
-            'progressive': from the smallest to the largest, each for an equal part of the training (Tan and Le 2021,
-            arXiv 2104.00298, section 4); an epoch at small sizes then shows images several times.
+        schedule: 'random': among every ``len(sizes)`` optimiser steps, each size comes once, in random order.
+            'progressive': the sizes come from the smallest to the largest, each for an equal part of the training (Tan
+            and Le 2021, arXiv 2104.00298, section 4); an epoch at small sizes then shows images several times.
         img_size: Height and width that `batch_size` is meant for.
         batch_size: Images per batch at `img_size`.
         images: Images per epoch.

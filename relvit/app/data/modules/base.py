@@ -84,8 +84,8 @@ class ImageData(RecordedArguments, ABC):
         repeats: Copies of an image in a training batch, each augmented differently. An epoch keeps its length, so it
             has only one of `repeats` images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
         train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of these
-            sizes, on all devices, and as many images as have together the pixels of `batch_size` images of `img_size`.
-            An epoch shows about every image once. None: only `img_size`. Evaluation is at `img_size`.
+            sizes, on all devices, and so many images that they have as many pixels together as `batch_size` images of
+            `img_size`. An epoch shows about every image once. None: only `img_size`. Evaluation is at `img_size`.
         size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
             an equal part of the training (see :class:`relvit.app.data.SizePlan`).
         native: Whether each image keeps its shape, as a sequence of patches, see :mod:`relvit.app.data.shape`;
@@ -102,7 +102,7 @@ class ImageData(RecordedArguments, ABC):
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
     # The command line's option `--data` offers the class only if this is True.
     chosen_by_name: ClassVar[bool] = True
-    # Only data modules that read files have `on_error` as an argument.
+    # Only data modules that read files have `on_error` as an argument; all other data modules keep this value.
     on_error: OnError = "error"
     # If this is True, an image may have any number of labels, even no label.
     multi_label: bool = False
@@ -281,7 +281,8 @@ class ImageData(RecordedArguments, ABC):
         """Shuffled batches. A last batch of a single image is left out, since batch norm could not normalise it.
 
         The order depends only on seed and epoch, and the augmentation of an image also on its position in this order.
-        Several devices share the order. A resumed training begins with the first unused batch of the epoch.
+        Several devices divide the images of this order among them. A resumed training begins with the first unused
+        batch of the epoch.
         """
         dataset = self.dataset("train")
         weights = None

@@ -96,7 +96,8 @@ class CIFARData(ImageData):
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        # torchvision unpacks an archive that is there already instead of downloading it.
+        # If an intact archive is there already, torchvision unpacks it instead of downloading it, which needs no
+        # permission.
         may_repair = self.download or check_integrity(self._archive, self.dataset_class.tgz_md5)
         if self.download and not os.path.exists(self._folder) and not os.path.exists(self._archive):
             print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
@@ -104,7 +105,7 @@ class CIFARData(ImageData):
 
     def _open(self, train: bool, download: bool = False) -> CIFAR10:
         with warnings.catch_warnings():
-            # NumPy warns of the way in which the authors' pickles write a dtype.
+            # NumPy warns of the way in which the pickle files of CIFAR's authors describe a dtype.
             warnings.filterwarnings("ignore", message=".*align should be passed")
             try:
                 return self.dataset_class(self.root, train=train, download=download)

@@ -27,8 +27,8 @@ from relvit.utils.messages import check_choice, listing
 class ImageFilesData(ImageData):
     """Images from files, or stored images, read as RGB by :func:`relvit.app.data.load_rgb`.
 
-    A subclass implements :meth:`missing`, `_has_own`, `_samples`, `_paths_to_predict`, `_display_name` and `place`;
-    with `_name_in_split` a training can be resumed from another folder.
+    A subclass implements :meth:`missing`, `_has_own`, `_samples`, `_paths_to_predict`, `_display_name` and `place`; a
+    subclass that also implements `_name_in_split` lets a training resume after its data have moved to another folder.
 
     Args:
         class_names: Name of each class; the position is the label.

@@ -58,7 +58,8 @@ class ImageFolderData(ImageFilesData):
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
-        # If there is a folder test, class folders beside it are not used as training data.
+        # If there is a folder test, class folders beside it are not used as training data, so the message says where to
+        # move them.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
         return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 

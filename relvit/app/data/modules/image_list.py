@@ -259,7 +259,8 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
-    # Bytes that are not UTF-8 are read as surrogates: file names may contain such bytes, and lists in Latin-1 do.
+    # Bytes that are not UTF-8 are read as surrogates, because file names may contain such bytes. But if wrong rows
+    # contain such bytes, the list is probably in Latin-1.
     latin = any("\udc80" <= letter <= "\udcff" for _, text in wrong for letter in text)
     cure = "; the list is not in UTF-8: save it as CSV in UTF-8" if latin else ""
     raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}{cure}")
@@ -291,7 +292,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
                 fault = _surplus(reader.fieldnames, record, delimiter)
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
-            # If the closing quote of a field is missing, this is the line at which the reader gave up.
+            # If the closing quote of a field is missing, `line_num` is the line at which the reader gave up, not the
+            # line of the field.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 

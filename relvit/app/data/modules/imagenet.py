@@ -24,8 +24,8 @@ class ImageNetData(ImageFolderData):
     ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are the positions of the sorted
     WordNet ids (n01440764, ...), as usual. The name of a class is its first name in the devkit's ``meta.mat``
     (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id if two classes
-    have the same name; without these files the id is the name. Not all classes need be there. The official test images
-    have no public labels, so tests use val.
+    have the same name; without these files the id is the name. The folders of some classes may be missing. The official
+    test images have no public labels, so tests use val.
 
     Args:
         root: The folder that holds train and val.

@@ -49,7 +49,7 @@ class RobustnessData(ImagePathsData):
     ) -> None:
         self.root: str = kept_path(root)
         if not os.path.isdir(self.root):
-            raise FileNotFoundError(f"no folder {root}; give that of a robustness set, such as imagenet-a")
+            raise FileNotFoundError(f"no folder {root}; give the folder of a robustness set, such as imagenet-a")
         super().__init__([self.root], class_names, **options)
         self.wnids = wnids
         self.class_map = class_map

@@ -191,7 +191,7 @@ def test_what_does_not_fit(best, photos, tmp_path, fails):
     shutil.copytree(photos / "test" / "cat", tmp_path / "wnids" / "n00000005")
     test = f"--robustness={photos / 'test'}"
     for options, message in (
-        ([f"--robustness={tmp_path / 'gone'}"], "give that of a robustness set"),
+        ([f"--robustness={tmp_path / 'gone'}"], "give the folder of a robustness set"),
         ([test, f"--root={photos}"], "both name the images"),
         ([test, "--split=val"], "both name the images"),
         ([test, f"--data.class_map={tmp_path / 'map.json'}"], "which the model does not have (did you mean 'cat'?)"),
