@@ -21,8 +21,9 @@ def at_size(
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
-    The dataset of val or test is built once, in `data`, and shared with the copy; images of train are shared if they
-    are in memory. If the images of `data` keep their shapes (`native`), the copy's images all have this one size.
+    The copy shares the dataset of val or test with `data`, which builds this dataset once. The copy also shares the
+    images of train if `data` holds these images in memory. If the images of `data` keep their shapes (`native`), the
+    copy's images all have this one size.
 
     Args:
         data: a data module, whose `img_size` is the size in training; its loaders do not change.

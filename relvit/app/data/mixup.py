@@ -24,8 +24,8 @@ class BatchMix(nn.Module):
       the border, is replaced by the same rectangle of x_j; lam is then set to the share of x_i that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), whether the batch is mixed or not: the share
-    `label_smoothing` is spread over all classes. torchvision does the work, on the device of the images; random numbers
-    come from PyTorch's CPU generator. The defaults are the same as in DeiT. Use this in training only.
+    `label_smoothing` is spread over all classes. torchvision mixes the images, on their device; random numbers come
+    from PyTorch's CPU generator. The defaults are the same as in DeiT. Use this in training only.
 
     Examples:
         >>> mix = BatchMix(num_classes=10)

@@ -122,7 +122,7 @@ class MultiLabelScores(Metric):
     """Mean average precision 'map' and mean F1 'f1' of an epoch, exact on any number of devices.
 
     Attributes:
-        thresholds: One threshold for each class. None lets `multi_label_metrics` choose them.
+        thresholds: One threshold for each class. None lets `multi_label_metrics` choose the thresholds.
         classes: The metrics of each class, after `compute`.
     """
 

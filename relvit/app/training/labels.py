@@ -215,7 +215,7 @@ class SeveralLabels(Labels):
     """Images of any number of classes: a sigmoid gives each class a probability, and a threshold decides.
 
     Args:
-        thresholds: One threshold for each class; a validation chooses them.
+        thresholds: One threshold for each class, as a validation chooses them.
     """
 
     thresholds: list[float]

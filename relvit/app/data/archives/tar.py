@@ -97,8 +97,8 @@ class TarFolders(Reader):
     An archive counts as a folder with the archive's name without ``.tar``, and so does an archive in an archive. If
     `place` itself is an archive, it does not count as a folder. The class of an image is the folder that contains the
     image. A split is everything in the folder with the split's name, at any depth: a folder of archives, or a folder in
-    an archive. If there is no folder 'train', the split 'train' is everything. Left out are hidden files, files without
-    the extension of an image, and images beside the class folders of a split.
+    an archive. If there is no folder 'train', the split 'train' is everything. The reader leaves out hidden files,
+    files without the extension of an image, and images beside the class folders of a split.
 
     Args:
         place: The archive, or the folder.

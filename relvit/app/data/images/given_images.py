@@ -92,7 +92,7 @@ def _from_tensor(tensor: Tensor) -> Image.Image:
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
         low, high = tensor.min().item(), tensor.max().item()
-        # With NaN every comparison is false, so NaN is refused, too.
+        # Every comparison with NaN is false, so this condition refuses NaN, too.
         if not (low >= 0 and high <= 1):
             raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
         tensor = (tensor.float() * 255).round().to(torch.uint8)

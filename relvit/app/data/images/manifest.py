@@ -14,7 +14,8 @@ class ListedImage(NamedTuple):
 
     Attributes:
         name: The image's name without the location of the data; for an image in memory its position.
-        content: The file's size in bytes; for an image in memory a hash of its pixels; '' if the size is not known.
+        content: The size of the image's file in bytes; for an image in memory a hash of its pixels; '' if the size is
+            not known.
         label: The name of the image's class; for a multi-label image the names of its classes, joined by ';'.
     """
 

@@ -52,8 +52,9 @@ class SignalSafeDataLoader(DataLoader[Any]):
 def ignore_stop_signals(worker: int) -> None:
     """Let a DataLoader worker ignore stop signals, since the run itself goes on until it has saved a checkpoint.
 
-    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended then,
-    the run would fail with an error. Workers end when their loader or their run ends, see :func:`end_workers_at_exit`.
+    Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended at
+    the signal, the run would fail with an error before it could save a checkpoint. Workers end when their loader or
+    their run ends, see :func:`end_workers_at_exit`.
 
     Args:
         worker: The number of the worker, as a `DataLoader` gives it to its `worker_init_fn`.

@@ -25,10 +25,10 @@ class TrainSampler(DistributedSampler[Any]):
 
     The sampler yields a `SeededIndex` for each image. With weights, images are sampled with replacement; without
     weights, every image comes once. With ``repeats > 1`` only the first ``1 / repeats`` of the shuffled images come,
-    each `repeats` times. Copies of an image are next to each other before images are assigned to the processes in turn,
-    so that the copies are in one optimiser step and on different devices (repeated augmentation, Hoffer et al. 2019,
-    arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the same). The order depends only on seed and
-    epoch, so a training can be resumed within an epoch. The length of the sampler is the length of an epoch.
+    each `repeats` times. The copies of an image are neighbours in the order, and the processes take the images of the
+    order in turn. So the copies are in one optimiser step and on different devices (repeated augmentation, Hoffer et
+    al. 2019, arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the same). The order depends only on
+    seed and epoch, so a training can be resumed within an epoch. The length of the sampler is the length of an epoch.
 
     Args:
         count: Number of images.
@@ -38,7 +38,8 @@ class TrainSampler(DistributedSampler[Any]):
         rank: Number of this process.
         seed: Another seed gives another order. All processes must have the same seed.
         epoch: The epoch to begin with; Lightning calls ``set_epoch`` later on.
-        start: How many of this process's first images of that epoch to skip, since training has used them already.
+        start: The number of images that this process skips at the beginning of `epoch`, because the training has used
+            these images already.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class ImageData(RecordedArguments, ABC):
 
     Items are ``(image, label)``, and in predict ``(image, name)``: image float32 (C, H, W), label int, or bool
     (num_classes,) where :attr:`multi_label` is true, name str. Class names and channels are known at construction, so
-    that a model can be built from them; images are looked for when a split is first used.
+    that a model can be built from them; the data module looks for images only when a split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, and passes the keyword arguments below on as ``**options``.
     :class:`relvit.app.data.DatasetData` is such a subclass for any datasets, and may be subclassed itself.

@@ -40,7 +40,8 @@ class DigitsData(ImageData):
     Args:
         img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
-        num_workers: Processes that load images; 0 loads them in the main process, which is faster here.
+        num_workers: Processes that load images; 0 loads them in the main process, which is faster than other processes
+            for these small images.
         class_names: None, or the class names of a checkpoint, which must be '0' to '9'.
         options: See :class:`relvit.app.data.ImageData`.
 

@@ -35,9 +35,9 @@ class ImageFilesData(ImageData):
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         val_fraction: Share of each class of train that is put aside if there is no val, in (0, 1).
         split_seed: Another seed puts other images aside. The seed of the training does not matter here.
-        on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' goes on, in
-            training with the next image in its place, otherwise without the image, so that no result counts it; path
-            and reason are kept in :attr:`unreadable`.
+        on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' continues: a
+            training takes the next image instead, and an evaluation leaves the image out, so that no result counts it;
+            :attr:`unreadable` keeps its path and the reason.
         cache: Whether the images of train and val are decoded once, when train is first used, and kept in memory at
             their own sizes, with 8 bits per channel. If all images of a split have the size `img_size`, the
             augmentations 'none', 'shift' and 'crop-flip' then work on whole batches. Workers share this memory; on

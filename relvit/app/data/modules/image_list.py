@@ -45,8 +45,9 @@ class ImageListData(ImageFilesData):
         predict: What to predict: a list, which needs no labels, or a folder of images; None: test, or val if there is
             no test.
         root: The folder that relative paths start from; None: the folder of each list.
-        class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
-            names, or the positions as numbers. None takes the sorted labels of train, numbers by their value.
+        class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the lists
+            are then these names, or positions as numbers. None takes the different labels of train, sorted; numbers are
+            sorted by their value.
         label_separator: The character between the labels of an image, such as ';'; an empty cell means no label, and
             the labels of items are bool (num_classes,). None: one label per image.
         options: See :class:`relvit.app.data.ImageFilesData`.
@@ -194,7 +195,7 @@ def read_list(
 ) -> list[Row]:
     """Read the rows of a list with the columns `path` and `label`; ignore further columns.
 
-    Messages count lines as an editor does, with the header as line 1; in Parquet they count rows from 1.
+    Messages count lines as an editor does, with the header as line 1; for Parquet files, messages count rows from 1.
 
     Args:
         file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).

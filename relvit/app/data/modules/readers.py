@@ -47,9 +47,9 @@ class ReaderData(ImageFilesData):
             'jpg;jpeg;png;webp'.
         target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the sample's .json
             file that is the label; by default the label is the .cls file.
-        class_names: Name of each class, the position is the label (a checkpoint knows them); labels are then these
-            names, or the positions as numbers. None takes the names that the dataset declares, or the sorted labels of
-            train, numbers by their value.
+        class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the data
+            are then these names, or positions as numbers. None takes the names that the dataset declares, or else the
+            different labels of train, sorted; numbers are sorted by their value.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:

@@ -158,7 +158,7 @@ class Checkpoint:
         """Build the data module of the training with some arguments changed; changes that are None are ignored.
 
         A checkpoint does not hold secrets. The data module is built without the secrets that have a default; secrets
-        without a default must be among the changes.
+        without a default must be given in `changes`.
         """
         data_type = self.data_type
         if data_type is None:

@@ -1,9 +1,10 @@
 """Exact resume: store epoch, batch and validation in a checkpoint, and set Lightning's counters from them.
 
 Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
-and guesses the progress from these counters. Here a checkpoint holds a `ResumePoint`, which describes the training at
-the last optimiser step: weights, averages and optimiser belong to this step. The counters are set by the `ResumePoint`
-before Lightning reads them. Epoch and batch determine the random state, so checkpoints do not store it.
+and guesses the progress from these counters. A checkpoint of relvit also holds a `ResumePoint`, which describes the
+training at the last optimiser step: the weights, averages and optimiser in the checkpoint belong to this step. When a
+training resumes, the `ResumePoint` replaces the counters before Lightning reads the counters. Epoch and batch determine
+the random state, so checkpoints do not store it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
 # The key of the `ResumePoint` in a checkpoint.
 POINT_KEY = "position"
-# Lightning's key for the number of steps that loggers count, in the state of the training epoch's loop.
+# Lightning's key, in the state of the training epoch's loop, for the number of optimiser steps so far, which loggers
+# use.
 STEPS_KEY = "_batches_that_stepped"
 
 
@@ -101,8 +103,8 @@ class Progress:
             (steps, images), (steps_now, images_now) = _steps(then), _steps(now)
             raise ValueError(
                 f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; "
-                f"here there are {steps_now}, of {images_now}: go on with the same images, and with a batch size x "
-                f"accumulation x devices of {images}"
+                f"here an epoch has {steps_now}, of {images_now} images each: go on with the same images, and with a "
+                f"batch size x accumulation x devices of {images}"
             )
         names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
         text, text_now = (

@@ -266,9 +266,9 @@ def describe_last(folder: Path) -> str:
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
 
-    The checkpoints are best.ckpt, last.ckpt, and the new file that replaces one of them when it is complete. On a disk
-    without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is needed, since new
-    checkpoints replace them. The folder need not exist yet.
+    The checkpoints are best.ckpt, last.ckpt, and a new file, which replaces best.ckpt or last.ckpt when the new file is
+    complete. On a disk without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is
+    needed, since new checkpoints replace them. The folder need not exist yet.
 
     Raises:
         DiskSpaceError: The space is too small.

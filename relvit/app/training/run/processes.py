@@ -125,7 +125,7 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
 def check_devices(accelerator: Any, devices: Any) -> None:
     """Refuse a kind of device that this machine does not have, and a wrong number of devices.
 
-    Lightning would refuse them, too, but its errors do not name the options.
+    Lightning would refuse wrong devices, too, but Lightning's errors do not name the options.
 
     Raises:
         ValueError: The machine has no such device, or `devices` is no number of devices.
