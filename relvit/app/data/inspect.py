@@ -50,7 +50,8 @@ def check_data(
     Args:
         data: A data module of image files.
         processes: Processes that decode; None: one for each core.
-        progress: A function of the iterable of results and their number, which yields the results.
+        progress: A function that shows progress: it takes the iterable of results and their number, and yields the
+            results.
 
     Returns:
         Plain types, fit for JSON:

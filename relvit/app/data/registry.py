@@ -31,7 +31,7 @@ def imported_data_module(class_path: str) -> type[ImageData] | None:
 def import_data_module(name: str) -> type[ImageData] | None:
     """Return the data module that a user names: `ImageFolderData`, `relvit.app.data.ImageFolderData`, `my_module.Mine`.
 
-    Return None if the name is no data module; the parser of the command line then says why.
+    Return None if the name is no data module; the parser of the command line then refuses the name and says why.
     """
     module, _, last = name.rpartition(".")
     if module and not module.startswith("relvit."):

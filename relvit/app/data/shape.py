@@ -119,7 +119,8 @@ class NativeShapes(ImageShape):
             'patch_coord' int64 (N, 2), row and column of each patch, and 'patch_valid' bool (N,), all True.
 
         Raises:
-            ValueError: The transform has the crop of 'three-augment-crop', which has no form for native shapes.
+            ValueError: The transform has the crop of 'three-augment-crop', which crops to one size, so that images
+                cannot keep their shapes.
         """
         sizes = self.patch_size, self.max_tokens
         steps: list[Any] = []

@@ -36,8 +36,8 @@ _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
 # An image size with a longer side, in pixels, is taken for a mistake.
 LARGEST_SIDE = 2**14
 
-# If an image is this many times longer than the output's aspect ratio, its ends are left out: a line of 30,000 pixels
-# would otherwise become gigabytes.
+# If the resized image is more than this many times as long as the output, its ends are left out. Otherwise an image of
+# 1 x 30,000 pixels would be enlarged to gigabytes.
 LONGEST = 64
 
 
@@ -60,8 +60,8 @@ class ResizeToCover(v2.Transform):
     """Resize a PIL image, keeping its aspect ratio, to the smallest size that covers (height, width), as timm does.
 
     The interpolation is bicubic with antialiasing; smaller images are enlarged. One side of the result has exactly the
-    requested length, the other side is at least as long as requested. If it is more than 64 times as long, only its
-    middle is computed.
+    requested length, the other side is at least as long as requested. If the other side is more than 64 times as long
+    as requested, only the middle of the image is computed.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:

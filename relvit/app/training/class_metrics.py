@@ -61,8 +61,8 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 def class_metrics(confusion: np.ndarray) -> ClassMetrics:
     """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
     right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    # NumPy divides zero by zero to NaN, which marks an undefined metric, and would warn of it. (torchmetrics would
-    # return zero.)
+    # An undefined metric is 0 / 0, which NumPy computes as NaN, with a warning that is switched off here. (torchmetrics
+    # would return zero.)
     with np.errstate(invalid="ignore"):
         return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
 

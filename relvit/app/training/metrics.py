@@ -138,8 +138,8 @@ class EpochMetrics(LightningModule):
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
     # At the end of an epoch Lightning calls callbacks, which read the metrics, before the module. So the module logs
-    # the metrics with the last batch already. It logs them again at the end of the epoch, since no batch is announced
-    # as the last batch if early stopping ends the epoch or the data have no length.
+    # the metrics with the last batch already. The module logs the metrics again at the end of the epoch, because no
+    # batch counts as the last one if a training stops early or the data have no length.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer

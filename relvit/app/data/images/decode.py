@@ -74,7 +74,7 @@ class UnreadableImageError(ValueError):
     """An image file that cannot be read.
 
     Args:
-        message: One line: path, reason, remedy.
+        message: One line with the path, the reason and what to do.
         path: The file, or the name of a stored image.
         reason: Why the file cannot be read, in plain words.
     """

@@ -143,7 +143,8 @@ def decode_into_memory(
         one_size: Height and width of images that can be transformed as a whole batch.
         skip: Whether a file that cannot be read is only recorded in the result. Otherwise it raises an error.
         copies: Number of processes that decode these images on this machine, and so share its memory and cores.
-        progress: A function of the iterable of results, their number and a description, which yields the results.
+        progress: A function that shows progress: it takes the iterable of results, their number and a description, and
+            yields the results.
 
     Raises:
         ValueError: According to the files' headers the images need more than four fifths of the available memory.

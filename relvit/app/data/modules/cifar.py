@@ -48,7 +48,7 @@ class CIFARData(ImageData):
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         val_fraction: Share of each class of train that is put aside, in (0, 1).
         split_seed: Another seed puts other images aside. The seed of the training does not matter here.
-        class_names: None, or the class names of a checkpoint, which must be the data's own.
+        class_names: None, or the class names of a checkpoint, which must be equal to CIFAR's class names.
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:

@@ -34,8 +34,8 @@ class ReaderData(ImageFilesData):
 
     Args:
         name: The data, see above.
-        root: ``wds``: the folder of the shards (None: NAME is this folder). Archives: the folder from which their path
-            starts. ``hfds``: the folder for downloads.
+        root: ``wds``: the folder of the shards (None: NAME is this folder). Archives: the folder from which the path in
+            `name` starts. ``hfds``: the folder for downloads.
         train_split: The split to train on. ``hfds``: a split or a part of it, such as ``'train[:90%]'``. ``wds``: a
             split in ``_info.json``, or shards, such as ``'name-{0000..0127}.tar'``. Archives: a folder in an archive,
             or an archive; if there is no such folder, 'train' means everything.

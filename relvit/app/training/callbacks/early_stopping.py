@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 class Patience(EarlyStopping):
     """Stop a training after this number of validations in a row without a better value of `monitor`.
 
-    A resumed training uses the patience given now; Lightning's own callback would restore the checkpoint's patience.
+    A resumed training uses the patience that the user gives now; Lightning's own callback would restore the patience of
+    the checkpoint.
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:

@@ -160,8 +160,8 @@ def progress_callbacks(config: dict[str, Any], history: History | None, quiet: b
         config["enable_progress_bar"] = False
         config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
         return []
-    # In a file, a bar would be a long series of control characters, so output in a file has a bar only if an option
-    # asks for the bar.
+    # In a file, a bar would be a long series of control characters, so output to a file has a bar only if a user asks
+    # for it (`enable_progress_bar`).
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
     if config["enable_progress_bar"] is None:

@@ -34,7 +34,7 @@ def compute_digests(data: ImageData) -> Digests:
 def write_manifest(data: ImageData, path: Path) -> Digests:
     """Write split, name, content and label of each image into a compressed CSV file, and return the digests.
 
-    No file is written if the data cannot list their images.
+    No file is written if the data module cannot list its images.
     """
     manifests = {split: images for split in SPLITS if (images := data.manifest(split)) is not None}
     digests: Digests = {}

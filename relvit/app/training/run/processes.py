@@ -117,8 +117,8 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # In any process of a Slurm job, Lightning would by itself wait for all tasks of the job. LightningEnvironment
-    # prevents this.
+    # By default, Lightning in a Slurm job waits for all tasks of the job, even if only this process runs. With
+    # LightningEnvironment it does not wait.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 
