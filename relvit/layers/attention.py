@@ -19,8 +19,9 @@ from relvit.ops.inputs import AttentionInputs, Projected, checked, separate
 from relvit.ops.terms import add_channels, with_query_bias
 from relvit.ops.windows import exceeds_window
 
-# `LayerPlan.terms` has a letter for each term: the letter in `rel_terms`, or 'c' for free channels. `axis_logits` are
-# shown as a key term, 'k', because the position computes these logits as products of queries and tables.
+# `LayerPlan.terms` has one letter for each term of a layer: the letter of `rel_terms`, or 'c' for
+# `RelativeTerms.channels`, which `rel_terms` has no letter for. The letter of `axis_logits` is 'k', too, because a
+# position computes these logits as products of queries and key tables.
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b", "channels": "c", "axis_logits": "k"}
 
 

@@ -24,9 +24,10 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
     if mlp_chunk < 1:
         raise ValueError(f"mlp_chunk must be at least 1 token, got {mlp_chunk}")
     if not isinstance(mlp, PER_TOKEN) or not isinstance(getattr(mlp, "gate", None), nn.Identity | None):
+        known = ", ".join(cls.__name__ for cls in PER_TOKEN)
         raise ValueError(
-            f"mlp_chunk needs an MLP that works on each token alone; {type(mlp).__name__} is not known to: take a "
-            f"subclass of {', '.join(cls.__name__ for cls in PER_TOKEN)} as mlp_layer, or leave mlp_chunk out"
+            f"mlp_chunk splits the tokens, and {type(mlp).__name__} may mix them: as mlp_layer take {known} without a "
+            "gate_layer, or a subclass, or leave out mlp_chunk"
         )
 
 

@@ -68,10 +68,11 @@ def lack(model: nn.Module, need: str) -> str | None:
 
     Args:
         model: any model.
-        need: 'memory' (attend to further tokens), 'weights' (return attention weights, N x N), 'rollout' (a product of
-            attention weights), 'hooks' (each block is called once, for the whole image), 'checkpointing', 'native'
-            (batches of images of any shapes), 'reach' (treat sizes other than the trained size in another way, chosen
-            by `set_reach`).
+        need: what the model should do: 'memory' (attend to tokens beside those of its input), 'weights' (return the N x
+            N attention weights), 'rollout' (multiply the attention weights of all blocks), 'hooks' (call each block
+            once for the whole image, so that a hook sees all tokens), 'checkpointing' (gradient checkpointing),
+            'native' (take batches of images of any shapes), 'reach' (accept a call of `set_reach`, which changes how
+            the model treats sizes other than the trained one).
     """
     for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
         if part is not None and need in part.lacks:

@@ -86,7 +86,10 @@ class RelVisionTransformer(GridVisionTransformer):
         **kwargs: Any,
     ) -> None:
         if mixer is not None and backend != "auto":
-            raise ValueError(f"backend {backend!r} is for RelativeAttention, and not for mixer {mixer!r}")
+            raise ValueError(
+                f"backend={backend!r} is an option of relvit's own attention, and mixer={mixer!r} takes its place: "
+                "leave out backend or mixer"
+            )
         check_arguments(type(self), kwargs)
         of_position = {
             "max_distance": max_distance,
@@ -99,7 +102,10 @@ class RelVisionTransformer(GridVisionTransformer):
         make_position = position_factory(position, **of_position)
         check_choice("rope", rope, ROPES)
         if prefix_bias and not (kwargs.get("class_token") or kwargs.get("reg_tokens")):
-            raise ValueError("prefix_bias=True is for models with class_token=True or reg_tokens")
+            raise ValueError(
+                "prefix_bias=True needs prefix tokens, and this model has none: set class_token=True or reg_tokens, or "
+                "leave out prefix_bias"
+            )
         super().__init__(
             block_fn=partial(
                 RelativeBlock,

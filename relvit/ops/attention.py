@@ -113,8 +113,8 @@ def relative_attention(
         padding, even NaN, change nothing.
 
     Raises:
-        ValueError: shapes, dtypes or names that do not fit; the message names the tensor, its shape and the one
-            expected.
+        ValueError: shapes or dtypes that do not fit each other or the grid, or an unknown backend; the message names
+            the tensor, its shape and the expected shape.
         TypeError: arguments of the wrong type, such as integer contents or masks.
     """
     options = (attn_mask, is_causal, dropout_p, scale, position_query, position_key, trained_keys)
@@ -160,8 +160,8 @@ def attend_projected(
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # Reading a tensor's attribute takes as long as a view, so only the shapes of tables are read: the operations that
-    # join tables check devices and cast dtypes.
+    # `key` identifies a remembered decision. Reading a tensor's attribute takes as long as a view, so `key` has only
+    # the shapes of tables: `lean` casts them to one dtype as it joins them, and PyTorch raises if devices differ.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape
@@ -326,11 +326,11 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("fused", "with flash kernels off, stock attention has second derivatives", "N x N weights")
     keeps = "augmented output, logits, marginals: O(N (H + W))"
     usual = lean.refusal(inputs, device) is None
-    # Rules for the CPU are from `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
     if device == "cpu" and usual and lean.pays_on_cpu(inputs):
         return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
+        # Measured by `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)

@@ -68,8 +68,8 @@ class BatchMix(nn.Module):
         several = labels.dtype == torch.bool
         if images.ndim != 4 or labels.shape != (len(images), *[self.num_classes] * several):
             raise ValueError(
-                f"images have the shape {tuple(images.shape)} and labels {tuple(labels.shape)}; "
-                "give (B, C, H, W) and one class number each, (B,), or bool (B, num_classes)"
+                f"images have shape {tuple(images.shape)}, and labels shape {tuple(labels.shape)} of {labels.dtype}: "
+                f"give images (B, C, H, W), and labels as integers (B,) or as bool (B, {self.num_classes})"
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:

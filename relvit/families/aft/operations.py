@@ -65,7 +65,7 @@ def aft_full(
         products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
-        ValueError: shapes, dtypes or names that do not fit.
+        ValueError: shapes or dtypes that do not fit each other or the grid, or an unknown backend.
         TypeError: arguments of the wrong type.
     """
     check_backend(backend, FULL_BACKENDS)

@@ -23,7 +23,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair
 
-# What a model in bands cannot do -> the reason; see `relvit.models.lack`.
+# Maps what a model in bands cannot do to the reason; see `relvit.models.lack`.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",

@@ -48,7 +48,7 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
         if not joint or set(terms) - set(position.rel_terms) or min(position.max_distance) < REACH:
             raise ValueError(
                 f"iRPE's tables of this file need a model with rel_terms={terms!r}, layout='joint', bucketing='clip', "
-                f"max_distance={REACH}, got {position}"
+                f"max_distance={REACH} or more, got position {position}"
             )
     for layer in sorted({name.partition(".rpe_")[0] for name in names}):
         _convert_layer(state, layer, model.blocks[0].attn.num_heads)
@@ -65,8 +65,8 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # The authors' offsets are query minus key, except in the table that is multiplied by keys, where offsets are
-        # key minus query. So reverse all other tables.
+        # relvit's offsets are key minus query. The authors' offsets are the same in the table of the query term, 'q',
+        # whose vectors are multiplied by keys. In their other tables offsets are query minus key, so reverse those.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

@@ -122,7 +122,8 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
     # Under autocast stock attention returns half precision, even for float32 inputs.
     result = result.to(query.dtype)
-    # Queries that may attend to no key have attended to padding: they get zeros, forward and backward.
+    # For a query without any allowed key, stock attention has averaged keys that the query must not attend to. Replace
+    # its result by zeros, which also stops its gradient.
     return result if attending is None else torch.where(attending, result, 0.0)
 
 

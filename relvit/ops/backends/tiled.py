@@ -110,7 +110,7 @@ class Tiles(torch.autograd.Function):
         operands = _prepared(given, config, 1.0 if stock else config.scale)
         query, value, table = operands.query, operands.value, operands.table
         batch, heads, length, _ = query.shape
-        # In memory tokens come before heads, as in the projections.
+        # Store tokens before heads: then the layer joins the heads for the output projection without a copy.
         result = value.new_empty(batch, length, heads, value.shape[-1])
         on_entries = None if table is None else value.new_zeros(batch, length, heads, table.shape[-2])
 

@@ -82,7 +82,7 @@ def test_the_payload_works(tmp_path):
 def test_every_kind_of_checkpoint(kind, place, refused):
     folder, files = place
     message = refused("load", files[kind])
-    assert "cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values" in message
+    assert "cannot be read: it is damaged, is no checkpoint, or holds more than tensors and plain values" in message
     assert not (folder / "marker").exists()
 
 
@@ -100,7 +100,7 @@ def test_at_remote_addresses(command, place, best, refused):
     for content in (files["in_relvit"].read_bytes(), best[: len(best) // 2]):
         fsspec.filesystem("memory").pipe("/hostile/x.ckpt", content)
         message = refused(command, "memory://hostile/x.ckpt")
-        assert "memory://hostile/x.ckpt cannot be read: it is damaged, no checkpoint, or holds more" in message
+        assert "memory://hostile/x.ckpt cannot be read: it is damaged, is no checkpoint, or holds more" in message
     assert not (folder / "marker").exists()
 
 

@@ -87,7 +87,7 @@ def test_halting_tokens_are_rotated_as_all():
 def test_models_refuse():
     with pytest.raises(ValueError, match="rope is 'mix'; allowed are '', 'axial', 'mixed'"):
         small(rope="mix")
-    with pytest.raises(ValueError, match="prefix_bias=True is for models with class_token=True or reg_tokens"):
+    with pytest.raises(ValueError, match=r"prefix_bias=True needs .* set class_token=True or reg_tokens"):
         small(prefix_bias=True)
     with pytest.raises(ValueError, match="rope and prefix_bias are for RelativeAttention, not for LSH"):
         small("test_relvit_lsh", rope="axial", embed_dim=16)

@@ -153,7 +153,7 @@ MODELS = {
     },
     "overlapping patches": (
         lambda: spoilt(sam_encoder("segment_anything"), "patch_embed.proj.stride", (4, 4)),
-        r"patch_embed\.proj has stride \(4, 4\) and padding \(0, 0\) with patches of \(8, 8\)",
+        r"patch_embed\.proj has kernel size \(8, 8\), stride \(4, 4\) and padding \(0, 0\): relvit\.retrofit takes",
     ),
     "SAM without positions": (
         lambda: sam_encoder("segment_anything", use_rel_pos=False),

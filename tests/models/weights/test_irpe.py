@@ -127,7 +127,7 @@ def test_in_a_retrofitted_deit():
 def test_what_does_not_fit_is_refused():
     state = authors("qk").state_dict()
     needed = (
-        "need a model with rel_terms='qkb', layout='joint', bucketing='clip', max_distance=4, got RelativePosition2d"
+        "need a model with rel_terms='qkb', layout='joint', bucketing='clip', max_distance=4 or more, got position Rel"
     )
     for options in ({"rel_terms": "qk"}, {"rel_terms": "qkvb", "layout": "separate"}, {"max_distance": 3}):
         with pytest.raises(ValueError, match=needed):

@@ -1,4 +1,4 @@
-"""Skips tests of what only newer versions of timm have."""
+"""Skip tests of what only newer versions of timm have."""
 
 import pytest
 import timm
@@ -8,8 +8,8 @@ from packaging.version import Version
 def since(version: str) -> None:
     """Skip the rest of a test in older versions of timm."""
     if Version(timm.__version__) < Version(version):
-        pytest.skip(f"timm >= {version}")
+        pytest.skip(f"needs timm {version} or newer")
 
 
 def needs_timm(version: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(Version(timm.__version__) < Version(version), reason=f"timm >= {version}")
+    return pytest.mark.skipif(Version(timm.__version__) < Version(version), reason=f"needs timm {version} or newer")

@@ -167,9 +167,10 @@ class TarFolders(Reader):
         parents = sorted({name for path in folders for name in path[:-1]})
         if split == "train" and not _SPLIT_NAMES & {name.lower() for name in parents}:
             return
-        there = f"it holds {listing(parents)}" if parents else "it holds class folders alone"
+        there = listing(parents) if parents else "only class folders, which all count as train"
         raise ValueError(
-            f"no folder or archive {split!r} with class folders in {self.place}{did_you_mean(split, parents)}; {there}"
+            f"{self.place} has no split {split!r}, neither as a folder with class folders nor as an archive; it holds "
+            f"{there}{did_you_mean(split, parents)}"
         )
 
 

@@ -107,7 +107,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(
-            f"{path} cannot be read: it is damaged, no checkpoint, or holds more than tensors and plain values"
+            f"{path} cannot be read: it is damaged, is no checkpoint, or holds more than tensors and plain values, "
+            "which relvit does not load; copy it again, or give a checkpoint that relvit fit wrote"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(

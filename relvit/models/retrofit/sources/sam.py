@@ -103,8 +103,8 @@ class SamEncoder(OwnPositions):
         conv = getattr(model.patch_embed, becomes.convolution)
         if conv.stride != conv.kernel_size or any(conv.padding):
             raise ValueError(
-                f"patch_embed.{becomes.convolution} has stride {conv.stride} and padding {conv.padding} with patches "
-                f"of {conv.kernel_size}: patches that overlap or stick out cannot be retrofitted"
+                f"patch_embed.{becomes.convolution} has kernel size {conv.kernel_size}, stride {conv.stride} and "
+                f"padding {conv.padding}: relvit.retrofit takes models whose stride is the kernel size, without padding"
             )
 
     def open_to_all_sizes(self) -> None:

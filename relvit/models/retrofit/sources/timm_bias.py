@@ -41,7 +41,8 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
-    # timm's `pool` and relvit's code for padded batches read these attributes.
+    # `VisionTransformer` of timm has these attributes, and these models lack them: `pool` and `pool_native`, relvit's
+    # code for padded batches, read the other two.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False

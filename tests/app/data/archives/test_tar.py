@@ -90,15 +90,13 @@ def test_splits_are_folders_or_archives(tmp_path):
     # An archive that is not needed is not opened.
     (tmp_path / "two" / "train.tar").write_bytes(b"broken")
     assert len(data_of(**two.init_args()).dataset("val")) == 6
-    with pytest.raises(
-        ValueError, match=r"no folder or archive 'vall' .* \(did you mean 'val'\?\); it holds 'all', 't"
-    ):
+    with pytest.raises(ValueError, match=r"has no split 'vall', .* it holds 'all', 't.* \(did you mean 'val'\?\)"):
         data_of(root=one.root, val_split="vall").dataset("val")
     # Another root or another name replaces the place that a checkpoint remembers.
     for change in ({"root": str(tmp_path / "two")}, {"name": str(tmp_path / "two")}):
         assert data_of(**one.init_args() | change).dataset("val").samples == two.dataset("val").samples
     # A folder of another split is not taken for train.
-    with pytest.raises(ValueError, match=r"no folder or archive 'train' .*; it holds 'all', 'training', 'val'"):
+    with pytest.raises(ValueError, match=r"has no split 'train', .*; it holds 'all', 'training', 'val'"):
         data_of(name=str(write_tar(tmp_path / "b.tar", [*in_folder("all/training", 3), *in_folder("all/val", 2)])))
 
 
