@@ -61,8 +61,8 @@ def describe(error: Exception, command: str = "fit") -> str:
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
     if LOST_WORKER.search(text):
         return (
-            "a process that loads images has ended, as the system ends it where memory runs out: fewer processes "
-            f"(--{'data.' if command == 'fit' else ''}num_workers), smaller batches or images"
+            "a process that loads images has ended, perhaps because memory ran out: give fewer processes "
+            f"(--{'data.' if command == 'fit' else ''}num_workers), or smaller batches or images"
         )
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:

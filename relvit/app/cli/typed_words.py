@@ -25,15 +25,16 @@ OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_siz
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
 OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
-# These loggers need no option: the TensorBoard log is the default, and a run's metrics.csv is always written.
+# `--logger` takes these short names. `tensorboard` and `csv` name no class: the TensorBoard log is the default (null),
+# and a run's metrics.csv is always written.
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
 ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
 # `fit --model` takes the name of a model, or a file of the model's options whose name ends in one of these suffixes.
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
-# Users of timm, ultralytics, Lightning and Hugging Face know an option (the last part of its name) by these names. If a
-# name stands for several options, it means the one that the command has.
+# Keys: the last part of an option's name. Values: the names by which users of timm, ultralytics, Lightning and Hugging
+# Face know this option. If a name stands for several options, it means the one that the command has.
 _ELSEWHERE = {
     "lr": "lr_base initial_lr init_lr lr_init learning_rate lr0 base_lr",
     "min_lr": "lr_min lr_final final_lr lr_end end_lr min_learning_rate lrf eta_min",
@@ -102,7 +103,8 @@ _ELSEWHERE = {
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
 }
-# Only a training uses these options. All commands have them, because they belong to the Trainer or to the data.
+# Only a training uses these options. All commands that run a Trainer have them, because they belong to the Trainer or
+# to the data.
 ONLY_IN_TRAINING = {
     f"trainer.{name}" for name in ["max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches"]
 }

@@ -37,8 +37,9 @@ class PredictionTable(BasePredictionWriter):
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
-    For a model whose patches halt, the last column can be the mean number of steps of the image's patches. A figure of
-    the steps of each patch is then written into the folder `steps` beside the table, under the path of the image.
+    With `step_maps`, for a model whose patches halt, the last column is the mean number of steps of the image's
+    patches, and a figure of the steps of each patch is written into the folder `steps` beside the table, under the path
+    of the image.
 
     Args:
         path: The file to write; all processes use the path of the main process.

@@ -75,7 +75,8 @@ class EvaluationReport(Callback):
     ) -> None:
         labels = batch[1]
         if len(labels):
-            # Rows are float64 on the CPU: float64 holds labels exactly, and some accelerators lack it.
+            # `keep` puts probabilities and labels into one array of float64, which holds labels exactly. Move both to
+            # the CPU first, since some accelerators lack float64.
             self._kept.append(self._labels.keep(self._labels.probabilities(outputs).cpu(), labels.cpu()))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -172,11 +172,11 @@ def test_checkpoint_of_another_architecture_or_class_count(best, fit, copy, fail
     # Resuming on data with another class, with a renamed class, and without a class.
     shutil.copytree(copy / "train" / "owl", copy / "train" / "yak")
     other = f"was trained on other classes than the data has in {copy}: "
-    assert f"{other}'yak' is new; give the classes their names" in fails([*fit, best])
+    assert f"{other}'yak' is new; give the classes the names that they had" in fails([*fit, best])
     shutil.rmtree(copy / "train" / "owl")
     assert f"{other}'yak' is new and 'owl' is missing; give the classes" in fails([*fit, best])
     shutil.rmtree(copy / "train" / "yak")
-    assert f"{other}'owl' is missing; give the classes their names" in fails([*fit, best])
+    assert f"{other}'owl' is missing; give the classes the names that they had" in fails([*fit, best])
 
 
 def test_non_finite_loss_stops_before_the_step(fit, tmp_path, fails):

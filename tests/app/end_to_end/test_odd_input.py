@@ -105,7 +105,7 @@ def test_a_range_of_archives(split):
 
 def test_a_process_that_loads_images_and_is_killed():
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    assert describe(error).startswith("a process that loads images has ended, as the system ends it where memory runs")
+    assert describe(error).startswith("a process that loads images has ended, perhaps because memory ran out")
     assert "--data.num_workers" in describe(error)
     assert "--num_workers" in describe(RuntimeError("DataLoader worker (pid(s) 3, 4) exited unexpectedly"), "predict")
     assert is_self_explanatory(error)

@@ -63,7 +63,7 @@ def test_commands_that_need_the_checkpoint_say_so(tmp_path, monkeypatch, fails, 
     monkeypatch.chdir(tmp_path)
     name, *options = command.split()
     classifier_of(tmp_path / "a.onnx")
-    expected = "a.onnx is an exported file, which can only predict: give the checkpoint of which it was made"
+    expected = "a.onnx is an exported file, which can only predict: give the checkpoint that was exported"
     assert expected in fails([name, "a.onnx", *options])
 
 

@@ -60,7 +60,7 @@ def calibrate(
         ("", "as trained", "calibrated"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows)
     )
     if found.images < FEW:
-        print(f"{found.images} images say little: keep this or the one before, whichever `relvit test` finds better")
+        print(f"{found.images} images say little: compare both checkpoints by `relvit test`, and keep the better one")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}
     given = [part for name, value in options.items() if value is not None for part in (name, value)]
     print(f"written: {output}. Next:\n  {shlex.join(['relvit', 'test', output, *given])}", flush=True)

@@ -167,7 +167,8 @@ def save_model(
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise PublishError(
-                f"as timm builds it, the model's outputs differ by {difference:.1e}: nothing is published"
+                f"the model that timm builds from the files has outputs that differ by {difference:.1e}: nothing is "
+                "published"
             )
 
 

@@ -26,13 +26,14 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
 
     Args:
         model: a relvit model, or one that `relvit.retrofit` has changed.
-        img_size: (height, width) of the images in pixels, which determines the size of tables that are computed.
+        img_size: (height, width) of the images in pixels. The size of tables that are not learned but computed depends
+            on it.
 
     Returns:
         Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k columns' for
         the term k, (heads, offsets, head_dim), with 1 for heads if all heads share a table; 'b rows' and 'b columns',
-        (heads or 1, offsets); for joint tables 'b, joint', (heads or 1, row offsets, column offsets), and the lengths
-        of vectors, 'k length, joint'.
+        (heads or 1, offsets); for joint tables 'b, joint', (heads or 1, row offsets, column offsets), and, in the same
+        shape, 'k length, joint', the length of the vector of each pair of offsets.
 
     Raises:
         NotApplicableError: a model without such tables.
