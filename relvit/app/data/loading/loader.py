@@ -41,11 +41,13 @@ class SignalSafeDataLoader(DataLoader[Any]):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
         # wait for threads that exist only in this process.
+        frozen_by_user = gc.get_freeze_count() > 0
         gc.freeze()
         try:
             return super().__iter__()
         finally:
-            gc.unfreeze()
+            if not frozen_by_user:
+                gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

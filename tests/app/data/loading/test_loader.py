@@ -70,9 +70,15 @@ class Frozen(Dataset):
 
 def test_a_forked_worker_does_not_free_what_it_inherits():
     """A session of onnxruntime that is freed in a worker would wait for ever for the threads of its process."""
-    before = gc.get_freeze_count()
+    gc.unfreeze()
     (found,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
-    assert found.item() > before == gc.get_freeze_count()
+    assert found.item() > 0 == gc.get_freeze_count()
+
+
+def test_what_a_user_has_frozen_stays_frozen():
+    gc.freeze()
+    (_,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
+    assert gc.get_freeze_count() > 0
 
 
 def test_workers_outlive_signals_that_stop_the_run(folder):
