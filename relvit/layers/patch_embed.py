@@ -129,7 +129,10 @@ def check_images(images: Tensor, in_chans: int) -> None:
         hint = "; for a single image give image[None]" if images.dim() == 3 else ""
         raise ValueError(f"images must be (B, {in_chans}, height, width), got {tuple(images.shape)}{hint}")
     if not images.is_floating_point():
-        raise TypeError(f"images must be normalised floating numbers, got {images.dtype}")
+        raise TypeError(
+            f"images must be normalised floating numbers, got {images.dtype}: for bytes take images.float() / 255, "
+            "minus the mean and divided by the std of the model's training"
+        )
 
 
 def check_divisible(

@@ -141,7 +141,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
     name = type(model).__name__
     if not layers:
-        raise TypeError(f"{name} has no attention with relative positions")
+        raise TypeError(f"{name} has no attention with relative positions: change the model by relvit.retrofit first")
     if model.training:
         raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
     if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):

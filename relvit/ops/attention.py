@@ -393,7 +393,7 @@ def relative_logits(
     if terms.key is None:
         raise ValueError("relative_logits needs terms.key, which is None")
     if isinstance(terms.key, JointTable):
-        raise ValueError("relative_logits needs separate rows and columns, terms.key is a joint table")
+        raise ValueError("relative_logits needs terms.key as AxisTables(rows, cols): terms.key is a joint table")
     if backend == "reference":
         return reference.relative_logits(query, terms, grid, key_grid)
     table, index = joined_with_index(with_equal_heads(terms).key, terms.bucketing, grid, grid_axes(key_grid), query)

@@ -76,7 +76,10 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:
-            raise ValueError(f"{parts[0]} needs images of one size, the data have {shape.words()}: leave one out")
+            raise ValueError(
+                f"{parts[0]} needs images of one size, the data have {shape.words()}: leave out {parts[0]}, or give "
+                "the data one size"
+            )
         shape.check_model(net, hparams["in_chans"])
         return
     for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):

@@ -55,8 +55,8 @@ def reversible_blocks(
             blocks.
 
     Returns:
-        The output (B, N, dim), and the mean after each block in `taken`, in the order of blocks; under autocast in
-        float32 at least, otherwise in the dtype of `x`.
+        The output (B, N, dim), and the mean of the two streams after each block in `taken`, in the order of blocks;
+        under autocast in float32 at least, otherwise in the dtype of `x`.
 
     Raises:
         RuntimeError: in backward, if second derivatives are requested, or if a block's parameters were replaced since

@@ -27,8 +27,8 @@ class FirePosition2d(Position):
         head_dim: not used, see `Position`.
         num_heads: number of heads.
         hidden_dim: width of the networks, 32 as in the paper.
-        init_c: initial c, as in the authors' code.
-        threshold: initial L, in patches.
+        init_c: initial value of the learned c in the formula above, as in the authors' code.
+        threshold: initial value of the learned L in the formula above, in patches.
         init_std: see `Position`.
 
     Attributes:

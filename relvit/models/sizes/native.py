@@ -77,7 +77,7 @@ def _projection(model: nn.Module) -> nn.Conv2d:
     if why := lack(model, "native"):
         raise ValueError(f"{name} takes no native images: {why}")
     if hasattr(model, "dist_token"):
-        raise ValueError(f"{name} takes no native images: it has a distillation token")
+        raise ValueError(f"{name} takes no native images: it has a distillation token; give images of one size")
     if model.pos_embed is not None and model.training and model.pos_drop.p > 0:
         raise ValueError(f"{name} takes no native images in training with pos_drop_rate {model.pos_drop.p}: give 0")
     return embed.proj

@@ -128,7 +128,9 @@ def _check_position(position: nn.Module | None, refused: str) -> None:
     """Raise ValueError for a layer without tables to stretch."""
     tables = position is not None and not needs_tokens(position)
     if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
-        raise ValueError(f"{refused} without relative terms: there are no tables to stretch")
+        raise ValueError(
+            f"{refused} without relative terms: there are no tables to stretch, take reach 'trained' or 'windows'"
+        )
     if not is_stretchable(position):
         raise ValueError(
             f"{refused} with position {type(position).__name__}, which cannot be stretched: it does not "

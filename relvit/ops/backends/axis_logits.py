@@ -83,9 +83,9 @@ def table_index(
 ) -> tuple[Distances, Tensor]:
     """Find the table entry for each token of `grid` and each row, then each column of `axes`.
 
-    Returns clip distances and an index. The clip distances cut each table to the rows that pairs of tokens can use; a
-    table of which at most `spare` rows are unused stays whole. The index, (1 or B, 1, N, H + W) int64, counts rows of
-    `join_tables`; for prefix tokens it is 0, the row of zeros.
+    Returns clip distances and an index. Tables may be shortened to these clip distances, because no pair of tokens uses
+    the rows beyond; if at most `spare` rows are unused, the table stays whole, which saves slicing it. The index, (1 or
+    B, 1, N, H + W) int64, counts rows of `join_tables`; for prefix tokens it is 0, the row of zeros.
     """
     reach = distances
     # A graph for all sizes must not depend on whether a table has larger offsets than the grid.

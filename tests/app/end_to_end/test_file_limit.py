@@ -29,7 +29,6 @@ COMMANDS = {
     "embed to .npz": (["embed", "best.ckpt", "photos/test", "--output=old/a.npz", "--num_workers=0"], "old/a.npz"),
     "embed to .csv": (["embed", "best.ckpt", "photos/test", "--output=old/a.csv", "--num_workers=0"], "old/a.csv"),
     "embed to .parquet": (["embed", "best.ckpt", "photos", "--output=old/a.parquet", "--num_workers=0"], "old/a.parq"),
-    "export to .pt2": (["export", "best.ckpt", "--output=old/a.pt2"], "old/a.pt2"),
     "show": (["show", "best.ckpt", "--kind=tables", "--output=old"], "old/tables-2.png"),
     "calibrate": (["calibrate", "best.ckpt", "--root=photos", "--split=train"], "best_calibrated.ckpt"),
     "average": (["average", "best.ckpt", "last.ckpt", "--output=mean.ckpt"], "mean.ckpt"),
@@ -76,6 +75,7 @@ def contents(folder):
 
 
 SLOW = {
+    "export to .pt2": (["export", "best.ckpt", "--output=old/a.pt2"], "old/a.pt2"),
     "export to .onnx": (["export", "best.ckpt", "--output=old/a.onnx"], "old/a.onnx"),
     "export --aot": (["export", "best.ckpt", "--output=old/a.pt2", "--aot"], "old/a.pt2"),
 }

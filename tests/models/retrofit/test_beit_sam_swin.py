@@ -202,8 +202,10 @@ def test_compiled_for_several_sizes(case, backend):
     torch.compiler.reset()
     model = imported(build(case, depth=1) if case == "beit" else build(case)).float()
     compiled = torch.compile(model, backend=backend, dynamic=True)
-    for size in SIZES[:1] + SIZES[2:]:
-        torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
+    # Without gradients Inductor compiles no backward, which `test_own_positions.py` tests for a retrofitted model.
+    with torch.set_grad_enabled(backend != "inductor"):
+        for size in SIZES[:1] + SIZES[2:]:
+            torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
 
 
 @needs_timm("1.0.31")

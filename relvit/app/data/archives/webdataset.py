@@ -148,7 +148,10 @@ def expand_braces(pattern: str, most: int = MOST_ARCHIVES) -> list[str]:
         step = 1 if int(first) <= int(last) else -1
         count = abs(int(last) - int(first)) + 1
         if count > most:
-            raise ValueError(f"{pattern!r} stands for {count:,} archives or more, the most are {MOST_ARCHIVES:,}")
+            raise ValueError(
+                f"{pattern!r} stands for {count:,} archives or more, the most are {MOST_ARCHIVES:,}: check the numbers "
+                "in braces"
+            )
         choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + step, step)]
     elif "," in inside:
         choices = inside.split(",")

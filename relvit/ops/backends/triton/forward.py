@@ -1,7 +1,8 @@
 """The forward kernel in Triton: relative attention without augmented queries, keys and values.
 
-A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query,
-and the tile's part of the row and column marginals are sums of its weights along either axis. The kernel goes from one
+A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query.
+The value tables need, for each query, the sum of the weights in each image row and in each image column, the marginals:
+a tile adds to them the sums of its weights along its two axes. The kernel goes from one
 strip of columns to the next, so that the column logits and marginals of a strip stay in registers. In a tile of one row
 each query has a single row logit; the row marginal is the sum of the weights that the softmax needs anyway, and the
 weights themselves are the tile's column marginals, so no sum inside the tile is needed. The softmax is computed as in
