@@ -32,7 +32,8 @@ def write_rows(target: Path, rows: Sequence[dict[str, Any]], draw: Callable[[Pat
     """Write rows to a CSV or JSON file, or `draw` them into a PNG, and print the file's name."""
     match target.suffix:
         case ".csv":
-            # Some rows lack columns: rows of the first checkpoint have no difference to the first checkpoint.
+            # Rows may lack columns, so take the columns of all rows: rows of the first checkpoint have no column for
+            # the difference to the first checkpoint.
             columns = list(dict.fromkeys(name for row in rows for name in row))
             write_csv(target, columns, ([row.get(name, "") for name in columns] for row in rows))
         case ".json":

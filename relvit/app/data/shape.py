@@ -83,8 +83,8 @@ class NativeShapes(ImageShape):
     """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
 
     Attributes:
-        img_size: (height, width) of the largest square with at most `max_tokens` patches, or the size from which
-            `max_tokens` was computed.
+        img_size: (height, width). If a size was given, it is this size, and `max_tokens` its number of patches. If
+            `max_tokens` was given, it is the largest n x n patches that are no more than `max_tokens`.
         patch_size: (height, width) of a patch.
         max_tokens: Number of patches that no image exceeds.
     """

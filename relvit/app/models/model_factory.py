@@ -83,7 +83,8 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    # A registered model without further arguments fits into memory, so it is not measured.
+    # Only arguments and a retrofit, which may come from a hostile file, can make a model larger than the memory, so
+    # only then build the model on the meta device to measure it.
     check_model_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()

@@ -251,8 +251,8 @@ def absolute(path: str) -> str:
     `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays, and opening the
     path fails.
     """
-    # Resolving would turn the double slash of an address into a single slash, and then the address's secrets would not
-    # be found.
+    # `abspath` would make the `//` of an address a single slash, and the code that hides passwords in addresses would
+    # no longer recognise the address.
     if is_address(path):
         return path
     # Without `..`, abspath changes nothing but `.` and doubled slashes.

@@ -39,7 +39,8 @@ class CIFARData(ImageData):
     each machine) unpacks the archive in `root`, or downloads it. A part of train is put aside to validate. Predict
     yields the test images, named 'cifar10/test/00000' and so on.
 
-    With the augmentations 'none', 'shift' and 'crop-flip' at 32 x 32 a batch is augmented at once.
+    At 32 x 32 the augmentations 'none', 'shift' and 'crop-flip' transform a whole batch in one operation, not image by
+    image.
 
     Args:
         root: The folder that holds, or is to hold, the files.

@@ -293,8 +293,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
                 fault = _surplus(reader.fieldnames, record, delimiter)
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
-            # If the closing quote of a field is missing, `line_num` is the line at which the reader gave up, not the
-            # line of the field.
+            # `DictReader.line_num` is the line of the last complete row; the inner reader knows the line at which it
+            # gave up. If the closing quote of a field is missing, that may be many lines below the field.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 

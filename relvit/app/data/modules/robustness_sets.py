@@ -32,7 +32,8 @@ class RobustnessData(ImagePathsData):
         options: See :class:`ImagePathsData`.
 
     Attributes:
-        conditions: Corruption and severity of each image, once the dataset is built; ``()`` in other layouts.
+        conditions: Corruption and severity of each image of a set in ImageNet-C's layout, once the dataset is built;
+            before, and in the other layout, ``()``.
 
     Raises:
         FileNotFoundError: There is no folder at `root`, or no file at `class_map`.

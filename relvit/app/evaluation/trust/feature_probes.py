@@ -86,7 +86,8 @@ def probe_models(
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows: list[dict[str, Any]] = []
-    # Share and probe -> whether the first model classifies each query right.
+    # For each share of labels and each probe ('knn' or 'linear'): whether the probe on the first model's features
+    # classifies each test image right. The other models are compared with these.
     of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):
