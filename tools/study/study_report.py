@@ -19,13 +19,13 @@ from study_tables import figures_table, reach_table
 SOURCE = Path(__file__).parents[2] / "docs" / "study"
 INTRODUCTION = """# All runs of the study
 
-Written by `python tools/study/study_report.py` from the lines below `docs/study`; not to be edited by hand.
+Written by `python tools/study/study_report.py`.
 [What the figures say](README.md).
 
-A table begins with a model without relative positions: its accuracies in percent, the mean over seeds ± its standard
-error, which a single seed has not. Other rows are differences to it in points, between runs of the same seed and
-precision. All sizes: the mean over log2(size) from 16 to 64 px. `resize` scales the whole image to each size, `field`
-keeps the scale of objects: images of CIFAR-10 are continued by reflection, and of photographs more is seen.
+A table begins with a model without relative positions: accuracy in percent, mean over seeds ± standard error (none for
+one seed). Other rows are differences to it in points, between runs of the same seed and precision. All sizes: the mean
+over log2(size) from 16 to 64 px. `resize` scales the image, `field` keeps the scale of objects: CIFAR-10's images are
+continued by reflection, photographs show more.
 
 # CIFAR-10
 
@@ -52,7 +52,8 @@ def tables_page(lines: Sequence[Line], photographs: Sequence[Line]) -> str:
         if found := [line for line in photographs if line["setting"] == setting]:
             parts += [f"# {title}\n", photograph_tables.tables(found)]
     hours = sum(line["processor_minutes"] for line in lines) / 60
-    versions = ", ".join(f"{name} {version}" for name, version in lines[-1]["versions"].items())
+    given = {name: sorted({line["versions"][name] for line in lines}) for name in lines[-1]["versions"]}
+    versions = ", ".join(f"{name} {'/'.join(found)}" for name, found in given.items())
     parts.append(f"CIFAR-10: {len(lines)} runs, {hours:.1f} hours of a processor for the trainings; {versions}.\n")
     return "\n".join(parts)
 

@@ -14,10 +14,11 @@ from relvit.utils.ranges import Range
 class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
-    ``(images, labels) -> (images, targets)``: images are float (B, C, H, W), before and after mixing. Labels int64 (B,)
-    become targets float32 (B, num_classes), whose rows sum to one. Labels of multi-label images are bool (B,
-    num_classes), and the rows of their targets can have any sum. Each image i is mixed with a random other image j of
-    the batch. The proportion lam is drawn from Beta(alpha, alpha) once for the whole batch:
+    ``(images, labels) -> (images, targets)``: both results are new tensors in the same order. Images are float (B, C,
+    H, W), before and after mixing. Labels int64 (B,) become targets float32 (B, num_classes), whose rows sum to one.
+    Labels of multi-label images are bool (B, num_classes), and the rows of their targets can have any sum. Each image i
+    is mixed with a random other image j of the batch. The proportion lam is drawn from Beta(alpha, alpha) once for the
+    whole batch:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at

@@ -32,7 +32,8 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 
 def not_for_exported(path: str | os.PathLike[str]) -> str:
     """Return the error about an exported file in the place of a checkpoint."""
-    return f"{os.fspath(path)} is an exported file, which can only predict: give the checkpoint that was exported"
+    only = "which only predict, test and validate take"
+    return f"{os.fspath(path)} is an exported file, {only}: give the checkpoint that was exported"
 
 
 @contextmanager

@@ -194,13 +194,12 @@ def aft_conv(
     Args:
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
             columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
-        backend: 'convolution' (depthwise), 'difference' (depthwise, with exp(w) - 1 as in the paper; weights below -5
-            lose digits),
-            'pairs' (a softmax for each query and channel, exact for any weights: O(N^2 dim) exponentials), 'reference'
-            ('pairs' in double precision, with O(N^2 dim) memory), or 'auto': on the CPU the first of 'difference',
-            'convolution' and 'pairs' that is exact for the given weights; on other devices, and in graphs,
-            'convolution'. For 'difference' and 'convolution' a weight more than 70 below the largest weight (or below
-            the weight 0 outside the window) counts as 70 below the largest.
+        backend: 'convolution' (depthwise), 'difference' (depthwise, with exp(w) - 1 as in the paper: exact for weights
+            from -5 on, below which digits are lost), 'pairs' (a softmax for each query and channel, exact for any
+            weights: O(N^2 dim) exponentials), 'reference' ('pairs' in double precision, with O(N^2 dim) memory), or
+            'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given weights;
+            on other devices, and in graphs, 'convolution'. For 'difference' and 'convolution' a weight more than 70
+            below the largest weight (or below the weight 0 outside the window) counts as 70 below the largest.
 
     Returns, raises: as `aft_full`.
     """

@@ -14,7 +14,7 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 
 
-# Symbolic tracing (torch.fx) keeps a call of this function as one node, because it cannot trace conditions on values.
+# Symbolic tracing (torch.fx) keeps a call of this function as one node: in PyTorch 2.8 `arange` takes no traced dtype.
 @torch.fx.wrap
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width); `width` is even.

@@ -129,7 +129,7 @@ def _check_position(position: nn.Module | None, refused: str) -> None:
     tables = position is not None and not needs_tokens(position)
     if position is None or (tables and all(term is None for term in position(Grid(1, 1))[:4])):
         raise ValueError(
-            f"{refused} without relative terms: there are no tables to stretch, take reach 'trained' or 'windows'"
+            f"{refused} without relative terms: there are no tables to stretch, take another reach, such as 'trained'"
         )
     if not is_stretchable(position):
         raise ValueError(

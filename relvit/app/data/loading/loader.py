@@ -24,11 +24,11 @@ class SignalSafeDataLoader(DataLoader[Any]):
     """DataLoader whose workers ignore stop signals from their start on, and end when Python ends.
 
     Args:
-        arguments, options: The arguments of `DataLoader` except `worker_init_fn`, which is :func:`ignore_stop_signals`.
+        arguments, options: The arguments of `DataLoader` except `worker_init_fn`, which is `_begin_worker`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, worker_init_fn=ignore_stop_signals, **options)
+        super().__init__(*arguments, worker_init_fn=_begin_worker, **options)
 
     def __iter__(self) -> Iterator[Any]:
         end_workers_at_exit()
@@ -40,15 +40,22 @@ class SignalSafeDataLoader(DataLoader[Any]):
         # them. This process blocks the signals meanwhile, and receives them afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
-        # wait for threads that exist only in this process.
-        frozen_by_user = gc.get_freeze_count() > 0
-        gc.freeze()
+        # wait for threads that exist only in this process. So workers start without garbage collection, and
+        # `_begin_worker` freezes what they have inherited. Freezing it here would also freeze this process's garbage.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             return super().__iter__()
         finally:
-            if not frozen_by_user:
-                gc.unfreeze()
+            if collects:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(worker: int) -> None:
+    gc.freeze()
+    gc.enable()
+    ignore_stop_signals(worker)
 
 
 def ignore_stop_signals(worker: int) -> None:

@@ -2,11 +2,11 @@
 
 A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query.
 The value tables need, for each query, the sum of the weights in each image row and in each image column, the marginals:
-a tile adds to them the sums of its weights along its two axes. The kernel goes from one
-strip of columns to the next, so that the column logits and marginals of a strip stay in registers. In a tile of one row
-each query has a single row logit; the row marginal is the sum of the weights that the softmax needs anyway, and the
-weights themselves are the tile's column marginals, so no sum inside the tile is needed. The softmax is computed as in
-FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
+a tile adds to them the sums of its weights along its two axes. The kernel goes from one strip of columns to the next,
+so that the column logits and marginals of a strip stay in registers. In a tile of one row each query has a single row
+logit; the row marginal is the sum of the weights that the softmax needs anyway, and the weights themselves are the
+tile's column marginals, so no sum inside the tile is needed. The softmax is computed as in FlashAttention-2 (Dao 2023,
+arXiv 2307.08691, section 3.1).
 
 Prefix keys come first, in tiles without terms.
 """

@@ -73,12 +73,15 @@ def test_a_forked_worker_does_not_free_what_it_inherits():
     gc.unfreeze()
     (found,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
     assert found.item() > 0 == gc.get_freeze_count()
+    assert gc.isenabled()
 
 
-def test_what_a_user_has_frozen_stays_frozen():
+def test_what_a_user_has_frozen_stays_frozen_and_nothing_else_is():
     gc.freeze()
+    before = gc.get_freeze_count()
     (_,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
-    assert gc.get_freeze_count() > 0
+    # Frozen objects that are no longer used are freed, so the count may fall.
+    assert before / 2 < gc.get_freeze_count() <= before
 
 
 def test_workers_outlive_signals_that_stop_the_run(folder):
