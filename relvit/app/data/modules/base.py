@@ -44,26 +44,28 @@ from relvit.utils.messages import check_choice
 
 Split = Literal["train", "val", "test", "predict"]
 
-# The stage 'test' is missing here, since a test may evaluate any split.
+# Splits that Lightning's stages use. The stage 'test' is not here, because a test may use any split.
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
     "predict": ("predict",),
 }
 
-# Mean and standard deviation of ImageNet's images.
+# Mean and standard deviation of each channel (red, green, blue) of ImageNet's images.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class ImageData(RecordedArguments, ABC):
     """Images with one label each, or several, in the splits train, val, test and predict.
 
-    Items are ``(image, label)``, and in predict ``(image, name)``: image float32 (C, H, W), label int, or bool
-    (num_classes,) where :attr:`multi_label` is true, name str. Class names and channels are known at construction, so
-    that a model can be built from them; the data module looks for images only when a split is first used.
+    Items are ``(image, label)``, and in predict ``(image, name)``: image float32 (C, H, W), or a dictionary of patches
+    with `native`; label int, or bool (num_classes,) if :attr:`multi_label` is true; name str. Class names and the
+    number of channels are known at construction, so that a model can be built from them. No image is decoded before its
+    split is first used.
 
-    A subclass implements :meth:`missing` and :meth:`build`, and passes the keyword arguments below on as ``**options``.
-    :class:`relvit.app.data.DatasetData` is such a subclass for any datasets, and may be subclassed itself.
+    A subclass implements :meth:`missing` and :meth:`build`, takes the keyword arguments below as ``**options`` and
+    passes them to this class. A simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which already does
+    this for any datasets.
 
     Args:
         class_names: Name of each class; the position is the label.
@@ -72,35 +74,38 @@ class ImageData(RecordedArguments, ABC):
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: the mean of the
-            data; if it is unknown, ImageNet's mean, or 0.5 if there are not three channels. `relvit fit` with
-            pretrained weights uses the image mean of their pretraining.
+            data; if it is unknown, ImageNet's mean for three channels, otherwise 0.5. If `relvit fit` starts from
+            pretrained weights, None is the mean that was used in their pretraining.
         std: Standard deviation of each channel, in the same units; None: as for `mean`.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
         color_jitter: Strength of the colour jitter in training; None: the default of `augment`.
         random_erasing: Probability of random erasing in training; None: the default of `augment`.
-        balance: What to do about classes of different sizes: 'none'; 'sampler' samples the training images with
-            replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the loss.
+        balance: What to do if classes have different numbers of images: 'none': nothing; 'sampler' samples the training
+            images with replacement so that every class comes equally often; 'loss' gives :attr:`class_weights` for the
+            loss.
         repeats: Copies of an image in a training batch, each augmented differently. An epoch keeps its length, so it
-            has only one of `repeats` images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
-        train_sizes: Image sizes to train at, each one number or (height, width). Every optimiser step has one of these
-            sizes, on all devices, and so many images that they have as many pixels together as `batch_size` images of
-            `img_size`. An epoch shows about every image once. None: only `img_size`. Evaluation is at `img_size`.
-        size_schedule: 'random': every size equally often, in random order; 'progressive': small sizes first, each for
-            an equal part of the training (see :class:`relvit.app.data.SizePlan`).
-        native: Whether each image keeps its shape, as a sequence of patches, see :mod:`relvit.app.data.shape`;
-            `crop_pct` has no effect then.
+            shows only 1 / `repeats` of the images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
+        train_sizes: Image sizes to train at, each one number or (height, width). In each optimiser step all images, on
+            all devices, have one of these sizes, and the number of images is such that they have about as many pixels
+            as `batch_size` images of `img_size`. None: only `img_size`. Evaluation uses `img_size`.
+        size_schedule: 'random': every size equally often, in random order, and each image about once per epoch;
+            'progressive': small sizes first, each for an equal part of the training (see
+            :class:`relvit.app.data.SizePlan`).
+        native: Whether each image keeps its own height-to-width ratio and is given to the model as a sequence of
+            patches, see :mod:`relvit.app.data.shape`; `crop_pct` then has no effect.
         max_tokens: With `native`, the largest number of patches of an image. It replaces `img_size`, which becomes the
-            largest square with this number of patches. None: as many patches as `img_size` has.
+            size of the largest n x n patches with n * n <= `max_tokens`. None: the number of patches of `img_size`.
         patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # Mean and standard deviation of the data, which replace a `mean` or `std` of None. None: they are not known.
+    # Mean and standard deviation of each channel of the data, used if `mean` or `std` is None. None: they are not
+    # known.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # The command line's option `--data` offers the class only if this is True.
+    # Whether the option `--data` offers a class of relvit. It offers a user's class in any case.
     chosen_by_name: ClassVar[bool] = True
     # Only data modules that read files have `on_error` as an argument; all other data modules keep this value.
     on_error: OnError = "error"
@@ -153,7 +158,7 @@ class ImageData(RecordedArguments, ABC):
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
         self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
         self.img_size: tuple[int, int] = self.shape.img_size
-        # Pretrained weights, or a checkpoint, may give these statistics later.
+        # The names of statistics that were not given: pretrained weights, or a checkpoint, may set them later.
         self.unset_statistics: list[str] = [name for name, value in (("mean", mean), ("std", std)) if value is None]
         known = self.channels or (IMAGENET if in_chans == 3 else ((0.5,) * in_chans,) * 2)
         self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
@@ -200,7 +205,7 @@ class ImageData(RecordedArguments, ABC):
     def manifest(self, split: Split) -> Iterator[ListedImage] | None:
         """List the images of train, val or test, so that a resumed training can compare them; None if they are unknown.
 
-        This class lists images in memory; :class:`relvit.app.data.ImageFilesData` lists image files.
+        This class can only list images in memory; :class:`relvit.app.data.ImageFilesData` lists image files.
         """
         dataset = self.dataset(split)
         return images_in_memory(dataset, self.class_names) if isinstance(dataset, StackedImages) else None
@@ -215,7 +220,7 @@ class ImageData(RecordedArguments, ABC):
         """Factors on the loss of each class, float32 (num_classes,), if ``balance`` is 'loss'; otherwise None.
 
         A factor is ``images / (num_classes * images of the class)``, as with scikit-learn's 'balanced', so its mean
-        over all training images is one. The first access may have to search for the training images.
+        over all training images is one. The first access may take long, because it looks for the training images.
         """
         if self.balance != "loss":
             return None
@@ -281,14 +286,14 @@ class ImageData(RecordedArguments, ABC):
         """Shuffled batches. A last batch of a single image is left out, since batch norm could not normalise it.
 
         The order depends only on seed and epoch, and the augmentation of an image also on its position in this order.
-        Several devices divide the images of this order among them. A resumed training begins with the first unused
-        batch of the epoch.
+        If there are several devices, they divide the images of this order among them. A resumed training begins with
+        the first batch of the epoch that it has not used yet.
         """
         dataset = self.dataset("train")
         weights = None
         if self.balance == "sampler":
             weights = class_weights(dataset.targets, self.num_classes)[torch.as_tensor(dataset.targets)]
-        # The sampler needs the epoch now: workers may begin to load before Lightning calls set_epoch.
+        # Give the sampler the epoch now, because workers may begin to load images before Lightning calls `set_epoch`.
         epoch, done = self._begin
         options = {"seed": run_seed()}
         if self.trainer is not None:

@@ -19,6 +19,7 @@ from relvit.app.data.transforms import Augment
 from relvit.app.utils.files import kept_path
 from relvit.app.utils.number_types import OpenShare, check_ranges
 
+# Names split from one text are easier to read than a list of quoted names, so ruff's rule SIM905 is ignored twice.
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
@@ -39,8 +40,8 @@ class CIFARData(ImageData):
     each machine) unpacks the archive in `root`, or downloads it. A part of train is put aside to validate. Predict
     yields the test images, named 'cifar10/test/00000' and so on.
 
-    At 32 x 32 the augmentations 'none', 'shift' and 'crop-flip' transform a whole batch in one operation, not image by
-    image.
+    The augmentations 'none', 'shift' and 'crop-flip' transform whole batches, not one image after the other, which is
+    faster (but not with `native`).
 
     Args:
         root: The folder that holds, or is to hold, the files.
@@ -53,7 +54,7 @@ class CIFARData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or other class names; later, missing or damaged files.
+        ValueError: An argument out of its range, or class names that are not CIFAR's; later, missing or damaged files.
     """
 
     dataset_class: ClassVar[type[CIFAR10]]
@@ -97,8 +98,8 @@ class CIFARData(ImageData):
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        # If an intact archive is there already, torchvision unpacks it instead of downloading it, which needs no
-        # permission.
+        # If an intact archive is there already, torchvision only unpacks it, so call torchvision even if `download` is
+        # False.
         may_repair = self.download or check_integrity(self._archive, self.dataset_class.tgz_md5)
         if self.download and not os.path.exists(self._folder) and not os.path.exists(self._archive):
             print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)
@@ -106,7 +107,8 @@ class CIFARData(ImageData):
 
     def _open(self, train: bool, download: bool = False) -> CIFAR10:
         with warnings.catch_warnings():
-            # NumPy warns of the way in which the pickle files of CIFAR's authors describe a dtype.
+            # Ignore NumPy's warning that the pickle files of CIFAR's authors describe a dtype in an outdated way: users
+            # cannot change these files.
             warnings.filterwarnings("ignore", message=".*align should be passed")
             try:
                 return self.dataset_class(self.root, train=train, download=download)
@@ -161,7 +163,7 @@ class CIFARData(ImageData):
 class CIFAR10Data(CIFARData):
     """CIFAR-10 (Krizhevsky 2009): 32 x 32 colour images of ten classes, 5,000 each to train and 1,000 to test.
 
-    Arguments and files are those of :class:`CIFARData`.
+    For arguments and files see :class:`CIFARData`.
     """
 
     dataset_class: ClassVar[type[CIFAR10]] = CIFAR10
@@ -175,7 +177,7 @@ class CIFAR10Data(CIFARData):
 class CIFAR100Data(CIFARData):
     """CIFAR-100 (Krizhevsky 2009): 32 x 32 colour images of 100 fine classes, 500 each to train and 100 to test.
 
-    Arguments and files are those of :class:`CIFARData`.
+    For arguments and files see :class:`CIFARData`.
     """
 
     dataset_class: ClassVar[type[CIFAR10]] = CIFAR100

@@ -25,11 +25,11 @@ class DatasetData(ImageData):
     (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
     this class augments and normalises them. A label is the position of the class, or with `multi_label` a tensor bool
     (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or is a `Subset`
-    of such a dataset, the labels are known without loading images: `balance` needs the labels, and a resumed training
-    compares them.
+    of such a dataset, the labels are known without loading images. `balance` needs this, and a resumed training then
+    checks that the labels are still the same.
 
-    A checkpoint stores all arguments but the datasets, so `relvit predict` and `relvit.load` need only the checkpoint.
-    For all other commands, write a subclass whose constructor makes the datasets, and pass `--data module.Class`.
+    A checkpoint stores all arguments except the datasets. `relvit predict` and `relvit.load` do not need the datasets.
+    All other commands do: write a subclass whose constructor makes the datasets, and pass `--data module.Class`.
 
     Args:
         train: The dataset to train on.
@@ -46,11 +46,11 @@ class DatasetData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or no names of classes; later, an item that is no pair of image and
-            label.
+        ValueError: An argument out of its range, or no class names; later, a label that is not allowed.
+        TypeError: Later, an item that is no pair of image and label.
     """
 
-    # The command line cannot pass dataset objects.
+    # `--data` does not offer this class, because the command line cannot pass dataset objects.
     chosen_by_name: ClassVar[bool] = False
 
     def __init__(
@@ -142,8 +142,8 @@ class SourceImages(Dataset[Any]):
 
     Args:
         source: The user's dataset, see `DatasetData`.
-        in_chans: 3, or 1 for grey.
-        transform: From a PIL image to a tensor.
+        in_chans: Number of channels: 3, or 1 for grey.
+        transform: The transform from a PIL image to a tensor.
     """
 
     def __init__(self, source: Dataset[Any], in_chans: int, transform: v2.Compose) -> None:

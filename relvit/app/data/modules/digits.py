@@ -19,7 +19,7 @@ _SPLIT_SEED = 0
 @cache
 def _digits() -> tuple[np.ndarray, np.ndarray, dict[Split, np.ndarray]]:
     """Images uint8 (1797, 8, 8), labels int64 (1797,), and the indices of each split."""
-    # Importing scikit-learn takes a second, so only this data module imports it.
+    # Importing scikit-learn takes a second, so import it only when the digits are used.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -38,7 +38,8 @@ class DigitsData(ImageData):
     yields the test images, named 'digits/test/0000' to 'digits/test/0359'.
 
     Args:
-        img_size: Size of the images given to the model, one number or (height, width); the digits have 8.
+        img_size: Size of the images given to the model, one number or (height, width); the stored images have 8 x 8
+            pixels.
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
         num_workers: Processes that load images; 0 loads them in the main process, which is faster than other processes
             for these small images.
@@ -49,7 +50,7 @@ class DigitsData(ImageData):
         ValueError: An argument out of its range, or other class names.
     """
 
-    # These are the statistics of the 1,257 training images.
+    # Mean and standard deviation of the 1,257 training images.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((0.3049319887,), (0.3756725775,))
 
     def __init__(

@@ -36,18 +36,18 @@ class ImageFilesData(ImageData):
         val_fraction: Share of each class of train that is put aside if there is no val, in (0, 1).
         split_seed: Another seed puts other images aside. The seed of the training does not matter here.
         on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' continues: a
-            training takes the next image instead, and an evaluation leaves the image out, so that no result counts it;
-            :attr:`unreadable` keeps its path and the reason.
+            training takes the next image instead, and an evaluation leaves the image out. The attribute
+            :attr:`unreadable` then has its path and the reason.
         cache: Whether the images of train and val are decoded once, when train is first used, and kept in memory at
             their own sizes, with 8 bits per channel. If all images of a split have the size `img_size`, the
-            augmentations 'none', 'shift' and 'crop-flip' then work on whole batches. Workers share this memory; on
-            several devices each process has its own copy. Images that need more than four fifths of the available
-            memory are refused before decoding. Only trainings use the cache.
+            augmentations 'none', 'shift' and 'crop-flip' then work on whole batches. Workers share this memory, but the
+            process of each device has its own copy. If the images need more than four fifths of the available memory,
+            they are refused before they are decoded. Only trainings use the cache.
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
         ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, wrong files or
-            too many images for the cache.
+            images too large for the cache.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class ImageFilesData(ImageData):
         if stage != "fit":
             return
         for split in ("val", "test"):
-            # Check the images of test now, so that errors are reported before the training instead of after it.
+            # Look for the images of test now, so that missing or misplaced files are reported before the training, not
+            # after it.
             if self._has_own(split) and (samples := self.samples(split)) and rank_zero_only.rank == 0:
                 self._warn_of_training_images(split, samples)
 
@@ -195,13 +196,14 @@ class ImageFilesData(ImageData):
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
         """Images to train on, and images put aside to validate; if the data have a val, no images are put aside.
 
-        For this division a multi-label image counts for its rarest class.
+        Images are put aside class by class, and a multi-label image counts as an image of its rarest class.
         """
         samples = self._samples("train")
         labels = [label for _, label in samples]
         if rank_zero_only.rank == 0:
             for doubt in self._doubts(class_counts(labels, self.class_names)):
-                # The caller is `cached_property`, which would tell a user nothing, so the warning names this line.
+                # The caller is `cached_property`, whose line would tell a user nothing, so let the warning name this
+                # line.
                 warnings.warn(doubt, stacklevel=1)
         if self._has_own("val"):
             return samples, []

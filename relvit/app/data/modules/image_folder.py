@@ -22,10 +22,11 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 class ImageFolderData(ImageFilesData):
     """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
 
-    The folder of val may also be named valid or validation; without one, a part of train is put aside. A root that has
-    none of these folders, and images right inside two folders or more, is the train folder itself. Classes are matched
-    by name, so a split need not have all classes. Predict yields images without labels: the images below test, or below
-    val if there is no test; if root has neither folder, all images below root. Hidden files and folders are left out.
+    The folder val may also be named valid or validation; if there is no such folder, a part of train is put aside. If
+    root has none of these folders, but two or more folders that directly contain images, root itself is the train
+    folder. Classes are matched by name, so a split need not have all classes. Predict yields images without labels: the
+    images below test, or below val if there is no test; if root has none of the three folders, all images below root.
+    Hidden files and folders are left out.
 
     Args:
         root: The folder that holds train, val and test, or one folder for each class.
@@ -58,8 +59,8 @@ class ImageFolderData(ImageFilesData):
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
-        # If there is a folder test, class folders beside it are not used as training data, so the message says where to
-        # move them.
+        # As soon as root has a folder test, root itself no longer counts as the train folder, so the message also tells
+        # the user to move the class folders into a folder train.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
         return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 

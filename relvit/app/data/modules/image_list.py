@@ -17,7 +17,7 @@ from relvit.app.utils.files import canonical_paths, kept_path
 from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
-_SEPARATORS = ";,|"  # One of these is usually between the labels of an image.
+_SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these.
 _SHOWN = 5  # A message names at most this number of wrong rows.
 
 
@@ -34,7 +34,7 @@ class ImageListData(ImageFilesData):
 
     Paths are absolute, or relative to root; without root, relative to the folder of the list. Labels are names of
     classes, or numbers. Without a list for val, a part of train is put aside. All other columns are ignored. All rows
-    are checked before the first image is loaded, and errors name the line of a wrong row.
+    of a list are checked before its first image is loaded, and errors name the line of a wrong row.
 
     With `label_separator` images have several labels, or none: multi-label classification.
 
@@ -46,8 +46,8 @@ class ImageListData(ImageFilesData):
             no test.
         root: The folder that relative paths start from; None: the folder of each list.
         class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the lists
-            are then these names, or positions as numbers. None takes the different labels of train, sorted; numbers are
-            sorted by their value.
+            are then these names, or the positions of these names as numbers. None takes the different labels of train,
+            sorted; numbers are sorted by their value.
         label_separator: The character between the labels of an image, such as ';'; an empty cell means no label, and
             the labels of items are bool (num_classes,). None: one label per image.
         options: See :class:`relvit.app.data.ImageFilesData`.
@@ -199,7 +199,8 @@ def read_list(
 
     Args:
         file: A name in .csv (commas), .tsv (tabs) or .parquet (needs pyarrow).
-        labels: Whether every row needs a label; with 'none' the column `label` is not read, and labels are ''.
+        labels: 'needed': every row needs a label; 'optional': a label may be empty; 'none': the column `label` is not
+            read, and all labels are ''.
         root: The folder that relative paths start from; None: the folder of the list.
 
     Raises:
@@ -279,7 +280,7 @@ def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> 
 def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[int, list[str], str]]:
     with open(file, "rb") as content:
         start = content.read(4096)
-    # UTF-16 and UTF-32 begin with a byte order mark, or have zero bytes beside each ASCII letter.
+    # Text in UTF-16 or UTF-32 begins with a byte order mark, or has zero bytes beside each ASCII letter.
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
         raise ValueError(f"{file} is no text in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
     # Spreadsheets write a byte order mark before the first column's name, which 'utf-8-sig' removes. File names need
@@ -293,8 +294,8 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
                 fault = _surplus(reader.fieldnames, record, delimiter)
                 yield reader.line_num, [(record[name] or "").strip() for name in wanted], fault
         except csv.Error as error:
-            # `DictReader.line_num` is the line of the last complete row; the inner reader knows the line at which it
-            # gave up. If the closing quote of a field is missing, that may be many lines below the field.
+            # `DictReader.line_num` is the line of the last complete row, so take the line at which the inner reader
+            # gave up. If the closing quote of a field is missing, this line may be far below the field.
             raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
 
 

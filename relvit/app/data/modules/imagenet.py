@@ -25,12 +25,12 @@ class ImageNetData(ImageFolderData):
     WordNet ids (n01440764, ...), as in torchvision and timm. The name of a class is its first name in the devkit's
     ``meta.mat`` (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id
     if two classes have the same name; without these files the id is the name. The folders of some classes may be
-    missing. The official test images have no public labels, so tests use val.
+    missing. The official test images have no public labels, so evaluate on val (`relvit test --split val`).
 
     Args:
         root: The folder that holds train and val.
-        wnids: WordNet id of each class; the position is the label. A checkpoint stores these ids. None takes the names
-            of the folders in train, or in val if there is no train, sorted.
+        wnids: WordNet id of each class; the position is the label. A checkpoint stores these ids. None takes the sorted
+            names of the folders in train; if there is no train, in val.
         class_names: Name of each class; None: the names described above.
         options: See :class:`relvit.app.data.ImageFilesData`.
 

@@ -16,14 +16,14 @@ class ImagePathsData(ImageData):
 
     Args:
         paths: Files, folders with all images below them, and patterns, see `find_images`.
-        mean: Mean of each channel, in units of the range 0..1; with one channel the images become grey.
+        mean: Mean of each channel, in units of the range 0..1; if there is one channel, images are converted to grey.
         on_error: What to do about a file that cannot be read: 'skip' goes on without the file, 'error' stops and names
             the file.
         class_names, img_size, std, crop_pct, batch_size, num_workers, native, max_tokens, patch_size: See
             :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range; later, a path at which there is no image.
+        ValueError: An argument out of its range; later, a folder or pattern without images.
     """
 
     # `relvit predict` builds this data module from paths. It has no images to train on, so `--data` does not offer it.

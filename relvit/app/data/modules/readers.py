@@ -28,9 +28,9 @@ class ReaderData(ImageFilesData):
 
     ``hfds/NAME`` is a dataset of the Hugging Face hub, or a local folder (``hfds//path``) of Parquet files, of images
     or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Any other name is a
-    tar archive with class folders, or a folder of such archives. Shards and archives are on disk and not compressed,
-    and images are read from them directly. Labels are names of classes or numbers; images without a label (negative, or
-    empty) are left out with a warning.
+    tar archive with class folders, or a folder of such archives. Shards and archives have to be on disk and not
+    compressed, because images are read from them directly. Labels are names of classes or numbers; images whose label
+    is missing, empty or a negative number are left out with a warning.
 
     Args:
         name: The data, see above.
@@ -43,13 +43,13 @@ class ReaderData(ImageFilesData):
         test_split: The split to test on, if there is one.
         predict: What to predict: a folder of images, or a tar archive; None: test without its labels, or val if there
             is no test.
-        input_key: ``hfds``: the column of the images, by default 'image'. ``wds``: endings of the image, by default
-            'jpg;jpeg;png;webp'.
+        input_key: ``hfds``: the column of the images, by default 'image'. ``wds``: the endings of image files, by
+            default 'jpg;jpeg;png;webp'.
         target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the sample's .json
             file that is the label; by default the label is the .cls file.
         class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the data
-            are then these names, or positions as numbers. None takes the names that the dataset declares, or else the
-            different labels of train, sorted; numbers are sorted by their value.
+            are then these names, or the positions of these names as numbers. None takes the names that the dataset
+            declares, or else the different labels of train, sorted; numbers are sorted by their value.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:

@@ -20,9 +20,9 @@ class RobustnessData(ImagePathsData):
     """Test images of a robustness set, such as ImageNet-A or ImageNet-C, in folders that are classes of a model.
 
     There are two layouts, recognised by the folders: ``root/<class>/<image>`` (ImageNet-A, -R, -V2) and
-    ``root/.../<corruption>/<severity>/<class>/<image>`` (ImageNet-C), where severities are numbers. Images are right in
-    the folders of classes. The names of these folders are names of classes, WordNet ids (with `wnids`), or numbers,
-    which are positions of classes (in ImageNet-V2 positions in the sorted WordNet ids).
+    ``root/.../<corruption>/<severity>/<class>/<image>`` (ImageNet-C), where severities are numbers. The folder of a
+    class directly contains its images. Its name is the name of the class, its WordNet id (with `wnids`), or its
+    position as a number (in ImageNet-V2 the position in the sorted WordNet ids).
 
     Args:
         root: The folder of the set, or of a part of the set.
@@ -32,8 +32,8 @@ class RobustnessData(ImagePathsData):
         options: See :class:`ImagePathsData`.
 
     Attributes:
-        conditions: Corruption and severity of each image of a set in ImageNet-C's layout, once the dataset is built;
-            before, and in the other layout, ``()``.
+        conditions: Corruption and severity of each image, if the set has ImageNet-C's layout and the dataset has been
+            built; otherwise ``()``.
 
     Raises:
         FileNotFoundError: There is no folder at `root`, or no file at `class_map`.
