@@ -35,7 +35,7 @@ def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Gri
     # Read `_modules`: in PyTorch looking up a module as an attribute takes as long as making a view of a tensor.
     position = layer._modules.get("position")
     if position is None:
-        # In some retrofitted layers `position` is a property, which makes a position of the layer's tables.
+        # In some retrofitted layers `position` is a property, which makes a position from the layer's tables.
         position = layer.position
     return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 
@@ -52,16 +52,17 @@ def attend_with(
 ) -> Tensor:
     """Attend with the relative terms of a layer, of relvit's own attention or of timm's.
 
-    With projected queries q and keys k, and the rotation R of a rotary embedding,
+    Let q_i be the projected query of token i, k_j the projected key of token j, R the rotation of a rotary embedding,
+    a^K_ij and a^Q_ij the vectors of the key and query tables for the offset from i to j, and b_ij the bias. Then
 
         logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
 
-    So the vectors a^K and a^Q of the tables are multiplied by unrotated queries and keys, because a rotated vector
-    depends on the coordinates of its token.
+    The vectors of the tables are multiplied by unrotated queries and keys, because a rotated vector depends on the
+    coordinates of its token. `relvit.ops.relative_attention` has the formula with all terms.
 
     Args:
         layer: the attention layer, which has `position`, `scale`, `attn_drop` and `backend`.
-        x: (B, Nq, dim), the input of the layer's position.
+        x: (B, Nq, dim), the tokens of `grid`, from which a position may compute its terms.
         projected: queries (B, heads, Nq, head_dim), and keys and values of all tokens that the queries attend to; or
             one tensor, see `Projected`. Under autocast norms may return float32 queries and keys; these are then
             rotated in float32, as in timm.
@@ -122,12 +123,12 @@ class GridAttention(Mixer):
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: tokens
             attend to the whole grid.
-        block_window: rows and columns of the windows that the block cuts in every image; None: the block cuts none.
+        block_window: rows and columns of the windows into which the block cuts every image; None: the block cuts none.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    # These annotations have no default values: a default value is a class attribute, which Python finds before it looks
-    # for the module of the same name in `_modules`.
+    # `position` and `prefix_bias` have no default values here: a default value is a class attribute, which Python finds
+    # before it looks for the module of the same name in `_modules`.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str
@@ -219,7 +220,7 @@ class GridAttention(Mixer):
         weight = self.proj.weight
         like = {"device": weight.device, "dtype": weight.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
-        # Positions read only the width of these tokens, so the values need not be initialised.
+        # `plan` reads only the shapes of terms that depend on tokens, so these tokens need not be initialised.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
         return AttentionInputs(vectors, vectors, vectors, terms, grid)
 
@@ -280,7 +281,7 @@ class RelativeAttention(GridAttention, Attention):
     ) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim).
 
-        To find the computation: `position.terms` makes the terms; `attend_with` above calls two functions in
+        Where to find the computation: `position.terms` makes the terms; `attend_with` above calls two functions in
         `ops/attention.py`, `attend_projected` for the usual case, computed by `backends/lean.py`, and `attend` for all
         other cases. On a CPU `backends/tiled.py` computes inputs with more than `lean.MOST_PAIRS` pairs of tokens, as
         in `relvit_small` at 224 px.

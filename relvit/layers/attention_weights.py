@@ -13,8 +13,9 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# A layer's module `attn_drop` -> the inputs of the layer's attention; None: `record_logit_inputs` is not active. A
-# context variable has a value of its own in each thread; all threads would share an attribute of a module.
+# Key: a layer's module `attn_drop`. Value: the inputs of the layer's attention. None while `record_logit_inputs` is not
+# active. This is a context variable, because each thread has its own value of it; all threads would share an attribute
+# of a module.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 

@@ -131,8 +131,8 @@ class RelativeBlock(MixerBlock):
         mixer: see `MixerBlock`. If the mixer has an attribute `position`, None at first, the block sets this attribute
             to the block's position; such a mixer needs an attribute `head_dim`, too.
         qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
-            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes these
-            arguments only if they are not off, and `norm_layer` only with `qk_norm` or `scale_attn_norm`.
+            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes the first
+            three to the mixer only if they are True or above 0, and `norm_layer` only with one of the two norms.
         **kwargs: see `MixerBlock`.
 
     Raises:
@@ -157,7 +157,7 @@ class RelativeBlock(MixerBlock):
         **kwargs: Any,
     ) -> None:
         check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
-        # Pass only the options that are not off, because a mixer without attention may not have these arguments.
+        # Pass only options that are switched on, because a mixer without attention may not have these arguments.
         options = {"attn_drop": attn_drop, "qk_norm": qk_norm, "scale_norm": scale_attn_norm}
         options = {name: given for name, given in options.items() if given}
         if qk_norm or scale_attn_norm:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_exporting
 
-# These classes of timm compute each token without the other tokens, `GatedMlp` only if it has no gate.
+# These classes of timm compute each token without the other tokens; `GatedMlp` does so only without a `gate_layer`.
 PER_TOKEN = (Mlp, GluMlp, SwiGLU, GatedMlp)
 
 
@@ -50,7 +50,7 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return mlp(norm(tokens))
 
     if is_exporting() or isinstance(x, torch.fx.Proxy):
-        # A compiled or exported graph must work for any number of tokens, so it computes all tokens at once.
+        # An exported or traced graph must work for any number of tokens, so it computes all tokens at once.
         return compute(x)
     chunk = compute
     if torch.is_grad_enabled():

@@ -74,11 +74,11 @@ def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype:
     Each row of the weights has a single 1. The mirror image of an outermost point lies beside the point, as in NumPy's
     padding 'symmetric'.
     """
-    # Write the division without negative numbers, since some runtimes of exported programs round quotients towards
-    # zero.
+    # This is (new - old) // 2, written without a negative dividend, because some runtimes of exported programs round
+    # quotients towards zero.
     before = (new + old) // 2 - old
-    # `place` is twice the distance from the first edge of the old points to the middle of a new point, an odd number;
-    # `abs` mirrors at that edge.
+    # `place` is twice the distance, in points, from the first edge of the old points to the middle of a new point: an
+    # odd number. `abs` mirrors at the first edge, `minimum` at the last edge; the pattern repeats after 2 `old` points.
     place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

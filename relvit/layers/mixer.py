@@ -59,8 +59,8 @@ class Mixer(FillConstants, Leaf):
 
     Attributes:
         head_dim: width of a head's vectors; 0 for mixers without heads.
-        lacks: what a model with this mixer cannot do: a `need` of `relvit.models.lack` -> the reason. The reason
-            continues a sentence whose subject is the mixer, as in 'takes no memory'.
+        lacks: what a model with this mixer cannot do. Key: one of the strings that `relvit.models.lack` takes as
+            `need`. Value: the reason, which continues a sentence whose subject is the mixer, as in 'takes no memory'.
     """
 
     head_dim: int = 0

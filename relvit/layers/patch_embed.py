@@ -16,7 +16,7 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
     """timm's `PatchEmbed` for images of every size whose sides are multiples of the patch.
 
     timm's class formats its error messages before it checks sizes, and so makes the sizes constants of a compiled
-    graph. For arguments see `timm.layers.PatchEmbed`.
+    graph, which then works for one size only. For arguments see `timm.layers.PatchEmbed`.
 
     Examples:
         >>> embed = AnySizePatchEmbed(img_size=224, patch_size=16, embed_dim=192, output_fmt="NHWC")

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class FillConstants:
     """Mixin before a module that computes constants when `load_state_dict(assign=True)` takes it off the meta device.
 
-    A state dict leaves out the non-persistent buffers of the module and its parts. These buffers get the device of the
-    weights, or PyTorch's default device where the module has no weights.
+    A state dict does not contain non-persistent buffers, so after loading they would still be on the meta device. This
+    class computes them for the module and its parts, on the device of the loaded weights (without weights, on PyTorch's
+    default device).
     """
 
     def _load_from_state_dict(
@@ -30,10 +31,10 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     """Move non-persistent buffers from the meta device to another one, and let the module compute them."""
     gone = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
     gone = {name: buffer for name, buffer in gone.items() if buffer is not None and buffer.is_meta}
-    # PyTorch loads a module before its parts. Some parts compute buffers from their weights: leave such a part out
-    # until its weights are loaded.
+    # PyTorch loads a module's own weights before the weights of its parts. A part may compute its buffers from its
+    # weights, so leave a part out until its weights are loaded.
     waits = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    # `hasattr` also finds timm's own layers, which have this method, too.
+    # Look for the method instead of the class `KeepConstants`, because timm's own layers have this method, too.
     if gone and not waits and hasattr(module, "init_non_persistent_buffers"):
         for name, buffer in gone.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -58,7 +59,7 @@ class KeepConstants(FillConstants, nn.Module):
         self.init_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # PyTorch calls `_apply` for every cast and every move of a module.
+        # PyTorch calls `_apply` for every cast and every move of a module, so undo casts of the constants here.
         before = {name: self._buffers[name] for name in self._non_persistent_buffers_set}
         super()._apply(fn, recurse)
         for name, constant in before.items():

@@ -19,12 +19,12 @@ def allocations(action: Callable[[], Any]) -> list[int]:
     # Log level 6 hides the messages that the profiler prints when it starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # A garbage collection during the action would release older objects, and the profiler would count their memory as
-    # released by the action. So switch collections off; to collect before the action would take too long.
+    # released by the action. So switch collections off. (Collecting all garbage before the action would take too long.)
     collects = gc.isenabled()
     gc.disable()
     try:
-        # The profiler records each allocation. Saved-tensor hooks would miss what closures and other hooks keep, and
-        # dispatch modes would miss the allocations of compiled code.
+        # The profiler records each allocation. Saved-tensor hooks would miss tensors that closures and other hooks
+        # keep, and dispatch modes would miss the allocations of compiled code.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             action()
     finally:

@@ -13,9 +13,9 @@ R = TypeVar("R")
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
     """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
 
-    Case, hyphens and underscores do not count. In a word one letter (two in words of seven letters and more) may be
-    missing, wrong, added or exchanged with its neighbour. With `parts`, one name may also begin or end with the other
-    name.
+    Case, spaces, hyphens and underscores do not count. In a word, one letter (in long words two, in short words often
+    none, see `_most_edits`) may be missing, wrong, added or exchanged with its neighbour. With `parts`, one name may
+    also begin or end with the other name, if the other name is a large part of it.
     """
     allowed = list(allowed)
     # PyTorch calls the GPU 'cuda'.
@@ -30,7 +30,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     ]
     typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
     long = [each for each, other in spelt.items() if parts and _is_longer(*sorted((typed, other), key=len))]
-    # An allowed name that begins with the typed name is a better guess than an allowed name with another letter.
+    # An allowed name that begins with the typed name is a better guess than an allowed name that differs by a letter.
     continued = [each for each in long if spelt[each].startswith(typed)]
     if near and (not continued or min(near)[0] == 0):
         return allowed[min(near)[2]]
@@ -41,7 +41,8 @@ def _is_misspelt(typed: str, other: str) -> bool:
     one, two = ([word.casefold() for word in re.split(r"[\s_-]+", name)] for name in (typed, other))
     if len(one) == len(two):
         return all(a == b or _edits(a, b) <= _most_edits(a, b) for a, b in zip(one, two, strict=True))
-    # If one name has all words of the other name and one more, as `top_k` beside `top`, they mean different things.
+    # If one name has all words of the other name and further words, as `top_k` beside `top`, the two names mean
+    # different things.
     added = {*one} <= {*two} or {*two} <= {*one}
     joined = "".join(one), "".join(two)
     return not added and _edits(*joined) <= min(1, _most_edits(*joined))
@@ -52,7 +53,8 @@ def _most_edits(typed: str, other: str) -> int:
     # In a number, such as the day in the name of a run's folder, one digit may be wrong.
     if typed.isdigit() and other.isdigit():
         return 1
-    # In a word of three letters, one wrong letter makes another word, such as 'ema' for 'eta'.
+    # In a word of three letters, one wrong letter makes another word, such as 'ema' for 'eta'. So all its letters must
+    # occur in the other word.
     if len(typed) < 4:
         return int(len(typed) == 3 and {*typed} <= {*other})
     same = typed[:1] == other[:1]

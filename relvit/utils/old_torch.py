@@ -1,7 +1,7 @@
 """What PyTorch 2.8 to 2.10 cannot do and newer versions can: compile `_replace`, build the GPU's kernels.
 
-`torch.compile` of PyTorch 2.8 cannot slice a named tuple, so code that is compiled makes a plain tuple first and slices
-this, as in `(*grid,)[:2]`. Neither can it compile `next` with a default.
+`torch.compile` of PyTorch 2.8 cannot slice a named tuple, so functions that are compiled turn it into a plain tuple and
+slice the plain tuple, as in `(*grid,)[:2]`. PyTorch 2.8 cannot compile `next` with a default either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Record = TypeVar("Record", bound=type[tuple[Any, ...]])
 
 _VERSION = Version(torch.__version__)
 COMPILES_REPLACE = Version("2.11") <= _VERSION
-# PyTorch 2.8 brings Triton 3.4, in which `tl.range` has no `disable_licm`, an argument that relvit's kernels need.
+# PyTorch 2.8 brings Triton 3.4, whose `tl.range` lacks the argument `disable_licm`, which relvit's kernels need.
 BUILDS_KERNELS = Version("2.9") <= _VERSION
 
 

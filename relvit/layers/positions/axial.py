@@ -101,7 +101,7 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
     def forward(self, grid: Grid) -> Tensor:
         """Compute the embedding of the patches: (P, dim), or (B, P, dim) if each image has its own coords.
 
-        A patch with coordinates outside the grid gets the vectors of the nearest row and column of the grid.
+        A patch beyond the first or the last row (or column) of a table gets the vector of this row (or column).
         """
         device = self.rows.device
         if grid.coords is None:

@@ -19,8 +19,8 @@ class Position(KeepConstants):
     """Base of relative position modules, which compute `RelativeTerms` from the grid of the tokens.
 
     A position implements `forward(grid)`, or `terms` if the position depends on the tokens. Every block makes its own
-    position, called as `position(head_dim, num_heads, device=, dtype=)`, even if the position ignores these arguments.
-    A position that is no subclass of `Position` only needs `forward(grid)`.
+    position by the call `position(head_dim, num_heads, device=, dtype=)`, so the constructor must take these arguments,
+    even if it ignores them. A position that is no subclass of `Position` only needs `forward(grid)`.
 
     Examples:
         >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches
@@ -35,9 +35,9 @@ class Position(KeepConstants):
         torch.Size([1, 1000])
 
     Args:
-        init_std: standard deviation of the truncated normal that initialises the parameters, or the last layers of a
-            network; 0: zeros, with which a layer starts as plain attention. None: the position has no parameters to
-            initialise.
+        init_std: standard deviation of the truncated normal that initialises the parameters (of a small network, only
+            the parameters of its last layer). 0: zeros, with which a layer starts as plain attention. None: the
+            position has no parameters to initialise.
 
     Attributes:
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
@@ -45,8 +45,8 @@ class Position(KeepConstants):
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
             alone: `relvit.families.transformer_xl.set_bands` refuses such positions.
         stretchable: whether the position reads `trained_grid`.
-        trained_grid: rows and columns of patches in training: in images of another size, offsets are divided by the
-            ratio of the sizes, see `relvit.models.set_reach`. None: offsets count patches.
+        trained_grid: rows and columns of patches in training. In images of another size, offsets are then divided by
+            the ratio of their size to this size, see `relvit.models.set_reach`. None: offsets count patches.
 
     Raises:
         ValueError: a negative standard deviation.
@@ -156,10 +156,10 @@ def axis_offsets(
 def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -> Tensor:
     """Interpolate a table so that its row for the offset d equals the trained table at d * trained / size.
 
-    Let f(d) be the trained entry for a whole offset d, interpolated linearly between whole offsets, and constant beyond
-    the clip distance k. The new table has the entry f(clip(d * trained / size, -k, k)) for |d| <= ceil(k * size /
-    trained). A 'piecewise' table is first expanded to one row for each offset up to 4k (its last row belongs to 4k and
-    more), so the new table always has the bucketing 'clip'.
+    Let f(d) be the trained entry for the offset d, interpolated linearly between whole offsets. Let K be the offset
+    from which on all offsets share a row: the clip distance k for 'clip', 4k for 'piecewise'. The new table has the
+    entry f(clip(d * trained / size, -K, K)) for |d| <= ceil(K * size / trained). A 'piecewise' table is first expanded
+    to one row for each offset from -K to K, so the new table always has the bucketing 'clip'.
 
     Args:
         table: 2k + 1 rows along `axis`.
@@ -169,7 +169,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
 
     Returns:
-        The table with 2 ceil(k * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
+        The table with 2 ceil(K * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
     """
     distance = (table.shape[axis] - 1) // 2
     if bucketing != "clip":

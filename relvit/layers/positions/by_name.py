@@ -27,7 +27,7 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
         position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
         **arguments: arguments of a position that is given by name; their names are the names in models or in
             `retrofit`. None keeps the position's own default. `init_std=0` is ignored if the position has no
-            `init_std`.
+            `init_std` or is a class of the user.
 
     Raises:
         ValueError: an unknown name, an argument that the position lacks, or a negative standard deviation.

@@ -19,7 +19,8 @@ MODES = ("cr", "swin")
 class ContinuousPosition2d(Position):
     """Bias that a network computes from both offsets: Swin V2 (Liu et al. 2021, arXiv 2111.09883, section 3.3).
 
-    b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network G of one hidden layer and ReLU, and a logarithmic scale s:
+    The bias of a query i in row y_i and column x_i for a key j is b_ij = G(s(y_i - y_j), s(x_i - x_j)), with a network
+    G of one hidden layer and ReLU, and a logarithmic scale s:
 
     - 'cr': s(d) = sign(d) log(1 + |d|), eq. 4 of the paper, in patches, as in timm's `RelPosMlp` with mode 'cr'.
     - 'swin': s(d) = sign(d) log2(1 + |8 d / (window - 1)|) / log2(8), and b_ij = 16 sigmoid(G), without a bias in the

@@ -13,10 +13,13 @@ class FirePosition2d(Position):
         b_ij = f_row(u(y_i - y_j, H)) + f_col(u(x_i - x_j, W))
         u(d, size) = sign(d) psi(|d|) / psi(max(|L|, size - 1)),   psi(x) = log(|c x| + 1)
 
-    with a network f of one hidden layer and ReLU, and a learned c and L, for each axis. For sizes above L the quotient
-    u has the same range at all sizes, so in large images f is evaluated between points seen in training. In the paper
-    the divisor depends on the position of the query; here all queries share the divisor that the paper gives to the
-    last token of a sequence (at position size - 1). The sign of u distinguishes keys before a query from keys after it.
+    for a query i and a key j at rows y and columns x of a grid of H rows and W columns. Each axis has a network f of
+    one hidden layer and ReLU, and learned numbers c and L.
+
+    For sizes above L the quotient u has the same range at all sizes, so in large images f is evaluated between points
+    seen in training. In the paper the divisor depends on the position of the query; here all queries share the divisor
+    that the paper gives to the last token of a sequence (at position size - 1). The sign of u distinguishes keys before
+    a query from keys after it.
 
     Examples:
         >>> position = FirePosition2d(head_dim=64, num_heads=12)

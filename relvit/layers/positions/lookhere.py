@@ -7,8 +7,8 @@ import torch
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 
-# The bias of hidden keys. Half precision can represent this number. It is finite, because backends multiply unused
-# entries of a table by 0, and 0 times infinity is NaN.
+# The bias of keys that a head does not see. Half precision can represent this number. It is finite, because backends
+# multiply unused entries of a table by 0, and 0 times infinity is NaN.
 HIDDEN = -1e4
 
 # Each head has a pair of these vectors (dy, dx), and sees a key if the key's offset has a negative dot product with
@@ -30,14 +30,17 @@ class LookHerePosition2d(Position):
 
     Source: Fuller et al. 2024 (arXiv 2405.13985, section 3). A field of view covers `view` degrees and includes its
     edges, so every token sees itself. The slope m is the head's slope times the layer's slope, which falls linearly
-    from 1.5 in the first to 0.5 in the last layer. Twelve heads have the layout of the paper: eight are directed and
-    four see everything, with slopes 1/4, 1/16, 1/64 and 1/256. A directed head has the slope 1/2, or 1/4 if an earlier
-    head sees the same direction: views of 180 and 90 degrees have four directions, so the last four of eight directed
-    heads have 1/4; views of 45 degrees have eight, so all eight heads have 1/2. The authors' code
-    (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
-    'corners-none' and 'eighths1-eighths2-none'. With any other number n of heads, 4 (n // 6) heads, but at least four,
-    are directed, and the other heads see everything; slopes follow the same rules. The paper has no layout for four
-    heads: here all four are directed.
+    from 1.5 in the first to 0.5 in the last layer.
+
+    Twelve heads have the layout of the paper: eight are directed and four see everything, with slopes 1/4, 1/16, 1/64
+    and 1/256. A directed head has the slope 1/2, or 1/4 if an earlier head sees the same direction. Views of 180 and 90
+    degrees have four directions, so the last four of eight directed heads have the slope 1/4. Views of 45 degrees have
+    eight directions, so all eight directed heads have the slope 1/2. The authors' code (github.com/GreenCUBIC/lookhere,
+    `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none', 'corners-none' and
+    'eighths1-eighths2-none'.
+
+    With any other number n of heads, 4 (n // 6) heads, but at least four, are directed, and the other heads see
+    everything; slopes follow the same rules. The paper has no layout for four heads: here all four are directed.
 
     Examples:
         >>> position = LookHerePosition2d(head_dim=64, num_heads=12, layer=(0, 6))

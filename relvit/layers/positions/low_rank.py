@@ -65,7 +65,7 @@ class LowRankPosition2d(Position):
     def init_weights(self) -> None:
         """Initialise the factors."""
         super().init_weights()
-        # The key's factors are random: if both factors were zero, neither would ever get a gradient.
+        # The key's factors are random even with `init_std=0`: if both factors were zero, neither would get a gradient.
         nn.init.trunc_normal_(self.key)
 
     def no_weight_decay(self) -> set[str]:
@@ -138,7 +138,8 @@ def _check_rank(rank: int) -> None:
 
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
     """Return the factors (H0, W0, heads, r) of all tokens of `grid`, (1 or B, heads, N, r), zeros for prefix tokens."""
-    if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (a graph must not compare sizes)
+    # A graph that compares sizes does not work for all sizes, so compare sizes only for padded batches.
+    if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (keeps the comparison apart)
         if key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]:
             raise ValueError(
                 "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, "

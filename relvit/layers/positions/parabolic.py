@@ -14,12 +14,13 @@ class ParabolicPosition2d(Position):
 
         logit_ij = scale * (q_i . k_j + sum_m (-a_im s_ijm^2 + b_im s_ijm)),   s_ijm = w_m . (p_i - p_j)
 
-    over M parabolas per head, with learned directions w_m, the row and column p_i of token i, a_i = softplus(W_a x_i)
-    and b_i = W_b x_i, where the tokens x are the input of the attention layer. The sum over m is a quadratic form in
-    p_i - p_j: an inner product of 6 channels at any image size. A key at row v and column u has the channels 1, v^2,
-    vu, u^2, v, u. (The authors use ten, because vu, v, u and 1 come twice in their code.) Coordinates count from the
-    middle of the grid, which only changes rounding errors. Prefix tokens have no parabola; the authors put the class
-    token at (0, 0) and patches from (1, 1) on.
+    The sum runs over the M parabolas of a head. w_m is a learned direction, p_i the row and column of token i, x_i the
+    token i in the input of the attention layer, a_i = softplus(W_a x_i) and b_i = W_b x_i.
+
+    The sum over m is a quadratic form in p_i - p_j: an inner product of 6 channels at any image size. A key at row v
+    and column u has the channels 1, v^2, vu, u^2, v, u. (The authors use ten channels, because vu, v, u and 1 come
+    twice in their code.) Coordinates count from the middle of the grid, which only changes rounding errors. Prefix
+    tokens have no parabola; the authors put the class token at (0, 0) and patches from (1, 1) on.
 
     Examples:
         >>> position, grid = ParabolicPosition2d(head_dim=64, num_heads=3), make_grid(4, 6)
@@ -92,8 +93,8 @@ def parabolas(
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
     a = F.softplus(a)
-    # Sum products by element, because autocast would compute matrix products in half precision; each result is (B,
-    # heads, N).
+    # Multiply element by element and sum, because autocast would compute matrix products in half precision. Each result
+    # is (B, heads, N).
     down, across = directions.to(dtype).unbind(-1)
     yy = (a * (down * down)).sum(-1).transpose(1, 2)
     yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)

@@ -27,8 +27,9 @@ TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 class RotaryEmbedding2d(KeepConstants):
     """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
 
-    Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, so the
-    product of a rotated query and key depends on their offset alone. Prefix tokens are not rotated.
+    Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, with
+    frequencies f_t and g_t. So the places of a query and a key change their product only through their offset. Prefix
+    tokens are not rotated.
 
     - 'axial': the first half of the channels is rotated by y, the second half by x, at frequencies temperature^(-4 t /
       d), for t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.
@@ -50,7 +51,8 @@ class RotaryEmbedding2d(KeepConstants):
         temperature: temperature of the frequencies; None: the paper's, 100 for 'axial' and 10 for 'mixed'.
 
     Attributes:
-        frequencies: (2, 1 or num_heads, d / 2) float32 or more, f and then g; a parameter if `kind` is 'mixed'.
+        frequencies: (2, 1 or num_heads, d / 2), f and then g: for 'mixed' a parameter, for 'axial' constants in float32
+            or float64.
 
     Raises:
         ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
@@ -155,8 +157,8 @@ class AnySizeRopeDinoV3(AnySizeRope, RotaryEmbeddingDinoV3):
         return RotaryEmbeddingDinoV3.get_embed(self, shape, **dtype)
 
 
-# timm's class -> the class that `relvit.retrofit` gives to modules of timm's class. All other rotary embeddings of timm
-# take every size.
+# Key: a class of timm. Value: the class that `relvit.retrofit` gives to modules of timm's class. All other rotary
+# embeddings of timm take every size.
 ANY_SIZE_ROPES: dict[type[nn.Module], type[nn.Module]] = {
     RotaryEmbeddingCat: AnySizeRopeCat,
     RotaryEmbeddingDinoV3: AnySizeRopeDinoV3,

@@ -15,10 +15,12 @@ DISTANCES = ("manhattan", "euclidean")
 class SlopePosition2d(Position):
     """Bias that falls with the distance of a key, by default the Manhattan distance: -m_h (|dy| + |dx|) in head h.
 
-    ALiBi defines the slopes m_h (see `alibi_slopes`) and the same bias for sequences. As in ALiBi, the attention's
-    scale does not apply to the bias. The Manhattan distance is the sum of a distance in rows and a distance in columns,
-    so its bias has one table per axis. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA (Fuller et al. 2023, arXiv
-    2311.00566, "2D-ALiBi") is no such sum, so it takes a joint table.
+    The offset of a key is dy rows and dx columns. ALiBi defines the slopes m_h (see `alibi_slopes`) and this bias for
+    sequences. As in ALiBi, the attention's scale does not apply to the bias.
+
+    The Manhattan distance is the sum of a distance in rows and a distance in columns, so its bias has one table per
+    axis. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no
+    such sum, so it has a joint table.
 
     Examples:
         >>> bias = SlopePosition2d(head_dim=64, num_heads=8)(make_grid(4, 6)).bias
