@@ -24,13 +24,14 @@ _stock_format = warnings.formatwarning
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (it failed), 2 (wrong use), 130 (interrupted)."""
     for stream in (sys.stdout, sys.stderr):
-        # An ASCII output must not raise UnicodeEncodeError at names of files and classes, or at signs such as ±.
+        # If the output's encoding lacks a character (of a file's name, say, or a sign such as ±), print an escape. By
+        # default, Python would raise UnicodeEncodeError.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    # `relvit demo` has a `--max_pixels` of its own, with a smaller default, so leave that option to its function.
+    # `relvit demo` reads its own option `--max_pixels`, whose default is smaller.
     if arguments[:1] != ["demo"]:
         arguments, pixels = _without(arguments, "--max_pixels")
         if pixels is not None:
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     given = Arguments([], {}, {})
     try:
-        # These imports load Lightning, which takes seconds, so they come after `answer`, which has refused unknown
-        # commands.
+        # These imports load Lightning, which takes seconds. `--help`, `--version` and unknown commands do not wait for
+        # them, because `answer` above has handled these.
         from relvit.app.cli.functions import function_of, run_function
         from relvit.app.cli.help import short_help
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         if debug:
-            # Print the traceback without the passwords in addresses, which Python itself would show.
+            # Do not let Python print the traceback: `visible_lines` removes passwords that stand in addresses.
             print(visible_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
             return 2 if is_users_mistake(error) else 1
         message = visible_lines(given.as_typed(describe(error, command)))
@@ -92,8 +93,8 @@ def _without(arguments: list[str], option: str) -> tuple[list[str], str | None]:
 def quieten() -> None:
     """Silence warnings about which a user of the command line can do nothing, and shorten relvit's warnings.
 
-    Lightning advertises products, hints at numbers of workers and warns of calls that Lightning itself makes.
-    Matplotlib warns of characters in class names that the font lacks.
+    Lightning advertises products, suggests numbers of workers, and warns of calls that Lightning itself makes.
+    Matplotlib warns if its font lacks a character of a class name.
     """
     warnings.formatwarning = format_warning
     for package in ("lightning.pytorch", "lightning.fabric"):
@@ -105,9 +106,9 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
-        # relvit sorts predictions by image indices of its own, not by Lightning's batch indices.
+        # Lightning cannot tell the indices of a batch's images; relvit does not use Lightning's indices.
         "Couldn't infer the batch indices",
-        # relvit's data modules can resume within an epoch, at the batch where the checkpoint was written.
+        # Lightning warns that a training cannot resume within an epoch; relvit's data modules can.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):

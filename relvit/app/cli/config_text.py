@@ -15,7 +15,7 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# `set_loader` registers `load_config` with jsonargparse under this name.
+# The name of `load_config` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file registers it.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
 
@@ -38,8 +38,9 @@ def load_config(text: str) -> Any:
     """Return the plain values of a YAML text.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, has a tag that stands for code, or has a key twice in one mapping.
-        ValueError: an alias contains itself, or aliases stand for too many values.
+        yaml.YAMLError: the text is not YAML, has a tag that creates a Python object, such as `!!python/object`, or has
+            a key twice in one mapping.
+        ValueError: with all aliases replaced, the text has too many levels or values.
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
     return _stock_loader(text)
@@ -49,7 +50,7 @@ def read_config(config: str) -> dict[str, Any]:
     """Load a configuration: the path of a file, or YAML in one line.
 
     Raises:
-        UsageError: there is no such file, or its content is no mapping of options.
+        UsageError: the file cannot be read, `load_config` refuses its content, or the content is no mapping of options.
     """
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
@@ -72,6 +73,6 @@ def read_config(config: str) -> dict[str, Any]:
     return options
 
 
-# Some of Lightning's defaults are enumeration members; YAML stores the members' values.
+# Some of Lightning's defaults are members of an Enum, which `SafeDumper` cannot write: write the members' values.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))

@@ -11,7 +11,7 @@ from relvit.app.utils.exceptions import LostProcessError, MissingPackageError
 from relvit.app.utils.files import DISK_ERRORS
 from relvit.app.utils.remote import DownloadError
 
-# PyTorch's error has these words in its message if a worker process of a data loader has ended.
+# If a worker process of a data loader has ended, PyTorch raises an error with these words in its message.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def is_users_mistake(error: Exception) -> bool:
     files = (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError)
     mistakes = (ValueError, MissingPackageError, *files)
     of_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS)
-    # `MisconfigurationException` is compared by name, since importing Lightning takes seconds.
+    # Lightning's `MisconfigurationException` is compared by name, since importing Lightning takes seconds.
     return of_path or isinstance(error, mistakes) or type(error).__name__ == "MisconfigurationException"
 
 
@@ -36,7 +36,7 @@ def is_self_explanatory(error: Exception) -> bool:
     return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
 
-# These commands have an option to continue without broken images.
+# These commands can continue without images that cannot be read (`--data.on_error skip`).
 SKIPPING = ("fit", "validate", "test", "predict")
 
 
@@ -45,13 +45,15 @@ def describe(error: Exception, command: str = "fit") -> str:
     # This import takes seconds, so it is not at the top of the file, which every command imports.
     from relvit.app.data.images.decode import UnreadableImageError
 
-    # jsonargparse wraps errors in lists of the allowed types: follow `__cause__` to the constructor's exception.
+    # If a constructor raises an exception, jsonargparse raises an error of its own, which lists all types that it has
+    # tried: follow `__cause__` to the constructor's exception.
     cause: BaseException = error
     while cause.__cause__ is not None and _raised_in_jsonargparse(cause):
         cause = cause.__cause__
     text = str(cause)
     if "Original Traceback" in text:
-        # The worker's own message follows the last line that names the exception's type.
+        # PyTorch puts a worker's traceback into the message: the worker's own message follows the last line that begins
+        # with the exception's type.
         text = re.split(rf"^(?:[\w.]+\.)?{re.escape(type(error).__name__)}: ", text, flags=re.MULTILINE)[-1]
     if isinstance(error, UnreadableImageError):
         skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""

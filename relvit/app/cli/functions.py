@@ -34,7 +34,8 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
         main(given, **{name: value for name, value in given.values.items() if name in own})
         return
     missing = [f"--{name}" for name in required(function) if name not in given.values]
-    # An unknown option may be a misspelling of a missing one. The parser then explains the unknown option instead.
+    # An unknown option may be the missing option, misspelt. So if an option is unknown, go on to the parser, which
+    # explains the unknown option.
     known = {name.partition(".")[0] for name in given.values} <= inspect.signature(function).parameters.keys()
     if missing and known:
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(usage(command, function))}")
@@ -68,6 +69,6 @@ def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
     parser = Parser()
     parser.add_class_arguments(cls, "data", as_group=False, fail_untyped=False)
     for action in parser._actions:
-        # Options that are not given keep the checkpoint's values, so they need no defaults here.
+        # Return only the options that are given: all other options keep the values in the checkpoint.
         action.default, action.required = argparse.SUPPRESS, False
     return parser.parse_args(words).data.as_dict()

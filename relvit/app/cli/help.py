@@ -39,7 +39,7 @@ FIT: dict[str, tuple[str, ...]] = {
     ),
     "run and devices": ("config", "runs", "resume", "save_every", "seed_everything", "quiet", *DEVICES),
 }
-# The help shows these texts for options that have no docstring in relvit, or one that is too long for a command line.
+# The help shows these texts for options that relvit's docstrings do not describe, or describe at great length.
 TEXTS: dict[str, str] = {
     "config": "A configuration in YAML, or one of relvit's by its name, such as digits; later ones override "
     "earlier ones.",
@@ -56,8 +56,8 @@ TEXTS: dict[str, str] = {
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
     "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
 }
-# The help shows these words in the place of the options' values. For all other options it shows N, X, BOOL or NAME, by
-# their types.
+# Last part of an option's name, alone or after its command -> the word that the help shows for the option's value, such
+# as DIR in `--root DIR`. For all other options the help shows N, X, BOOL or NAME, by their types.
 METAVARS: dict[str, str] = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
     **dict.fromkeys(("config", "output"), "FILE"),
@@ -78,8 +78,8 @@ METAVARS: dict[str, str] = {
     "curve": "FILE.json",
     "X": "VALUE",
 }
-# These lines follow the line of usage that `usage` derives from the signature of a command's function; for `fit`, they
-# are the only lines.
+# Command -> further lines of its usage. `usage` derives the first line from the signature of the command's function,
+# except for `fit`, whose only lines are these.
 USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],
@@ -165,14 +165,14 @@ def _text(command: str, name: str, action: argparse.Action | None) -> str:
         return text or ""
     text = action.help or ""
     if "." in name:
-        # Docstrings for Python are long; their first sentence is shown.
+        # These options are arguments of classes, whose docstrings are long: show the first sentence, without "see ...".
         text = re.split(r"\.\s+(?=[A-Z])", text)[0].removesuffix(".") + "."
         text = re.sub(r", see (:\w+:)?`.*?`", "", text)
     allowed = choices(getattr(action, "_typehint", None))
     if any(each not in text for each in allowed):
         text = f"{text} One of {', '.join(allowed)}."
-    # Commands other than `fit` take `data.` options from the checkpoint by default, so their help shows no default for
-    # these options.
+    # By default, commands other than `fit` take the values of `data.` options from the checkpoint, so their help shows
+    # no default of these options.
     if action.default not in (None, False, "") and (command == "fit" or not name.startswith("data.")):
         text += f" Default: {action.default}."
     return text

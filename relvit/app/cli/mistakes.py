@@ -1,7 +1,7 @@
 """Explain in one line why a parser refuses a command line: the wrong option or value, and the nearest right name.
 
-`relvit.utils.messages.nearest` finds the name of a misspelling; `typed_words.SYNONYMS` has names of options in other
-libraries.
+`relvit.utils.messages.nearest` finds the option whose name is most similar to a misspelt name. `typed_words.SYNONYMS`
+has the names that other libraries use for relvit's options.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-# `--root` alone means class folders. Beside `--config` it does not, since the configuration usually names the data; a
-# configuration such as `reversible`, which is given in addition to another configuration, names none.
+# This message is for `--root` beside a `--config` that names no data module, such as `reversible`. Without `--config`,
+# `--root` alone means class folders; with it, the configuration usually names the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 
 
@@ -48,8 +48,9 @@ class Given(NamedTuple):
 def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace | None, error: Exception) -> str:
     """Find the first option that the parser does not know, or whose value has the wrong type.
 
-    If there is no such option, return the parser's own message, which reports all types that the parser has tried.
-    `namespace` holds the values of options before the command line is read, such as the values in a checkpoint.
+    If there is no such option, say which needed options are missing. If none is missing, return the parser's own
+    message, which reports all types that the parser has tried. `namespace` holds the values that options have before
+    the command line is read, such as the values in a checkpoint.
 
     Raises:
         UsageError: a configuration cannot be read.
@@ -57,7 +58,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
     given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
-    # A configuration may give null for an option; such an option still needs a value.
+    # An option that a configuration sets to null counts as missing.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
@@ -76,7 +77,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
             return NO_KIND if "data.root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             return complaint
-    # Only commands that run a Trainer have options of the trainer, and these commands need data.
+    # Commands with options of the Trainer run the Trainer on images, so they need data.
     if "trainer.devices" in known and "data" not in names:
         return NO_DATA
     return f"missing: {', '.join(missing)}" if missing else cut(error)
@@ -116,7 +117,8 @@ def _leaves(
 ) -> Iterator[Given]:
     """Yield the options in nested mappings; a class is one, and so is each of its arguments.
 
-    The value of a class's option is its `class_path`; each argument in its `init_args` follows as a further option.
+    If an option's value is a class, yield the option with the `class_path` as its value, then each argument in
+    `init_args` as an option of its own.
     """
     for key, value in options.items():
         name = f"{prefix}{key}"
@@ -139,7 +141,8 @@ def _leaves(
 def _class_named(hint: Any, value: Any) -> type | None:
     """Return the class that a value names; after a module, only a class that the module has.
 
-    A value with a module, such as 'my_module.Mine', counts only if the module is imported already.
+    The class of a value with a module, such as 'my_module.Mine', is found only if the module is imported already: to
+    explain a mistake, no further code should run.
     """
     if not isinstance(value, str):
         return None
@@ -156,7 +159,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return None
     parent = max((other for other in known if name.startswith(f"{other}.") and known[other]), key=len, default=None)
     if parent is not None and not any(other.startswith(f"{parent}.") for other in known):
-        # The option is part of a dictionary, or belongs to a class that only the parser finds.
+        # The name may be right: it may be a key of a dictionary, or an argument of a class that `_class_named` does not
+        # find.
         if subclasses(known[parent]) or accepts(known[parent], {}):
             return None
         return f"--{parent}{place} must be {in_words(known[parent])}, got a mapping"
@@ -169,16 +173,17 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
         return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     of_fit = "resume" in known
-    # Commands other than `fit` take the model from the checkpoint and do not train: suggest no options of model or
-    # training.
+    # Commands other than `fit` take the model from the checkpoint and do not train, so suggest no options of the model
+    # or the training to their users.
     names = {
         f"{dashes}{other}": other
         for other in known
         if of_fit or not (other.startswith("model.") or other in ONLY_IN_TRAINING)
     }
     if option.file is None:
-        # The short names of data options are suggested even if the kind of data is not named yet. Only commands that
-        # run a Trainer have short names.
+        # Also suggest short names of data options, such as --root for data.root, if the user has not given --data;
+        # `known` then lacks the data options. Only commands with a Trainer have these short names; for all other
+        # commands the prefix "-" matches no option.
         of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
@@ -208,8 +213,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # A typed name that some library uses is no misspelling of another name in a library. Names of up to three letters
-    # are too similar to each other to be guessed.
+    # Compare the typed name also with names in other libraries. If one of these is the typed name itself, compare with
+    # no other: the name is not misspelt. Names of up to three letters must be exact, since many are similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
@@ -220,7 +225,7 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
 def _of_same_words(typed: str, names: Collection[str]) -> str | None:
     """Return the only name that begins or ends with the typed words, without empty words such as `use`.
 
-    With any other added word, such as `lr` in `warmup_lr`, the user means a different option, which may not exist.
+    No other words are left out: in `warmup_lr`, for example, `warmup` matters, so `lr` is not returned.
     """
     bare = "_".join(word for word in re.split("[_-]", typed) if word not in EMPTY_WORDS)
     ends = [each for each in names if each.startswith(bare) or each.endswith(bare)]
@@ -241,20 +246,21 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
     if classes and "." not in value:
-        # Apart from data modules, no class of relvit can be chosen on the command line.
+        # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
         others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
         names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
     if classes:
         module, _, cls = value.rpartition(".")
         try:
-            # The parser has already tried this import, so the import runs no further code.
+            # Import the class to learn why it cannot be found. The parser has already tried this import, so it runs no
+            # code that has not run before.
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
     hinted, allowed = "", choices(hint)
     if isinstance(value, str):
-        # Several values for one option come as the text of a list, such as '[a,b]'.
+        # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"

@@ -27,7 +27,8 @@ def accepts(hint: Any, value: Any) -> bool:
     probe.add_argument("--value", type=hint)
     try:
         probe.parse_object({"value": value})
-    except (ArgumentError, OverflowError):  # Python refuses to convert a very large integer to a float.
+    # Python raises OverflowError if an integer is too large for a float.
+    except (ArgumentError, OverflowError):
         return False
     return True
 
@@ -71,10 +72,10 @@ def in_words(hint: Any) -> str:
 def subclasses(hint: Any) -> dict[str, type]:
     """Return by their names the classes that an option takes, with all subclasses; none where it takes plain values."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
-    # From Python 3.11 on `Any` is a class, too.
+    # Leave out `Any`, which is a class from Python 3.11 on.
     classes = [part for part in parts if inspect.isclass(part) and part is not Any and not get_args(part)]
     classes = [part for part in classes if part.__module__ != "builtins"]
-    # The loop also visits the subclasses that it appends to the list.
+    # The loop appends subclasses to the list that it iterates over, so it also visits subclasses of subclasses.
     for cls in classes:
         classes += cls.__subclasses__()
     return {cls.__name__: cls for cls in classes}

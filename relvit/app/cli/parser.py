@@ -18,7 +18,7 @@ from relvit.app.cli.trainer.own_data import open_inherited_options
 from relvit.app.cli.typed_words import parameters, parts
 from relvit.app.data import ImageData
 
-# Several commands have these options; the docstring of a command need not describe them again.
+# Descriptions of options that several commands have, for commands whose docstrings do not describe them.
 SHARED: dict[str, str] = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "reach": "How attention works at other sizes than in training; help(relvit.models.set_reach) explains the names.",
@@ -73,8 +73,8 @@ class Parser(LightningArgumentParser):
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Build the objects of a configuration in which secrets may be hidden as `***`.
 
-        Loggers and callbacks read hidden secrets from the environment, but the user has to give the secrets of a data
-        module again.
+        Loggers and callbacks are built without their hidden secrets, and read them from the environment. The user has
+        to give the hidden secrets of a data module again.
         """
         check_data_given(cfg.get("data"))
         if "trainer" in cfg:

@@ -19,7 +19,7 @@ from relvit.app.utils.masks import MASK, fields_of, masked
 from relvit.app.utils.shown_text import without_secrets
 from relvit.utils.messages import listing
 
-# The values of these arguments of the trainer are classes with arguments.
+# These arguments of the Trainer hold classes with arguments, some of which may be secret.
 CLASSES = ("logger", "callbacks")
 
 
@@ -31,7 +31,8 @@ def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]
     """
     command = [without_secrets(argument) for argument in command]
     secrets = {*_texts(given)} - {*_texts(recorded)}
-    # JSON may escape characters of a secret. The longest form comes first, because it may contain another form.
+    # A secret may also stand in the command as JSON, with escaped characters, so look for both forms. Longer forms come
+    # first, because a longer form may contain a shorter one.
     forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
     pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or r"(?!)")
     return [pattern.sub(MASK, argument) for argument in command]
@@ -40,10 +41,11 @@ def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]
 def without_masks(logger: Any, kind: str = "logger") -> Any:
     """Return the configuration of a logger or callback without secrets that are `***`.
 
-    A logger then reads these secrets from the environment. `kind` is the trainer's argument that contains the class.
+    A logger then reads these secrets from the environment. `kind` is the Trainer's argument that holds the
+    configuration: 'logger' or 'callbacks'.
 
     Raises:
-        UsageError: the logger needs one of these secrets as an argument.
+        UsageError: one of these secrets is an argument without a default.
     """
     if isinstance(logger, list | tuple):
         return [without_masks(item, kind) for item in logger]

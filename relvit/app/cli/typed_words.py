@@ -20,13 +20,13 @@ from relvit.app.cli.option_types import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.files import is_exported
 
-# Commands that run a Trainer accept short names (keys) for options (values); `fit` accepts further short names.
+# Short names (keys) of options (values): all commands that run a Trainer accept `OF_TRAINER`, and `fit` also `OF_FIT`.
 OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
 OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
-# `--logger` takes these short names. `tensorboard` and `csv` name no class: the TensorBoard log is the default (null),
-# and a run's metrics.csv is always written.
+# `--logger` takes these short names. `tensorboard` is the default (null): relvit itself writes a TensorBoard log. `csv`
+# means no log besides metrics.csv, which relvit always writes.
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
 ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
@@ -103,16 +103,16 @@ _ELSEWHERE = {
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
 }
-# Only a training uses these options. All commands that run a Trainer have them, because they belong to the Trainer or
-# to the data.
+# Only a training uses these options. Other commands that run a Trainer have them, too, because they belong to the
+# Trainer or to the data; messages do not suggest them there.
 ONLY_IN_TRAINING = {
     f"trainer.{name}" for name in ["max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches"]
 }
 ONLY_IN_TRAINING |= {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.check_val_every_n_epoch"}
 ONLY_IN_TRAINING |= {f"data.{name}" for name in ["augment", "color_jitter", "random_erasing", "balance", "repeats"]}
-# These words do not change the meaning of an option's name if a user adds them.
+# These words may stand in a typed name without changing its meaning: `use_mixup` means `mixup`.
 EMPTY_WORDS = {"use", "enable", "auto", "rate", "value", "type", "training", "per", "gpu"}
-# These options of other libraries look like options of relvit but mean something else, so nothing is suggested.
+# These options of other libraries resemble options of relvit but mean something else: suggest nothing for them.
 _NOWHERE = "eta mode runner ipus train_bn warmup_lr warmup_bias_lr warmup_momentum train_size stratify stratified"
 SYNONYMS: dict[str, list[str]] = {
     other: [own for own, others in _ELSEWHERE.items() if other in others.split()]
@@ -122,7 +122,7 @@ _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --
 _FOLDS = "K-fold cross-validation is a recipe of the documentation, in 'Your own data and training in Python'"
 _CLASSES = "the classes are found in the data"
 _LIST = "a CSV list of images is --data ImageListData --data.train FILE"
-# `fit` has no options of these names; the values say what to do instead.
+# Name that users may try with `fit`, which has no such option -> what to do instead.
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
     **dict.fromkeys(
@@ -146,7 +146,7 @@ INSTEAD: dict[str, str] = {
 }
 
 
-# These commands lack an option that similar commands have; the values say what to do instead.
+# (Command, option that the command lacks but similar commands have) -> what to do instead.
 MISSING: dict[tuple[str, str], str] = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
@@ -159,7 +159,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         words: one word for each option: '--name=value', or '--name' if the option has no value.
-        values: the last value of each option; a list where positional arguments are the values.
+        values: the last value of each option; a list if the option takes several positional arguments.
         typed: name of an option in the parser -> the name that the user typed, if they differ.
     """
 
@@ -187,8 +187,8 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     if "evaluation" in own or "training" in own:
         return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
     names = {"model.model": "model"} if command == "explain" else {}
-    # If `--data` takes a data module, `--data.NAME` are the module's options. If `--data` takes only a module's name,
-    # `--data.NAME` also stands for the command's own option NAME.
+    # If `--data` is parsed as a data module, `--data.NAME` is an option of the module. In all other commands,
+    # `--data.NAME` stands for the command's own option NAME, if there is one.
     with_options = type_hints(function).get("data", str | None) != str | None
     return names if with_options else names | {f"data.{name}": name for name in own}
 
@@ -196,7 +196,7 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
 def parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the functions whose arguments are the options of a command: `main` of its module, then its function.
 
-    Options that are needed before the remaining options are parsed, such as the run to resume, belong to `main`.
+    `main` has the options that must be known before the other options are parsed, such as the run to resume.
     """
     main = getattr(inspect.getmodule(function), "main", None)
     return [function] if main is None else [main, function]
@@ -228,7 +228,7 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
 def read_arguments(command: str, function: Callable[..., Any], words: Sequence[str]) -> Arguments:
     """Name the options and the positional arguments of a command line as the parser does.
 
-    Options of the data come last: the parser takes them only after `--data NAME`.
+    In the result, options of the data come last, because the parser knows them only after `--data NAME`.
 
     Raises:
         UsageError: there are too many positional arguments, an option has two different values under two names, or an
@@ -278,7 +278,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
 def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str | None, str | None]]:
     """Yield the name and the value of each option; None for the name of a positional argument, or a missing value.
 
-    An option with the type bool needs no value. A list takes all following values that have the type of its items.
+    An option with the type bool needs no value. An option with the type list takes all following values that have the
+    type of its items.
     """
     waiting = list(words)
     while waiting:
