@@ -1,8 +1,8 @@
 """Start of the console script `relvit`: `--help` without PyTorch; how long waiting threads spin, set before its import.
 
-The module stands beside the package and imports nothing of the package (it runs two files alone), because importing
-`relvit` loads PyTorch and timm, which takes seconds. `relvit.app.cli` runs all other commands, and `python -m relvit`
-begins there.
+Importing `relvit` loads PyTorch and timm, which takes seconds. So this module stands beside the package, and answers
+`--help`, `--version` and unknown commands without importing the package: it only runs single files of it, see `_read`.
+All other commands are run by `relvit.app.cli`. `python -m relvit` uses the functions of this module, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 _COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
-# Command -> (the module that runs it, one line of help). A module has a function of the command's name, whose arguments
-# are the options and whose docstring begins with that line; `fit` is Lightning's command line. A new command also
-# needs a line of use in `LINES` of tests/app/cli/test_usage.py.
+# Key: the command. Value: the module that runs it, and its line in `relvit --help`. The module has a function of the
+# command's name: its arguments are the options, and its docstring begins with the line of help. Only `fit` is
+# Lightning's command line. A new command also needs a line of use in `LINES` of tests/app/cli/test_usage.py.
 COMMANDS = {
     "fit": ("relvit.app.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
     "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),
@@ -48,7 +48,8 @@ COMMANDS = {
     "check-data": (f"{_COMMANDS}.check_data", "decode all images: broken files, classes, sizes, duplicates"),
 }
 
-# Other libraries call a command by one of these names.
+# Key: the command. Value: names of similar commands in other libraries. If a user types one of these names, the error
+# asks whether the user meant the command.
 ELSEWHERE = {
     "fit": "train finetune fine-tune resume",
     "validate": "val valid",
@@ -64,14 +65,15 @@ ELSEWHERE = {
     "explain": "info summary",
     "average": "soup swa ensemble",
     "check-data": "check data",
-    # relvit has no command for these names.
+    # relvit has no such command. Without this entry, the error about these names would suggest 'validate'.
     "": "cross-validate cross-validation",
 }
 
-# This limit is as fast as none on an idle machine, and several times as fast on a busy one (tools/speed/busy.py).
+# How often a waiting thread repeats its waiting loop, see `prepare_environment`. With this limit PyTorch is as fast as
+# without a limit on an idle machine, and several times as fast on a busy machine (measured by tools/speed/busy.py).
 SPIN_COUNT = "20000"
 
-# This environment variable tells processes that Lightning starts which process is the main one.
+# This environment variable holds the id of the main process, for the processes that Lightning starts beside it.
 STARTER = "RELVIT_STARTER"
 
 EXAMPLES = """examples:
@@ -98,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command of the application and return its exit status, or say which packages are missing or too old."""
     end_with_starter()
     try:
-        import relvit.app  # noqa: F401
+        import relvit.app  # noqa: F401 (raises ImportError if a package is missing or too old)
     except ImportError as error:
         print(f"relvit: error: {error}", file=sys.stderr)
         return 1
@@ -110,8 +112,8 @@ def run(arguments: Sequence[str]) -> int:
 def end_with_starter() -> None:
     """Let a process that Lightning starts beside the main one end where the main process has ended, however it ended.
 
-    A main process that is killed cannot end the other processes, which would then wait for the main process for ever:
-    Lightning starts them before they have a connection that could break.
+    A main process that is killed cannot end the other processes. If these have no connection to it yet, they would not
+    notice its end, and would wait for it for ever.
     """
     starter = os.environ.get(STARTER)
     if "LOCAL_RANK" not in os.environ or starter is None:
@@ -121,7 +123,7 @@ def end_with_starter() -> None:
 
 
 def _wait_for_end_of(starter: int) -> None:
-    # The system gives a process whose parent has ended another parent.
+    # When the parent of a process ends, the operating system gives the process another parent.
     while os.getppid() == starter:
         time.sleep(1)
     os._exit(1)
@@ -130,9 +132,9 @@ def _wait_for_end_of(starter: int) -> None:
 def prepare_environment() -> None:
     """Let threads of PyTorch that wait sleep soon, unless the user's environment says how they wait.
 
-    OpenMP's threads wait for the next task in a loop, which on a busy machine takes the cores from working threads.
-    GNU's OpenMP, which PyTorch's wheels for Linux contain, repeats this loop up to 300,000 times. The library reads the
-    limit of the loop once, when PyTorch is loaded.
+    OpenMP's threads wait for the next task in a loop. On a busy machine these loops take the cores from threads that
+    work. GNU's OpenMP, which PyTorch's wheels for Linux contain, repeats the loop up to 300,000 times before a thread
+    sleeps. The environment variable GOMP_SPINCOUNT changes this limit, but must be set before PyTorch is loaded.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -147,7 +149,7 @@ def answer(arguments: Sequence[str]) -> int | None:
     if typed[0] == "--version":
         print(f"relvit {version()}")
         return 0
-    # `relvit.app.cli` takes the option `--max_pixels` away, which may stand before the command.
+    # The option `--max_pixels` may stand before the command; `relvit.app.cli` reads and removes it.
     if typed[0] in COMMANDS or typed[0].partition("=")[0] == "--max_pixels":
         return None
     print(unknown_command(typed[0]), file=sys.stderr)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from relvit.version import __version__, check_versions
 
-# With older packages the other imports, or models later on, would fail without a word about versions.
+# Check versions before the other imports (hence E402): with an old PyTorch or timm these imports, or models later on,
+# would fail with errors that say nothing about versions.
 check_versions()
 
 from relvit import families, layers, models, ops  # noqa: E402
@@ -41,15 +42,15 @@ def load(
     """The classifier of a checkpoint or exported file, for `predict` and more; see `relvit.app.evaluation.Predictor`.
 
     Args:
-        ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt, or an .onnx or .pt2 of `relvit export`, which
-            can only predict. PyTorch may run code that a .pt2 contains.
+        ckpt_path: the checkpoint, such as runs/RUN/checkpoints/best.ckpt, or an .onnx or .pt2 file of `relvit export`,
+            which can only predict. Load a .pt2 file only if you trust it, because PyTorch may run code in it.
         img_size: size of the images given to the model, one number or (height, width); None: as in training.
         reach: 'trained', 'stretch', 'logn', 'stretch-logn', 'windows', 'bands', 'mirror' or 'stretch-mirror', see
             `relvit.models.set_reach`.
 
     Raises:
-        FileNotFoundError, ValueError: the file is no checkpoint of `relvit fit`, or the size or the reach is not
-            possible.
+        FileNotFoundError: there is no such file, or it is a folder.
+        ValueError: the file is no checkpoint of `relvit fit`, or the model cannot have this size or reach.
         TypeError: `ckpt_path` is no path.
         ModuleNotFoundError: the packages of `pip install "relvit[train]"` are missing.
     """
