@@ -13,8 +13,9 @@ class AbsoluteEmbedding:
     """Mixin before one of timm's models: adds its `pos_embed`, a parameter or None, to images of every size.
 
     Attributes:
-        mirrored_grid: rows and columns of the grid in training, at whose edges the embedding is mirrored; None: the
-            embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets this attribute.
+        mirrored_grid: rows and columns of the grid in training; on larger grids the embedding is mirrored at the edges
+            of this grid. None: the embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets
+            this attribute.
         no_embed_class: whether prefix tokens have no entry in the embedding.
     """
 

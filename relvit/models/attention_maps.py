@@ -26,8 +26,8 @@ class AttentionMaps(NamedTuple):
     Attributes:
         weights: one tensor per layer, float32 (B, heads, N, N), or (heads, N, N) for a single image: rows are queries,
             columns keys, and rows sum to 1. The `prefix` tokens come first, then the patches, row by row.
-        grid: rows and columns of patches: `weights[-1][..., 0, prefix:].unflatten(-1, grid)` are the maps of the first
-            token.
+        grid: numbers of rows and columns of patches. `weights[-1][..., 0, prefix:].unflatten(-1, grid)` shows the last
+            layer's weights of the first token on all patches, as one map per head.
         prefix: number of tokens that are no patches: class token, registers.
     """
 
@@ -39,8 +39,8 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | None = None) -> AttentionMaps:
     """Compute the attention weights of a Vision Transformer, which fused attention never forms.
 
-    The weights of each layer take N x N numbers per head and image. The model is not changed. A block that runs several
-    times, as in `relvit_universal_*`, returns the weights of its last step.
+    The weights of each layer take N x N numbers per head and image. The model is not changed. If a block runs several
+    times, as in `relvit_universal_*`, the result holds the weights of its last run.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -49,14 +49,15 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         (2, torch.Size([1, 3, 24, 24]), (4, 6))
 
     Args:
-        model: in evaluation mode: a relvit model with attention, a retrofitted model, or a model of timm whose blocks
-            have timm's `Attention`, `AttentionRope` or `EvaAttention`.
+        model: a model in evaluation mode: a relvit model with attention, a retrofitted model, or a model of timm whose
+            blocks have timm's `Attention`, `AttentionRope` or `EvaAttention`.
         images: (B, in_chans, height, width), normalised for the model.
-        layers: indices of the blocks, negative ones count from the last block; None: all blocks.
+        layers: indices of the blocks; negative indices count from the last block. None: all blocks.
 
     Raises:
-        TypeError: no module, a model without attention, or with another kind of attention.
-        ValueError: a model in training mode, an index without a block, images of another shape.
+        TypeError: `model` is no module, has no attention, or has another kind of attention.
+        ValueError: the model is in training mode, or computes windows or bands; an index has no block; the images have
+            another shape.
     """
     weights = _record_weights(model, images, layers, Tensor.float)
     return AttentionMaps(weights, patch_grid(model, images.shape[-2:]), model.num_prefix_tokens)
@@ -125,17 +126,18 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         (torch.Size([1, 3, 24, 64]), torch.Size([15, 64]), 4, 6)
 
     Args:
-        model: in evaluation mode, a relvit model with attention, or a model that `relvit.retrofit` has changed.
+        model: a model in evaluation mode: a relvit model with attention, or a model that `relvit.retrofit` has changed.
         images: (B, in_chans, height, width), normalised for the model.
 
     Returns:
-        Name of the layer -> the arguments that it passes to `relvit.ops.relative_attention`: queries, keys and values
-        (B, heads, N, head_dim), terms, grid and options. If a block runs several times, the arguments of its last run.
+        Name of each layer -> the arguments that the layer passes to `relvit.ops.relative_attention`: queries, keys and
+        values (B, heads, N, head_dim), terms, grid and options. If a block runs several times, these are the arguments
+        of its last run.
 
     Raises:
-        TypeError: no module, or a model without attention with relative positions.
-        ValueError: a model in training mode, a model that computes windows or bands, or a model whose layers do not
-            compute all patches.
+        TypeError: `model` is no module, or has no attention with relative positions.
+        ValueError: the model is in training mode, computes windows or bands, or has a layer that does not compute all
+            patches.
     """
     check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
@@ -227,8 +229,8 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
         recorded[attention] = keep(given[0])
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
-    # timm passes weights to `attn_drop` only if fused attention is off; relvit passes weights whenever `attn_drop` has
-    # hooks. So switch off fused attention in timm's layers.
+    # Switch off fused attention in timm's layers, because only then they pass weights to `attn_drop`. relvit's layers
+    # pass weights whenever `attn_drop` has hooks.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

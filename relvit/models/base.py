@@ -24,7 +24,7 @@ from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import an, check_choice
 
-# A value of `pos_embed` -> the argument `combine` of `AxialPositionEmbedding` that the value selects.
+# Value of a model's `pos_embed` -> the argument `combine` of `AxialPositionEmbedding` that this value selects.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
@@ -34,7 +34,7 @@ class NoTorchScript:
     """Mixin before one of timm's models that refuses `torch.jit.script`."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        # PyTorch calls this method before it scripts a module.
+        # `torch.jit.script` calls this method first.
         raise TypeError(
             f"{type(self).__name__} has no TorchScript, which PyTorch has deprecated: use torch.export or torch.compile"
         )
@@ -57,8 +57,8 @@ class TablesWithoutDecay:
 class GridForward(AbsoluteEmbedding):
     """Mixin before timm's `VisionTransformer` that makes the `Grid` at the patch embedding and hands it to every block.
 
-    The model needs `dynamic_img_size=True`, `PatchDropoutWithIndices` if it drops patches, and a method `_run_block`
-    that calls a block.
+    timm's model must be built with `dynamic_img_size=True`, and needs `PatchDropoutWithIndices` if it drops patches.
+    The class must have a method `_run_block` that calls a block with the grid.
 
     Attributes:
         depth_plan: the object that applies the blocks, see `Depth`.
@@ -94,13 +94,14 @@ class GridForward(AbsoluteEmbedding):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.embed_tokens(x)
-        # As in timm, `pos_drop` is applied only if there is an absolute embedding.
+        # As in timm's `VisionTransformer`, this method applies `pos_drop` only if there is an absolute embedding.
+        # Otherwise `embed` applies it.
         return x if self.pos_embed is None else self.pos_drop(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
         """Pool tokens (B, N, embed_dim) and classify them.
 
-        To leave out the padding of a native batch, give `patch_valid` (B, patches), or the dictionary that
+        To leave out the padding of a native batch, give `patch_valid` (B, patches), or give as `x` the dictionary that
         `forward_features` returns.
         """
         if isinstance(x, dict):
@@ -124,9 +125,9 @@ class GridForward(AbsoluteEmbedding):
             x: the images.
             attn_mask, is_causal: see `relvit.ops.relative_attention`; with `keep`, the mask has rows and columns for
                 the kept tokens only.
-            keep: for masked pretraining (MAE, I-JEPA), the patches to encode: (B, K) indices in raster order, prefix
-                tokens not counted. Patches keep their places on the grid: the outputs are as for the whole
-                image under a mask that hides all other patches. None: all patches.
+            keep: for masked pretraining (MAE, I-JEPA), the indices (B, K) of the patches to encode; patches are counted
+                in raster order, without prefix tokens. Patches keep their places on the grid, so the outputs are as for
+                the whole image under a mask that hides all other patches. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.
@@ -138,8 +139,8 @@ class GridForward(AbsoluteEmbedding):
                 raise ValueError(
                     f"keep is for whole images; this model computes in parts ({name}): call set_reach(model, 'trained')"
                 )
-            # An exported graph serves all sizes, so it does not cut the image into parts: it computes the whole image
-            # under a mask with which the outputs are the same.
+            # An exported graph serves all sizes, so the number of parts is not known. Instead of parts it computes the
+            # whole image under a mask that gives the same outputs.
             if not is_exporting():
                 return self.segmenter.features(self, x, attn_mask, is_causal)
             attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
@@ -210,21 +211,23 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         pos_embed: absolute embedding, learned for `img_size`: '' (none), 'learn' (one vector per patch, interpolated at
             other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one vector per row
             plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix tokens.
-        class_token: prepend a class token, which has no position.
+        class_token: whether to put a class token, which has no position, before the patches.
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
-        reversible: training in memory that does not grow with the depth, see `relvit.families.reversible`.
-        mlp_chunk: number of tokens in a chunk of the MLP, see `relvit.layers.feed_forward`.
+        reversible: whether to train in memory that does not grow with the depth, see `relvit.families.reversible`.
+        mlp_chunk: compute the MLP for this number of tokens at a time, which saves memory, see
+            `relvit.layers.feed_forward`. None: for all tokens at once.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
             `block_fn` is a class of `GridBlock`s or a `functools.partial` of one, such as of `MixerBlock`.
 
     Raises:
-        ValueError: an unknown `pos_embed` or `global_pool`, an `mlp_chunk` below 1 or for an MLP that mixes tokens, a
-            `reversible` that is not boolean, `reversible` for a class that fixes its own depth.
-        TypeError: an `mlp_chunk` that is no integer; a `block_fn` that does not make `GridBlock`s.
+        ValueError: `pos_embed` or `global_pool` is unknown; `patch_drop_rate` is out of range; `mlp_chunk` is below 1,
+            or the MLP mixes tokens; `reversible` is not boolean, or is True for a class that applies its blocks in a
+            way of its own.
+        TypeError: `mlp_chunk` is no integer, or `block_fn` does not make `GridBlock`s.
     """
 
-    # Name of an argument that a user of this class cannot choose -> the reason.
+    # Name of an argument that users of this class cannot choose -> the reason, for the error.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -281,7 +284,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         """Return the object that applies the blocks of a model with these arguments.
 
         Raises:
-            ValueError: an argument chooses a `Depth`, but the `Depth` of this class cannot be chosen.
+            ValueError: an argument such as `reversible` is True, but this class has a `Depth` of its own.
         """
         chosen = next((name for name in DEPTHS if arguments.get(name)), None)
         if chosen is None:
@@ -305,7 +308,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         """Recompute each block in backward from its input.
 
         Raises:
-            ValueError: the depth of the model recomputes blocks already.
+            ValueError: backward recomputes the model's blocks already, as in a reversible model.
         """
         if enable and (why := self.depth_plan.lacks.get("checkpointing")):
             raise ValueError(why)

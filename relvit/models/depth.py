@@ -15,7 +15,7 @@ class Depth:
     """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
 
     Attributes:
-        lacks: what a model with this depth cannot do, with the reason; see `lack`.
+        lacks: what a model with this depth cannot do -> the reason; `lack` lists the keys.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -36,8 +36,7 @@ class Depth:
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the tokens (B, N, dim) after block `last` and after each block in `take`, counted from 0.
 
-        Blocks are called as `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient
-        checkpointing.
+        Call a block by `model._run_block(block, x, grid, attn_mask, is_causal)`, which applies gradient checkpointing.
         """
         taken = []
         for index, block in enumerate(model.blocks[: last + 1]):
@@ -50,15 +49,15 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# Name of a boolean argument of models -> the depth that the argument chooses; packages in `relvit.families` add
-# entries.
+# Name of a boolean argument of models, such as 'reversible' -> the `Depth` of models in which it is True. Packages in
+# `relvit.families` add entries.
 DEPTHS: dict[str, Depth] = {}
 
 
 def lack(model: nn.Module, need: str) -> str | None:
     """Return the reason why a model cannot do something, or None if it can.
 
-    The depth, the segmenter and the mixers of the blocks give reasons in their mapping `lacks`.
+    The model's depth, its segmenter and the mixer of each block have a mapping `lacks`, which gives the reasons.
 
     Examples:
         >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None

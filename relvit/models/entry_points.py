@@ -17,7 +17,8 @@ from relvit.utils.ranges import Range, compare
 
 # relvit's models set these arguments of timm's class themselves.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
-# timm's class does not check these numbers, and fails later with other errors.
+# `check_arguments` checks these numbers, because timm's class does not check them, and would fail later with less clear
+# errors.
 RANGES = {name: Range(1) for name in ("in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads")}
 RANGES |= {"num_classes": Range(0), "reg_tokens": Range(0), "mlp_ratio": Range(0, above=True)}
 RANGES |= {
@@ -28,7 +29,8 @@ RANGES |= {
 def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -> None:
     """Refuse unknown arguments of a model, arguments that cannot be chosen, and numbers out of range.
 
-    The function removes `dynamic_img_size=True` from `given`: configurations shared with timm's models may hold it.
+    The function removes `dynamic_img_size=True` from `given`: a configuration that also serves timm's models may hold
+    this argument, and relvit's models set it themselves.
     """
     if given.get("dynamic_img_size") is True:
         del given["dynamic_img_size"]
@@ -59,7 +61,7 @@ CFG: dict[str, Any] = {
     "classifier": "head",
     "license": "apache-2.0",
 }
-# Image size that a model is made for -> timm's configuration.
+# Image size that a model is made for -> its configuration for timm, `pretrained_cfg`.
 CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},
@@ -95,8 +97,8 @@ def entry_point(
         name: name of the model.
         model_class: class of the model.
         filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
-        arguments: function that completes the arguments of a call with the named model's arguments.
-        module: name of the module in which timm finds the `default_cfgs`; None: the module of the class.
+        arguments: function that returns the arguments of a call, completed with the arguments of the model `name`.
+        module: name of the module that has `default_cfgs`, which timm reads; None: the module of the class.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
@@ -116,6 +118,6 @@ def entry_point(
     create.__name__ = create.__qualname__ = name
     create.__module__ = module or model_class.__module__
     create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
-    # From this annotation other code reads the model's class, and so its arguments, before the model is built.
+    # This annotation tells other code the model's class, and thereby its arguments, before the model is built.
     create.__annotations__["return"] = model_class
     return register_model(create)

@@ -13,7 +13,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import check_model, int_pair
 from relvit.utils.messages import check_choice, part_of
 
-# Backends are chosen by different rules on these devices.
+# These devices have different rules for the choice of a backend.
 DEVICES = ("cpu", "cuda")
 
 
@@ -26,7 +26,7 @@ def explain(
 ) -> list[LayerPlan]:
     """Describe how each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
-    Only position tables are computed, no attention.
+    This computes position tables, but no attention.
 
     Examples:
         >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]
@@ -36,8 +36,8 @@ def explain(
     Args:
         model: a model of relvit, or of timm after `relvit.retrofit`.
         img_size: size of the images, one number or (height, width) in pixels; None: the model's own size.
-        device: 'cpu' or 'cuda', the device for which a backend is chosen, even if this machine has none; None: the
-            device of the parameters.
+        device: 'cpu' or 'cuda', the device for which a backend is chosen; this machine need not have such a device.
+            None: the device of the parameters.
         training: whether the backend also has to compute gradients.
 
     Returns:
@@ -45,7 +45,8 @@ def explain(
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: a size that the model does not take, a model without layers of relvit, or an unknown device.
+        ValueError: the model does not take this size, has no layers of relvit or no `patch_embed`; or the device is
+            unknown.
     """
     check_model(model)
     if device is not None:

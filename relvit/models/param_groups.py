@@ -10,7 +10,7 @@ from torch import nn
 from relvit.layers.mixer import Mixer
 from relvit.ops.checks import check_model
 
-# The default factor on the learning rate of relative positions that learn.
+# By default the learning rate of the trainable parameters of relative positions is multiplied by this number.
 POSITION_LR_SCALE = 10.0
 
 
@@ -24,9 +24,11 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Make the parameter groups of an optimiser as timm does, with another learning rate for relative positions.
 
-    Tables that `relvit.retrofit` has added start at zero, while all other weights are trained already: in a short
-    fine-tuning the tables learn too slowly at the other weights' learning rate. Each group holds its `lr`, which the
-    schedulers of PyTorch and of timm scale, and no `lr_scale`, which only timm's schedulers would read.
+    Tables that `relvit.retrofit` has added start at zero, while all other weights are trained already. In a short
+    fine-tuning the tables would learn too slowly at the learning rate of the other weights.
+
+    With a `layer_decay`, timm's groups have an entry `lr_scale`, which only timm's schedulers read. Here each group
+    holds its scaled `lr` instead, so that PyTorch's schedulers work, too.
 
     Examples:
         >>> vit = relvit.retrofit(timm.create_model("vit_tiny_patch16_224"), rel_terms="kv")
@@ -37,17 +39,19 @@ def param_groups(
     Args:
         model: a model of relvit or timm.
         lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
-        position_lr_scale: the factor on the learning rate of the parameters of position modules, such as tables, on top
-            of `layer_decay`; 1 gives them the rate of their layer. None: 10, and no effect on a model without relative
-            positions that learn.
+        position_lr_scale: the learning rate of the parameters of position modules, such as tables, is multiplied by
+            this number, in addition to `layer_decay`; with 1 they have the rate of their layer. None: 10, which, unlike
+            a given 10, is also allowed for a model whose relative positions have no trainable parameters.
         weight_decay: the weight decay; biases, norms and the parameters of the model's `no_weight_decay()` have none.
-        layer_decay: the factor per layer from the classifier down to the stem; None: all layers have the same rate.
+        layer_decay: the learning rate is multiplied by this number from each layer to the layer before it, from the
+            classifier down to the stem; None: all layers have the same rate.
         **options: further arguments of timm's `param_groups_weight_decay`, or with a `layer_decay` of
             `param_groups_layer_decay`.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: a given `position_lr_scale` other than 1 for a model without relative positions that learn.
+        ValueError: a `position_lr_scale` other than 1 is given for a model whose relative positions have no trainable
+            parameters.
     """
     check_model(model)
     given = {"weight_decay": weight_decay, **options}
@@ -67,8 +71,8 @@ def param_groups(
         if others:
             found.append(group | {"params": others, "lr": rate})
         if positions:
-            # The entry `position_lr_scale` marks a group of relative positions. The learning rate of the last layer is
-            # the highest `lr` of all groups without this entry.
+            # The entry `position_lr_scale` marks groups of relative positions, so that other code can find the learning
+            # rate of the model's last layer: it is the highest `lr` among the groups without this entry.
             own = {"params": positions, "lr": rate * scale, "position_lr_scale": scale}
             found.append(group | own)
     return found
@@ -78,7 +82,7 @@ def scaled_positions(model: nn.Module, position_lr_scale: float | None) -> list[
     """Return the parameters to which a factor on the learning rate of relative positions applies: none if it is 1.
 
     Raises:
-        ValueError: a given factor other than 1 for a model without relative positions that learn.
+        ValueError: a factor other than 1 is given, and the relative positions have no trainable parameters.
     """
     if position_lr_scale == 1:
         return []

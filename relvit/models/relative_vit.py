@@ -1,7 +1,7 @@
 """Vision Transformers with relative attention, registered with timm as `relvit_*`; options: `RelVisionTransformer`."""
 
-# This module has no `from __future__ import annotations`, because torch.fx writes the annotations of `forward` into the
-# code that it generates.
+# This module has no `from __future__ import annotations`, which turns annotations into strings: torch.fx writes the
+# annotations of `forward` into the code that it generates, and would make up names such as `_Tensor_` for strings.
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ ROPES = ("", *TEMPERATURES)
 class RelVisionTransformer(GridVisionTransformer):
     """timm's `VisionTransformer` whose attention has relative positions in 2D.
 
-    Everything that timm's class offers is inherited; blocks are `RelativeBlock`s. Since positions are offsets, images
-    of any size whose sides are multiples of the patch work in `forward`, without `set_input_size` and without
-    interpolation. By default: no absolute embedding, no class token, average pooling.
+    Everything that timm's class offers is inherited; blocks are `RelativeBlock`s. `forward` takes images of any size
+    whose sides are multiples of the patch, without `set_input_size`: relative positions depend on offsets alone, and an
+    absolute embedding, if there is one, is interpolated. By default the model has no absolute embedding and no class
+    token, and uses average pooling.
 
     Examples:
         >>> model = RelVisionTransformer(img_size=64, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=10)
@@ -39,29 +40,30 @@ class RelVisionTransformer(GridVisionTransformer):
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, such as 'tables' (learned, `RelativePosition2d`) or
             'slopes' (ALiBi's, without parameters), or your own class or a `functools.partial` of it, called as
-            `position(head_dim, num_heads, device=, dtype=)` for each block, and with `layer=(index, depth)` if it has
-            an argument of this name.
+            `position(head_dim, num_heads, device=, dtype=)` for each block. If your class has an argument `layer`, it
+            also gets `layer=(index, depth)`.
         rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` the rotary embedding is the only position.
         prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
-        max_distance: clip distance in patches, one for both axes or (rows, columns); None: the default of the position,
-            7 for tables, no clipping for slopes and 'xl'. All other positions have no such argument.
+        max_distance: clip distance in patches, one number for both axes or (rows, columns); only for the positions
+            'tables', 'slopes', 'slopes-euclidean' and 'xl'. None: the default of the position: 7 for 'tables', and no
+            clipping for the others.
         rel_terms, shared_heads, layout, bucketing: only for tables, see `RelativePosition2d`; None: its defaults.
         rel_init_std: standard deviation that initialises a learned position; with 0 a layer starts as plain attention;
-            None: the default of the position, 0.1 for tables.
+            None: the default of the position, such as 0.1 for 'tables'.
         mixer: your own attention or other mixer, see `RelativeBlock`; None: `RelativeAttention`. The arguments about
             positions need a mixer with an attribute `position`.
-        backend: see `relvit.ops.relative_attention`; 'gathered' for second derivatives.
-        band_rows: number of rows of patches in a band, for images that are computed band by band, each band with a
-            memory of earlier bands; see `relvit.families.transformer_xl.set_bands`. None: whole images.
-        memory_rows: number of rows of patches above a band that the memory holds; None: all rows.
+        backend: see `relvit.ops.relative_attention`; for second derivatives choose 'gathered'.
+        band_rows: number of rows of patches in a band. The model then computes an image band by band, each band with a
+            memory of earlier bands; see `relvit.families.transformer_xl.set_bands`. None: it computes whole images.
+        memory_rows: number of rows of patches above a band that the memory holds. None: all rows.
         **kwargs: see `GridVisionTransformer` (pos_embed, class_token, global_pool, patch_drop_rate, reversible,
             mlp_chunk) and `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim ...).
 
     Raises:
-        ValueError: an unknown `position`, `pos_embed` or `global_pool`, an argument that cannot be chosen for this
-            class, position or mixer; in `forward`, an image whose sides are no multiples of the patch.
-        TypeError: an unknown argument, a `position` that makes no modules.
+        ValueError: `position`, `pos_embed` or `global_pool` is unknown, or an argument cannot be chosen for this class,
+            position or mixer; in `forward`, the sides of an image are no multiples of the patch.
+        TypeError: an argument is unknown, or `position` makes no modules.
     """
 
     segmenter: Segmenter | None
@@ -146,13 +148,13 @@ BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 PATCH4_32 = {"patch_size": 4, "img_size": 32}
 TEST = {"img_size": 160, "embed_dim": 64, "depth": 6, "num_heads": 2, "mlp_ratio": 3}
-# Four register tokens (Darcet et al. 2024, arXiv 2309.16588). Average pooling leaves them out.
+# These models have four register tokens (Darcet et al. 2024, arXiv 2309.16588), which average pooling leaves out.
 REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token": False}
-# The most accurate models in docs/study have a learned absolute embedding, and tables that reach an eighth to a quarter
-# of the grid: here 2 of 14 patches.
+# The most accurate models in docs/study have a learned absolute embedding, and a clip distance of an eighth to a
+# quarter of the grid's side. At 224 px the side is 14 patches, so the clip distance here is 2.
 LEARN: dict[str, Any] = {"max_distance": 2, "pos_embed": "learn"}
 
-# Arguments of `RelVisionTransformer` by the model's name; patches have 16 px unless they are given.
+# Name of a model -> arguments of `RelVisionTransformer`; without `patch_size` a patch has 16 px.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_tiny": TINY,
     "relvit_small": SMALL,
@@ -175,8 +177,8 @@ default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, completed with the arguments of the model of this name.
 
-    If the call chooses another position, the clip distance of the named model is left out, because the chosen position
-    has its own default or no clipping.
+    If the call chooses another position, the named model's `max_distance` is left out, because the chosen position has
+    its own default for it, or no such argument.
     """
     if "position" in given and given["position"] != own.get("position", "tables"):
         own = {name: value for name, value in own.items() if name != "max_distance"}

@@ -12,7 +12,7 @@ class Segmenter(Protocol):
     """Protocol of a model's `segmenter`, an object without parameters.
 
     Attributes:
-        lacks: what a model with this segmenter cannot do, with the reason; see `relvit.models.lack`.
+        lacks: what a model with this segmenter cannot do -> the reason; `relvit.models.lack` lists the keys.
     """
 
     lacks: ClassVar[Mapping[str, str]]
@@ -35,6 +35,6 @@ class Segmenter(Protocol):
         ...
 
 
-# A name in the argument `reach` of `set_reach` -> the class of the segmenter; packages in `relvit.families` add
-# entries.
+# Value of the argument `reach` of `set_reach`, such as 'bands' -> the class of the segmenter that this value chooses.
+# Packages in `relvit.families` add entries.
 SEGMENTERS: dict[str, type[Segmenter]] = {}
