@@ -18,7 +18,7 @@ from relvit.ops.checks import check_backend, check_model, int_pair
 from relvit.utils.messages import an, check_choice, part_of, with_near_names
 
 ABS_POS = ("keep", "freeze", "drop")
-# `timm.create_model` creates retrofitted models by this name.
+# `timm.create_model` creates retrofitted models by this name, see `registered.py`.
 RETROFITTED_NAME = "retrofitted"
 
 
@@ -40,10 +40,11 @@ def retrofit(
     """Give a Vision Transformer relative positions in 2D, in place; by default its outputs stay as they are.
 
     Every attention module gets tables as in `RelativePosition2d` (state dict keys `blocks.N.attn.position.*`; all other
-    keys stay) and computes `relvit.ops.relative_attention`. If queries and keys are normalised or rotated, tables are
-    multiplied by them after the norms and before the rotation. The model then takes images of every size whose sides
-    are multiples of the patch: absolute embeddings are interpolated as in timm, rotary embeddings computed for the
-    size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of timm work as before.
+    keys stay) and computes `relvit.ops.relative_attention`. If the model normalises or rotates queries and keys, tables
+    are multiplied by queries and keys after the norms and before the rotation. The model then takes images of every
+    size whose sides are multiples of the patch: absolute embeddings are interpolated as in timm, and rotary embeddings
+    are computed for the size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of
+    timm work as before.
 
     Models that already have relative positions keep their tables, and relvit's modules read these tables: outputs stay
     the same at the training size, and at other sizes offsets beyond a table use the table's outermost entry. The
@@ -67,20 +68,21 @@ def retrofit(
             `transformers`. The model is changed in place.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`; None: its defaults.
         init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay the same.
-        position: a name as in `RelVisionTransformer`, instead of 'tables' (slopes change the outputs at once), or your
-            own class, called as `position(head_dim, num_heads, device=, dtype=)` for each block.
-        abs_pos: the absolute embedding: 'keep', 'freeze' (train it no further) or 'drop' (remove it).
+        position: a name as in `RelVisionTransformer`, or your own class, called as `position(head_dim, num_heads,
+            device=, dtype=)` for each block. None: 'tables'. With 'slopes' the outputs change at once.
+        abs_pos: what happens to the absolute embedding: 'keep' (nothing), 'freeze' (it is not trained further) or
+            'drop' (it is removed).
         backend: see `relvit.ops.relative_attention`.
-        max_grid: for `NaFlexVit`, the most rows and columns of patches of an image in a NaFlex batch, one for both or
-            (rows, columns); None: 64. Images given as tensors may be larger.
+        max_grid: for `NaFlexVit`, the largest number of rows and of columns of patches of an image in a NaFlex batch,
+            one number for both or (rows, columns); None: 64. Images that are given as tensors may be larger.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, `position` makes no modules, or an unknown argument.
-        ValueError: a model that cannot be retrofitted, with the reason and the name of the module at fault, or an
-            argument out of range. The model is not changed then.
+        TypeError: `model` is no module, `position` makes no modules, or an argument is unknown.
+        ValueError: the model cannot be retrofitted (the message gives the reason and the name of the module at fault),
+            or an argument is out of range. The model is not changed then.
     """
     tables = {
         "rel_terms": rel_terms,
@@ -156,7 +158,7 @@ def retrofit_arguments() -> tuple[str, ...]:
 def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
     """Put `RETROFITTED_NAME` into the description that `save_for_hf` saves, for models that `timm.create_model` made.
 
-    See `relvit.models.retrofit.registered`.
+    `timm.create_model` then loads the saved model through `relvit.models.retrofit.registered`.
     """
     if hasattr(model, "_model_args"):
         cfg = model.pretrained_cfg

@@ -1,6 +1,6 @@
 """Tables and networks of timm that give each pair of tokens a bias (BEiT, Swin, relpos ViTs), as relvit's modules.
 
-timm's offsets are query minus key, relvit's key minus query: tables are reversed along each axis.
+In timm an offset is query minus key, in relvit key minus query, so tables are reversed along each axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relvit.layers.prefix_bias import PrefixBias
 from relvit.models.retrofit.source import Layers, OwnPositions
 
 TABLE = "relative_position_bias_table"
-# A bias table has this number of entries for the class token, as in `PrefixBias`.
+# If the model has a class token, a bias table has this number of entries for it, as `PrefixBias` has.
 PREFIX_ENTRIES = 3
 # Prefix of a parameter's name in timm's networks -> the prefix in relvit's networks.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
@@ -29,7 +29,7 @@ class BiasPositions(OwnPositions):
     """`OwnPositions` whose tables become modules of relvit under other names.
 
     Attributes:
-        shared: names of modules of the model whose tables serve all blocks.
+        shared: names of the model's attributes that may hold a module with one table for all blocks.
     """
 
     replaced: ClassVar[tuple[str, ...]] = (
@@ -83,7 +83,7 @@ class BiasPositions(OwnPositions):
         """Convert the tables in a state dict of the original model; all other tensors stay the same.
 
         Raises:
-            ValueError: a table whose number of entries fits no window.
+            ValueError: the number of entries of a table fits no window.
         """
         given = dict(state)
         for key in [key for key in given if key.partition(".")[0] in cls.shared]:
@@ -130,7 +130,7 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
         window = [max(size, 2) for size in scaled_by]
         position = ContinuousPosition2d(head_dim, heads, mode, first.out_features, window)
         if source is not attn:
-            # In training timm's network applies dropout behind its hidden layer, so give relvit's network the same
+            # In training timm's network applies dropout after its hidden layer, so give relvit's network the same
             # rate.
             position.mlp.drop1.p = source.mlp.drop1.p
         return {"position": position}

@@ -53,13 +53,13 @@ def snapshot(model: nn.Module) -> dict[str, Before]:
 def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     """Record in a model what differs from the snapshot.
 
-    Of tensors and modules that the retrofit has removed, the record keeps the shapes. It keeps the values only of
+    The record keeps the shapes of the tensors and modules that the retrofit has removed. It keeps values only for
     buffers that no method can compute again.
     """
     record, after = {}, snapshot(model)
     for name, then in before.items():
-        # A module that the retrofit has removed is recorded among the members of the module that contained it; the
-        # record under its own name holds only the buffers in `values`.
+        # Compare a module that the retrofit has removed with itself, so that it has no changes: its own record holds at
+        # most `values`. The module that contained it records the removal, among its `members`.
         now = after.get(name, then)
         values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)
@@ -132,7 +132,7 @@ def restore(model: nn.Module) -> nn.Module:
         values.append((module, then.values))
     delattr(model, RECORD)
     for module in renewed:
-        # In this method timm computes the buffers that a state dict leaves out.
+        # This method of timm computes the buffers that are not in a state dict.
         if hasattr(module, "init_non_persistent_buffers"):
             module.init_non_persistent_buffers()
     for module, buffers in values:
@@ -169,8 +169,8 @@ def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
     }
     if not buffers or not hasattr(then.kind, "init_non_persistent_buffers"):
         return buffers
-    # Fill these buffers of a copy with wrong numbers, and call timm's method on the copy: a buffer that the method does
-    # not compute as it was then differs from the module's buffer.
+    # Make a copy of the module, fill these buffers with wrong numbers, and call timm's method on the copy. Buffers of
+    # the copy that the method does not compute as before then differ from the module's buffers.
     again = then.kind.__new__(then.kind)
     vars(again).update({**then.attributes, **{kind: dict(part) for kind, part in then.members.items()}})
     vars(again)["_non_persistent_buffers_set"] = set(then.attributes["_non_persistent_buffers_set"])

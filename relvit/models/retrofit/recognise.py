@@ -9,8 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
-# Class of a model -> file in `sources/`, and the class there that the model becomes. Classes are given by name, so that
-# no library has to be imported that may be missing.
+# Class of a model -> file in `sources/`, and the class in this file that the model becomes. Classes are given by name,
+# because their library may not be installed.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",
@@ -30,13 +30,13 @@ SOURCES = {
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
-# The error about a model of an unknown class lists these classes of timm.
+# The error about a model of an unknown class lists these names.
 TIMM = [name.rpartition(".")[2] for name in SOURCES if name.startswith("timm.")]
 _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
-# Beginning of a class's name -> the reason why `relvit.retrofit` cannot keep the relative positions of these classes.
+# Beginning of a class's full name -> the reason why `relvit.retrofit` refuses models of such classes.
 REFUSED = {
     "timm.models.swin_transformer_v2_cr.": (
         "it is another implementation of Swin V2, with blocks and attention of its own, which retrofit does not know: "
@@ -52,8 +52,8 @@ REFUSED = {
     "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
 }
-# The tests have run with these versions of other libraries, which the extra 'elsewhere' in pyproject.toml requires.
-# Some families of models need a newer version than the rest of their library.
+# relvit is tested with these versions of other libraries; the extra 'elsewhere' in pyproject.toml requires them. Some
+# families of models need a newer version than the rest of their library.
 VERSIONS = {
     "transformers": ">=5.4,<6",
     "transformers.models.beit": ">=5.10,<6",
@@ -66,7 +66,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     """Return the class that a model of exactly this class becomes, or None if such models cannot be retrofitted.
 
     Raises:
-        ValueError: a version of the model's library with which relvit was not tested.
+        ValueError: relvit is not tested with the installed version of the model's library.
     """
     place = SOURCES.get(_full_name(model_class))
     if place is None:

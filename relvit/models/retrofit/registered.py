@@ -35,16 +35,16 @@ def retrofitted(
         torch.Size([1, 1000])
 
     Args:
-        pretrained: whether to load weights. If `pretrained_cfg` is a dictionary, as timm passes it for 'local-dir:' and
-            'hf-hub:', load the weights that it describes, with relative tables; otherwise load timm's weights of
-            `model`, which have no tables.
+        pretrained: whether to load weights. For names that begin with 'local-dir:' or 'hf-hub:', timm passes a
+            dictionary as `pretrained_cfg`, and the weights that it describes are loaded after the retrofit, with
+            relative tables. Otherwise timm's weights of `model` are loaded before the retrofit.
         pretrained_cfg, cache_dir: see `timm.create_model`.
         model: any name that `timm.create_model` knows; it has to be given.
         retrofit: arguments of `relvit.retrofit`; None: its defaults.
         features_only: whether to return a model that computes feature maps (B, channels, rows, columns), timm's
             `FeatureGetterNet`.
-        out_indices: indices of the blocks or stages whose features are returned, or a number n for the last n; None:
-            all stages of Swin, the last three blocks of all other models.
+        out_indices: indices of the blocks or stages whose features are returned, or a number n for the last n. None:
+            all stages of a model whose stages have different resolutions, such as Swin, or else the last three blocks.
         kwargs: arguments of `model`.
 
     Raises:

@@ -17,7 +17,7 @@ from relvit.utils.messages import an, listing
 Classes = tuple[type[nn.Module], ...]
 # Class of a part of the original model -> the class that the part becomes.
 Exchange = Mapping[type[nn.Module], type[nn.Module]]
-# Path of an attention module -> its new submodules: 'position', and 'prefix_bias' if the class token has a bias.
+# Path of an attention module -> the submodules that it gets, by name: 'position', 'prefix_bias' or 'attn_drop'.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
@@ -26,11 +26,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     """Mixin before the class of a model: it passes the grid to the model's attention modules.
 
     Attributes:
-        block_classes: classes of blocks that pass an argument to their attention unchanged.
-        container: name of the modules that hold the blocks.
+        block_classes: classes of blocks that the retrofit knows; it refuses all others.
+        container: name of the module that holds the blocks; Swin has one for each stage.
         in_block: path of the attention within a block.
         attention_classes: attention of the original model -> the class that it becomes.
-        patch_embed_classes: patch embeddings that return, or can be set to return, their patches as a grid.
+        patch_embed_classes: classes of patch embeddings that return, or can be set to return, their patches as a grid.
         absolute: names of the absolute embeddings among the parameters.
         own_positions: whether the original model has relative positions, which are kept.
         replaced: attributes of the original attention that its position module replaces.
@@ -66,8 +66,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
-        # With `dynamic_img_size`, timm has already set the patch embedding to return a grid, so its class need not be
-        # checked.
+        # If the model has `dynamic_img_size`, timm has already set its patch embedding to return a grid, so its class
+        # need not be checked.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
             check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 
@@ -90,8 +90,8 @@ class OwnPositions(Retrofitted):
     """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
 
     Attributes:
-        built_with: the option that gives a model of this class its positions, for the error about a model without
-            positions.
+        built_with: the argument with which the original model has relative positions. The error about a model without
+            positions names it.
     """
 
     own_positions: ClassVar[bool] = True
@@ -164,8 +164,8 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
     if type(embed) is PatchEmbed:
         embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
-            # At the size in training timm leaves out the pixels beyond the last whole patch, so the retrofitted model
-            # does so, too.
+            # At the size in training timm leaves out the pixels behind the last whole patch, and so does the
+            # retrofitted model.
             embed.cropped_size = tuple(embed.img_size)
     declare_any_size(model)
 

@@ -18,8 +18,8 @@ from relvit.ops import Grid
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
 
-    timm's blocks pass these arguments on unchanged, so the grid reaches every attention although relvit replaces no
-    block.
+    relvit calls timm's blocks with a `GridArgument` in place of this argument. The blocks pass it on unchanged, so the
+    grid reaches every attention although relvit replaces no block.
     """
 
     grid: Grid
@@ -50,7 +50,7 @@ class TimmRelativeAttention(GridAttention):
         Args:
             x: tokens of the grid.
             rope: sines and cosines of the patches, (..., N - prefix, 2 head_dim).
-            attn_mask, is_causal: see `relvit.ops.relative_attention`.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`. Either `rope` or `attn_mask` is a `GridArgument`.
 
         Raises:
             TypeError: neither `rope` nor `attn_mask` is a `GridArgument`, as in a model that is not retrofitted.
@@ -72,8 +72,8 @@ class TimmRelativeAttention(GridAttention):
             return query, key, value
         if getattr(self, "q_bias", None) is None:
             return super().project(x)
-        # Keys have no trained bias in timm's `EvaAttention`, BEiT and Swin V2: the bias of `qkv` is made of three
-        # parts.
+        # In timm's `EvaAttention`, BEiT and Swin V2 the bias of keys is not trained, so `qkv` has no bias of its own:
+        # join the biases of queries, keys and values.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         if is_plain(qkv, nn.Linear):
             projected = F.linear(x, qkv.weight, bias)
@@ -81,7 +81,7 @@ class TimmRelativeAttention(GridAttention):
             # A module in the place of `qkv`, such as a LoRA adapter, may compute more than a product: call it.
             projected = qkv(x)
             projected = projected + bias.to(projected.dtype)
-        # Use `view`: `unflatten` and `split` are Python functions, which take longer than the views that they make.
+        # Use `view`, because `unflatten` and `split` are Python functions, and calling them takes longer than a `view`.
         return self.heads(projected.view(x.shape[0], x.shape[1], 3 * self.num_heads, self.head_dim))
 
 
@@ -90,7 +90,7 @@ class TimmRelativePlain(TimmRelativeAttention, Attention):
 
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens by one projection with one bias."""
-        # The method of the base class looks up the separate biases of other models, which would take as long as an
+        # The method of the base class would look up the separate biases of other models, which takes as long as an
         # operation on tensors.
         return GridAttention.project(self, x)
 
@@ -103,7 +103,7 @@ class TimmRelativeEva(TimmRelativeAttention, EvaAttention):
     """timm's `EvaAttention` after a retrofit, see `TimmRelativeAttention`."""
 
 
-# The class of timm's attention -> the class that `relvit.retrofit` gives to its modules.
+# Class of timm's attention -> the class that `relvit.retrofit` gives to modules of this class.
 TIMM_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
     Attention: TimmRelativePlain,
     AttentionRope: TimmRelativeRope,

@@ -13,7 +13,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, grid_from_naflex
 from relvit.utils.messages import listing
 
-# The tensors of a batch of timm's NaFlex loader.
+# Names of the tensors in a batch of timm's NaFlex loader.
 NAMES = ("patches", "patch_coord", "patch_valid")
 
 
@@ -27,22 +27,23 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
         model: a timm `VisionTransformer` with relvit's `GridForward`.
         batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
             'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
-            padding. The optional 'grid_size' holds rows and columns that no image exceeds; with it coordinates are not
-            checked.
+            padding. The optional 'grid_size' holds a number of rows and a number of columns that no image exceeds; if
+            it is given, coordinates are not checked.
 
     Returns:
         Tokens (B, prefix + N, embed_dim), and their grid.
 
     Raises:
-        ValueError: a missing tensor, patches of another size, or a model that needs grids of one size.
+        ValueError: a tensor is missing, patches have another size than the model's, or the model needs images of one
+            size.
     """
     if missing := [name for name in NAMES if name not in batch]:
         raise ValueError(f"a native batch must hold {listing(NAMES)}; it has no {listing(missing)}")
     patches, coord, valid = (batch[name] for name in NAMES)
     weight = _projection(model).weight
-    # timm's patches have the order (height, width, C), so bring the weight into this order.
+    # The pixels of a patch are in the order (height, width, C), so bring the weight into this order.
     weight = weight.permute(0, 2, 3, 1).flatten(1)
-    # Replace the padding, which may hold NaN: a later product with zero would leave NaN.
+    # Set the padding to zero, because it may hold NaN, and NaN times an attention weight of zero would be NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
         (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
@@ -57,7 +58,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     else:
         rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
         grid = grid_from_naflex(coord, valid, rows, columns, prefix)
-    # For patches of zeros, `_pos_embed` returns the prefix tokens and the absolute embedding alone.
+    # From patches of zeros `_pos_embed` makes the prefix tokens and the absolute embedding, without contents.
     blank = x.new_zeros(1, 1, 1, x.shape[2])
     if model.pos_embed is None and getattr(model, "axial", None) is None:
         return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
@@ -87,7 +88,7 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     """Pool tokens (B, prefix + N, dim) to (B, dim) as `NaFlexVit` does, without padding, where `valid` (B, N) is False.
 
     Raises:
-        ValueError: the model pools with 'prr', which cannot leave out padding.
+        ValueError: the model pools by 'prr', which cannot leave out padding.
     """
     if model.attn_pool is None:
         options = {"num_prefix_tokens": model.num_prefix_tokens, "reduce_include_prefix": model.pool_include_prefix}

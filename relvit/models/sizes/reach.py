@@ -25,8 +25,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     Let an image have H x W patches and n tokens, prefix tokens included, and in training H0 x W0 patches and n0 tokens:
 
     - 'trained', the default: offsets are clipped at max_distance patches, and nothing else changes.
-    - 'stretch': vertical offsets are multiplied by H0 / H, horizontal ones by W0 / W, then clipped; the tables are
-      interpolated linearly for that, see `relvit.layers.positions.base.stretch`.
+    - 'stretch': vertical offsets are multiplied by H0 / H, horizontal offsets by W0 / W, then clipped. For offsets
+      between whole numbers the tables are interpolated linearly, see `relvit.layers.positions.base.stretch`.
     - 'logn': all attention logits, the bias included, are multiplied by log(n) / log(n0), see
       `relvit.ops.log_n_scaling`.
     - 'stretch-logn': 'stretch' and 'logn'.
@@ -35,14 +35,14 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to the tokens of their
       own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
-    - 'mirror': the learned absolute embedding of H0 x W0 is not interpolated: it lies in the centre of the grid and is
-      mirrored beyond its edges, just as the protocol `field` of `relvit.app.data.eval_transform` mirrors images.
+    - 'mirror': the learned absolute embedding of H0 x W0 patches is not interpolated. It lies in the centre of the grid
+      and is mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` mirrors images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all choices compute the same. Rotary embeddings follow their own rules at other sizes, and so do
-    absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; gradients, graphs and exports
-    work. Your own position can be stretched if it declares `stretchable = True` and its `forward` reads the attribute
-    `trained_grid`, None or (rows, columns).
+    absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; training, compilation and
+    export work with every choice. Your own position can be stretched if its class sets `stretchable = True` and its
+    `forward` reads the attribute `trained_grid`, None or (rows, columns).
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -60,12 +60,12 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: an unknown `reach`, or a `reach` that this model cannot have; the model is not changed.
+        ValueError: `reach` is unknown, or this model cannot have it. The model is not changed then.
     """
     check_model(model)
     check_choice("reach", reach, get_args(Reach))
-    # In blocks that cut windows of one size in all images, offsets are never larger than in training, so no reach
-    # applies.
+    # Blocks with a `block_window` cut windows of one size in all images, so their offsets are never larger than in
+    # training, and no reach applies to them.
     layers = [part for part in model.modules() if isinstance(part, GridAttention) and part.block_window is None]
     trained_grid = trained_keys = window = segmenter = mirrored_grid = None
     if reach != "trained":

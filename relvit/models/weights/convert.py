@@ -22,9 +22,10 @@ _logger = logging.getLogger(__name__)
 PATCHES = "patch_embed.proj.weight"
 # Prefix tokens in the order of timm's models; relvit's models have no distillation token.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-# These parts of a checkpoint are used only in training, so they are left out.
+# relvit's models have no head for a distillation token, and no layer `pre_logits` before the classifier, so these parts
+# of a checkpoint are left out.
 IGNORED = ("head_dist.", "pre_logits.")
-# The tensors of the model have this prefix in the state dict of `relvit.app.training.ImageClassifier`.
+# In the state dict of `relvit.app.training.ImageClassifier` the names of the model's tensors have this prefix.
 CLASSIFIER_NET = "net."
 GAMMA = re.compile(r"\.ls[12]\.gamma$")
 
@@ -33,24 +34,26 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
     timm calls this function for `create_model(..., pretrained=True)`; for a file use
-    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. Outputs stay the same, except for the
-    approximations named here:
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. A conversion is called exact if the
+    outputs stay the same, otherwise an approximation:
 
-    - relative tables that the checkpoint lacks are zero; tables of a smaller clip distance repeat their outermost row
-      (exact), tables of a larger clip distance are cut (exact for offsets within the model's clip distance); shared
-      tables are repeated for every head, and row and column tables are added up if the model has joint tables (both
-      exact);
-    - an absolute embedding is resampled to the model's grid (an approximation at another size); it is left out if the
-      model has no absolute embedding (an approximation; the part for prefix tokens is added to these tokens);
-    - tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`;
-    - axial tables are resampled as by `AxialPositionEmbedding.set_grid_size`, and are zero if the checkpoint has no
-      such tables;
-    - a class token is left out if the model has none (an approximation); a distillation token and its head are left
-      out;
-    - layer scale is multiplied into the weights of a model without layer scale, and is one if the checkpoint has none
-      (exact);
-    - the patch embedding is resampled to another patch size (FlexiViT, Beyer et al. 2023, arXiv 2212.08013);
-    - the last norm moves before or behind the pooling, as in the model (an approximation, but exact for token pooling).
+    - Relative tables that the checkpoint lacks are zero (exact). Tables of a smaller clip distance repeat their
+      outermost row (exact). Tables of a larger clip distance are cut (exact for offsets within the model's clip
+      distance). Tables that the checkpoint's heads share are repeated for every head, and row and column tables are
+      added up if the model has joint tables (both exact).
+    - Tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`.
+    - An absolute embedding is resampled to the model's grid (an approximation at another size). If the model has no
+      absolute embedding, the part for prefix tokens is added to these tokens, and the rest is left out (an
+      approximation).
+    - Axial tables are resampled as by `AxialPositionEmbedding.set_grid_size` (an approximation at another size). They
+      are zero if the checkpoint has no such tables (exact).
+    - A class token is left out if the model has none, and a distillation token and its head are always left out
+      (approximations).
+    - Layer scale is multiplied into the weights if the model has no layer scale, and is one if the checkpoint has none
+      (both exact).
+    - The patch embedding is resampled to another patch size (an approximation; FlexiViT, Beyer et al. 2023, arXiv
+      2212.08013).
+    - The last norm moves before or behind the pooling, as in the model (an approximation, but exact for token pooling).
 
     timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 
@@ -62,14 +65,15 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         (torch.Size([7, 64]), torch.Size([15, 64]))
 
     Args:
-        state_dict: tensors by name, which may be wrapped as 'model' or 'state_dict', as in DeiT's files, or have the
-            prefix 'net.' of the raw weights of `relvit fit`.
+        state_dict: tensors by name; or a dictionary with these tensors as the entry 'model', as in DeiT's files, or
+            'state_dict'. Names may have the prefix 'net.', as in a checkpoint of `relvit fit`.
         model: a relvit model; its weights are not changed, but its `pretrained_cfg` gets the number of classes.
         log: whether to warn of tensors that are left out.
 
     Raises:
-        ValueError: tables per head for a model whose heads share tables, joint tables for a model with separate tables,
-            another clip distance with piecewise bucketing, an absolute embedding whose grid is unknown.
+        ValueError: the checkpoint has tables per head, but the model's heads share tables; it has joint tables, but the
+            model has separate tables; it has another clip distance than a model with piecewise bucketing; or the grid
+            of its absolute embedding is unknown.
     """
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
@@ -77,7 +81,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     cfg = getattr(model, "pretrained_cfg", None) or {}
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
-        # timm would drop the classifier if `num_classes` in the configuration differed from the model's `num_classes`.
+        # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model.
         cfg["num_classes"] = model.num_classes
     # Early ViT checkpoints store the patch embedding's weight as a matrix, (dim, channels * height * width).
     if PATCHES in state and state[PATCHES].dim() == 2:
@@ -132,7 +136,7 @@ def load_jax_archive(
         model: a relvit model.
         path: path of the archive.
         prefix: prefix of the names in the archive.
-        filter_fn: see `checkpoint_filter_fn`.
+        filter_fn: function that converts the weights, with the arguments and the result of `checkpoint_filter_fn`.
 
     Raises:
         ValueError: the file is no .npz archive.
@@ -214,12 +218,12 @@ def grid_of(
     """Find the grid of a checkpoint's tensor, and the number of entries for prefix tokens before it (0 or all).
 
     Args:
-        name: name of the tensor.
-        length: number of entries of the tensor.
+        name: name of the tensor, for the error.
+        length: number of entries of the tensor, for patches and perhaps prefix tokens.
         tokens: number of prefix tokens in the checkpoint.
-        kernel: weight of the patch embedding in the checkpoint.
+        kernel: weight of the checkpoint's patch embedding, if the checkpoint has one.
         model: the model that gets the weights.
-        own_length: number of entries in the model's own tensor; None: the model has no such tensor.
+        own_length: number of entries in the model's tensor of this name; None: the model has no such tensor.
 
     Raises:
         ValueError: no grid fits.
@@ -228,7 +232,8 @@ def grid_of(
         known = _trained_grid(model, kernel)
         if known is not None and math.prod(known) == length - prefix:
             return prefix, known
-    # If the tensor is as long as the model's own, assume the model's grid, although other grids have as many patches.
+    # If the checkpoint's tensor is as long as the model's tensor, assume the model's grid, although a grid of another
+    # shape can have as many patches.
     if length == own_length:
         prefix = length - model.patch_embed.num_patches
         if prefix == tokens or (prefix == 0 and model.no_embed_class):
@@ -249,7 +254,7 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     """Return how many rows and columns of patches the checkpoint's images had, by timm's record of their size."""
     if kernel is None or kernel.ndim != 4:
         return None
-    # `pretrained_model_args` holds the model's arguments that a saved folder records.
+    # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
     height, width = to_2tuple(recorded or model.pretrained_cfg["input_size"][-2:])
     return height // kernel.shape[2], width // kernel.shape[3]
@@ -275,10 +280,10 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
         own: the model's state dict.
 
     Raises:
-        ValueError: as `checkpoint_filter_fn`, about tables.
+        ValueError: the tables do not fit the model's tables, see `checkpoint_filter_fn`.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
-    # Blocks may share a position module, which then has a name in each block.
+    # Blocks may share a position module. It then has one name per block, and the state dict has tensors for each name.
     for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue
@@ -289,8 +294,8 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif not held:
-            # All other kinds of positions keep the model's values, since no values are known that leave the outputs
-            # unchanged.
+            # The checkpoint has no relative positions. A position other than `RelativePosition2d` keeps the model's
+            # values, since no values are known with which the outputs would stay the same.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 
 

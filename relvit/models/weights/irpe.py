@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from relvit.layers import RelativePosition2d
 from relvit.layers.positions.tables import TERMS
 
-# A table has 7 x 7 entries for offsets, and one entry for pairs with the class token.
+# A table of iRPE has 7 x 7 entries for offsets, and as its 50th entry one for all pairs with the class token.
 SIDE, ENTRIES = 7, 50
-# For offsets of 0, 1 ... 4 patches, the distance from the middle of the table to the entry; all larger offsets use the
-# last distance. These are the values of iRPE's piecewise index for alpha 1.9, beta 3.8 and gamma 15.2.
+# Index: an offset of 0, 1 ... 4 patches along an axis. Value: how many entries the entry of this offset is away from
+# the middle of the table. All larger offsets use the last value. These are the values of iRPE's piecewise index for
+# alpha 1.9, beta 3.8 and gamma 15.2.
 BUCKETS = (0, 1, 2, 2, 3)
 REACH = len(BUCKETS) - 1
 
@@ -19,17 +20,23 @@ REACH = len(BUCKETS) - 1
 def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     """Convert tables of iRPE (Wu et al. 2021, arXiv 2107.14222; contextual, product method, 50 entries), in place.
 
-    In the authors' code all pairs with the class token have a vector r, in relvit these pairs have no vector. Softmax
-    ignores a summand that is equal for all keys of a query, so r is subtracted from the table, and added to the layer's
-    own bias of queries (query term) or values (value term), with the same outputs. With a key term, adding r to the
-    queries also adds scale * r . a^K_ij to the logits; a bias of each pair subtracts that number.
+    In the authors' code each term has a vector r for all pairs with the class token. In relvit such pairs have no
+    vector, so r is subtracted from all other vectors of the term, and the outputs stay the same:
+
+    - Query term (vectors times keys): r is added to the layer's bias of queries instead.
+    - Key term (queries times vectors): the subtraction changes all logits of a query by the same number, and softmax
+      ignores that.
+    - Value term: r is added to the layer's bias of values instead; the attention weights of a query sum to 1.
+
+    If there are both a query term and a key term, r in the queries also adds scale * (r . a) to the logit of each pair,
+    where a is the pair's vector in the key term. A bias per pair subtracts this number.
 
     Args:
         state: the state dict; without iRPE's tables it stays the same.
-        model: a model with joint `RelativePosition2d`.
+        model: a model whose positions are `RelativePosition2d` with joint tables.
 
     Raises:
-        ValueError: tables of another method, or a model that cannot hold them.
+        ValueError: the tables are of another method, or the model has no place for them.
     """
     names = [name for name in state if ".rpe_" in name]
     if not names:
@@ -61,12 +68,12 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # The next line gives `given` the shape (heads or 1, entries, head_dim).
+        # All tables get the shape (heads or 1, entries, head_dim), which the table of the value term has already.
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # relvit's offsets are key minus query. The authors' offsets are the same in the table of the query term, 'q',
-        # whose vectors are multiplied by keys. In their other tables offsets are query minus key, so reverse those.
+        # In relvit an offset is key minus query. In the authors' code this is so only in the table of the query term,
+        # 'q'; in the other tables an offset is query minus key, so reverse these tables.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

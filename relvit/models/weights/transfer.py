@@ -17,8 +17,8 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
-# Pattern of a tensor's name -> the reason why no other kind of model can use this tensor; packages in `relvit.families`
-# add patterns.
+# Pattern of the names of tensors that one kind of model has -> the part of the error message that says why no other
+# kind of model can use these tensors. Packages in `relvit.families` add entries.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
@@ -30,9 +30,9 @@ class Weights:
     """State dict of a trained model, and facts about its training; a fact that is not known is None.
 
     Attributes:
-        source: a name for messages.
+        source: name of the weights, for messages.
         state: tensors by name.
-        class_names: classes of the classifier in order.
+        class_names: names of the classes, in the order of the classifier's outputs.
         input_size: channels, height and width of the images in training.
         mean, std: normalisation of the images in training.
     """
@@ -52,7 +52,8 @@ class TransferReport:
     Attributes:
         source: see `Weights`.
         loaded: names of the model's tensors that were loaded, also resized or in part.
-        resized: loaded tensors of another shape in the checkpoint: absolute embeddings, tables, patch and input sizes.
+        resized: names of the loaded tensors that have another shape in the checkpoint, such as absolute embeddings,
+            tables and patch embeddings.
         in_part: name of a tensor of which only a part was loaded -> a description of the part; the rest is as
             initialised.
         new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised.
@@ -97,10 +98,13 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     """Load the weights of a classifier that fit into another classifier, in place.
 
     - `relvit.models.checkpoint_filter_fn`, or timm's function for an architecture of timm, adapts sizes: absolute
-      embeddings, patch sizes, axial tables, clip distances. timm's function adapts input channels.
-    - The classifier's rows are loaded in the order of the model's classes if both have the same classes. The classifier
-      stays as initialised if the names differ, or, without names on one side, if the numbers of classes differ.
-    - Relative tables that the checkpoint lacks are zero in relvit's models, and as initialised in retrofitted models.
+      embeddings, patch sizes, axial tables, clip distances.
+    - Input channels are repeated or summed up, as timm does.
+    - If both classifiers have the same class names, the rows of the weights are put into the order of the model's
+      classes. If the names differ, the model's classifier stays as initialised. If one side has no names, the rows are
+      loaded as they are, unless the numbers of classes differ.
+    - Relative tables that the checkpoint lacks are zero in relvit's models. In retrofitted models they are as
+      initialised, or zero if the checkpoint has tables for other terms.
 
     Examples:
         >>> trained = timm.create_model("relvit_tiny", img_size=64, depth=2, num_classes=3)
@@ -112,11 +116,11 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     Args:
         net: the model, built for its own classes and image size.
         weights: the weights.
-        class_names: classes of the model in order, if they have names.
+        class_names: names of the model's classes, in the order of its outputs; None: they have no names.
 
     Raises:
-        ValueError: no tensor fits, or the shape of a tensor differs in a way that no resizing explains, such as another
-            width; or weights of an attention-free model for a model with attention.
+        ValueError: no tensor fits; a tensor has another shape that resizing cannot adapt, such as another width; or the
+            weights are of an attention-free model, and the model has attention.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
@@ -142,8 +146,9 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
             f"({shapes}); give the architecture of the weights"
         )
-    # Find out which tensors the filter used and which it added: a tensor that it only renamed is still the same object;
-    # a tensor that it added is one of the model's own tensors, or constant (zeros).
+    # Find out which tensors of the checkpoint the filter used, and which tensors it added. A tensor that the filter
+    # only renamed is still the same object. A tensor that it added is a tensor of the model, or holds equal numbers,
+    # such as zeros.
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:
@@ -180,13 +185,13 @@ def _convert(
 ) -> dict[str, Tensor]:
     """Return the state dict in the names and sizes of the model; `in_part` receives tensors loaded in part."""
     if isinstance(net, Retrofitted) and not any(ABSOLUTE in name for name in own):
-        # timm's filters would resize the embedding to the model's, but `relvit.retrofit` has dropped the model's
-        # embedding.
+        # Leave out the checkpoint's absolute embedding: timm's filters would resize it to the model's embedding, which
+        # `relvit.retrofit` has dropped.
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
-        # The filters compute the grid of the checkpoint's absolute embedding from this input size.
+        # The filters compute the grid of the checkpoint's absolute embedding from this `input_size`.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
         try:
             state = filter_fn(state)
@@ -204,8 +209,8 @@ def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Te
         if function is None:
             continue
         parameters = inspect.signature(function).parameters
-        # DeiT III's files have other names for layer scale. The report names the tensors left out, so logging them is
-        # off.
+        # `adapt_layer_scale` converts the names that layer scale has in DeiT III's files. `log` is False, because the
+        # report names the tensors that are left out.
         wanted = {"adapt_layer_scale": True, "log": False, "in_part": in_part}
         extra = {name: value for name, value in wanted.items() if name in parameters}
         rest = (net,) if len(parameters) > 1 else ()

@@ -17,13 +17,13 @@ from relvit.ops.tracing import is_compiling
 class TransformersModel(OwnPositions):
     """Mixin before a model of `transformers` whose `forward` records outputs of its layers.
 
-    All these models bring relative positions.
+    It derives from `OwnPositions`, because all these models have relative positions.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # transformers' `capture_outputs` looks up the name of the model's class in this registry, to find the layers
-        # whose outputs it returns.
+        # transformers' `capture_outputs` looks up the model's class in this registry by name, to find the layers whose
+        # outputs it returns. So enter the retrofitted class, too.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
 
 
@@ -33,7 +33,7 @@ def attend_and_show(
     """Attend; with `show` also return the attention weights (B, heads, N, N), without gradients and dropout.
 
     Raises:
-        ValueError: `show` in a compiled graph.
+        ValueError: `show` is True in a compiled graph.
     """
     if not show:
         return attn.attend(x, grid, mask, False, None), None

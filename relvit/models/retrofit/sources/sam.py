@@ -40,7 +40,7 @@ class SamAttention(GridAttention):
 class SamRowsAttention(SamAttention):
     """`SamAttention` for libraries whose projections take (B, rows, columns, dim), without norms of queries and keys.
 
-    Adapters that replace a projection, such as LoRA, rely on this shape.
+    Adapters that replace a projection, such as LoRA, may rely on this shape, so the projections still get it.
     """
 
     def attend_rows(self, x: Tensor, grid: Grid | None = None) -> Tensor:
@@ -59,7 +59,7 @@ class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
     If the images in training have a side that is no multiple of the patch, SAM leaves out the pixels behind the last
-    whole patch, and so does this module at that size.
+    whole patch. This module does so, too, but only for images of the size in training.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ class SamPatchEmbed(PatchSizes):
 class SamEncoder(OwnPositions):
     """Mixin before the SAM image encoder of a library that refuses images of other sizes: SAM's own rule for them.
 
-    SAM resizes the longer side of an image to the side of its square canvas, and pads below or to the right. So the
-    absolute embedding is resized to the square canvas around the image (unless the image's longer side is as long as in
-    training), and cut to the image. Windows and offsets count patches as in training; offsets beyond a table use the
-    table's outermost entry.
+    SAM resizes the longer side of an image to the side of a square canvas, and pads the image below or to the right. So
+    the absolute embedding is resized to the square canvas that holds the image, and cut to the image; if the longer
+    side is as long as in training, the embedding is only cut. Windows and offsets count patches as in training; offsets
+    beyond a table use the table's outermost entry.
 
     Attributes:
         patch_embed_classes: class of the original patch embedding -> the class that it becomes.

@@ -41,8 +41,8 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
-    # `VisionTransformer` of timm has these attributes, and these models lack them: `pool` and `pool_native`, relvit's
-    # code for padded batches, read the other two.
+    # `GridForward` needs these attributes of timm's `VisionTransformer`, which BEiT and `vit_relpos_*` lack. The other
+    # two are read by `pool`, and by `pool_native`, relvit's pooling of padded batches.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False
@@ -52,8 +52,8 @@ class GridInBias(BiasPositions, GridForward):
         for name in self.shared:
             setattr(self, name, None)
         for block in self.blocks:
-            # timm's `Beit.set_input_size` resizes the tables of each attention with a `window_size`, and these tables
-            # must stay.
+            # timm's `Beit.set_input_size` resizes the tables of each attention that has a `window_size`. Remove it, so
+            # that the tables stay.
             block.attn.window_size = None
         absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
         for name, value in absent.items():

@@ -58,8 +58,9 @@ def whole_steps(
 ) -> Tensor:
     """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    The size that the attention was built for determines the steps and the row of the offset 0. At that size timm's
-    `cal_rel_pos_type` computes the same rows. At other sizes rows may be below 0, or beyond the table.
+    The size of one step, and the row of the offset 0, depend on `built_queries` and `built_keys`: the rows, or columns,
+    of the queries and keys for which the attention was built. At that size timm's `cal_rel_pos_type` computes the same
+    rows of the table. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
     here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
@@ -88,7 +89,7 @@ class PooledOffsets(LayerTables):
 
     def terms(self, query: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""
-        # Pooling leaves the queries in memory as (B, Nq, heads, head_dim), so bring their axes into this order.
+        # In memory the pooled queries are laid out as (B, Nq, heads, head_dim), so bring their axes into this order.
         query = query.transpose(1, 2)[:, grid.prefix :].unflatten(1, (grid.height, grid.width))
         of_rows, of_cols = (self.vectors(axis, table, grid, key_grid) for axis, table in enumerate(self.parameters()))
         products = torch.einsum("byxhc,ykc->byxhk", query, of_rows), torch.einsum("byxhc,xkc->byxhk", query, of_cols)
@@ -173,8 +174,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         prefix, heads = int(self.has_cls_token), self.num_heads
         if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
             # timm puts the heads on the batch axis of the convolution, which needs copies before and after the
-            # convolution. Here the heads stay channels, with the weights repeated for each head, so the convolution
-            # reads the projection without a copy, channels last.
+            # convolution. Here the heads stay channels, and the weights are repeated for each head. So the convolution
+            # reads the projection without a copy, in the memory format channels last.
             weight = pool.weight.repeat(heads, 1, 1, 1)
             image = x[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
             image = F.conv2d(image, weight, None, pool.stride, pool.padding, groups=len(weight))
@@ -252,15 +253,15 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         """Find the height and width of the images that an original model was built for, which timm does not store.
 
         Raises:
-            ValueError: timm builds the same model for several sizes, and computes other offsets at each of these sizes.
+            ValueError: timm builds the same model for several sizes, but computes different offsets at these sizes.
         """
         embed, attentions = Pooling.of(model.patch_embed.proj), [attn for _, attn in cls.named_attentions(model)]
         first, sides = attentions[0], []
         for axis, table in enumerate((first.rel_pos_h, first.rel_pos_w)):
             step = min(Pooling.of(pool).stride[axis] for pool in (first.pool_q, first.pool_k)) * embed.stride[axis]
             least = (len(table) + 1) // 2 * step
-            # Each image side that gives tables of this length -> the numbers of tokens, or None if an offset exceeds a
-            # table.
+            # Each image side for which timm makes tables of this length -> the numbers of tokens in each attention, or
+            # None if an offset exceeds a table.
             found = {side: tokens_within_tables(attentions, embed, side, axis) for side in range(least, least + step)}
             different = {tokens: side for side, tokens in reversed(found.items()) if tokens}
             if len(different) > 1:

@@ -28,7 +28,8 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
     max_grid: tuple[int, int] = (64, 64)
 
     def open_to_all_sizes(self) -> None:
-        # timm's model takes all sizes already. If the absolute embedding was removed, timm must not look for it.
+        # timm's model takes all sizes already. If `abs_pos='drop'` has removed the absolute embedding, timm must not
+        # look for it.
         if not self.state_dict().keys() & set(self.absolute):
             self.embeds.pos_embed_type = "none"
 
@@ -59,5 +60,5 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
                 f"{error}; images of up to {rows} x {cols} patches are allowed by max_grid, an argument of "
                 "relvit.retrofit and an attribute of the model"
             ) from error
-        # timm passes a mask that hides the padding, so the grid need not hide it.
+        # timm passes a mask that hides the padding, so the grid need not say where the padding is.
         return grid._replace(valid=None)

@@ -45,8 +45,8 @@ class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
         for path, attn in self.named_attentions(self):
             for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in TABLES):
                 if key in adapted and len(adapted[key]) != len(own):
-                    # A model for images of another size has longer or shorter tables: offsets beyond the given table
-                    # use its outermost row.
+                    # The given table is of a model for images of another size, so it is longer or shorter. Offsets
+                    # beyond the given table use its outermost row.
                     given, most = len(adapted[key]) // 2, len(own) // 2
                     offsets = torch.arange(-most, most + 1, device=adapted[key].device).clamp(-given, given)
                     adapted[key] = adapted[key][offsets + given]

@@ -1,8 +1,9 @@
 """BEiT and Data2Vec's vision model of Hugging Face `transformers` after `relvit.retrofit`.
 
-Tables stay in their modules: their names in the state dict, their values and the optimiser's state stay the same. The
-modules that computed a bias of N x N now return the grid in place of the bias, and attention reads the tables. At other
-sizes offsets beyond a table use the table's outermost entry, while transformers interpolates its tables.
+Tables stay in their modules, so their names in the state dict, their values and the optimiser's state stay the same.
+The modules that computed a bias of N x N now return the grid in place of the bias, and attention reads the tables. At
+other sizes than in training, offsets beyond a table use the table's outermost entry, while transformers interpolates
+its tables.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
-        # `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention` ignore their attribute `dropout`, so their dropout is
-        # 0.
+        # `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention` do not use their attribute `dropout`: they have no
+        # dropout.
         return attn.dropout if cls.attention_classes[type(attn)].forms_weights else 0.0
 
     @merge_with_config_defaults
