@@ -21,12 +21,12 @@ def at_size(
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
-    The copy shares the dataset of val or test with `data`, which builds this dataset once. The copy also shares the
-    images of train if `data` holds these images in memory. If the images of `data` keep their shapes (`native`), the
-    copy's images all have this one size.
+    The copy shares the files or images of val or test with `data`, which finds or loads them only once. It shares those
+    of train only if `data` has built this dataset already. If the images of `data` keep their shapes (`native`), the
+    images of the copy nevertheless all have the one size `img_size`.
 
     Args:
-        data: a data module, whose `img_size` is the size in training; its loaders do not change.
+        data: a data module, whose `img_size` is the size in training. The loaders of `data` itself do not change.
         img_size: one number or (height, width); with `squash`, images are resized to `squash` at the end.
         split: 'train' (without augmentation), 'val' or 'test'.
         protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
@@ -42,8 +42,8 @@ def at_size(
     own.eval_transform = eval_transform(*images, protocol, data.img_size, fill, squash)
     if split not in data._datasets:
         data.prepare_data()
-    # For train, `data.dataset` would build the augmented dataset, and with `cache` decode all images. So share only a
-    # dataset of train that is built already.
+    # For train, `data.dataset` would build the augmented dataset, and with `cache` decode all images. So do not call
+    # it, and share this dataset only if it is built already.
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:

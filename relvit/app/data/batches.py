@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Images (B, C, H, W) of one size, or the patches of images of any shape, which
+# Images (B, C, H, W) of one size, or a dictionary with the patches of images of any shape, which
 # `relvit.app.data.shape.NativeShapes.collate` makes.
 ImageBatch = Tensor | dict[str, Any]
 

@@ -109,8 +109,8 @@ def _counted(counts: Mapping[str, int], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {counts[name]:,}" for name in names)
 
 
-# A class may be a typo of another class that has _RARER times as many images. Only the _COMPARED rarest classes are
-# checked, since comparing all names with each other would be slow.
+# The name of a class may be a typo of another class name if the other class has at least _RARER times as many images.
+# Only the _COMPARED rarest classes are checked, because comparing all names with each other would be slow.
 _RARER, _COMPARED = 20, 50
 
 
@@ -127,12 +127,13 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(group) > 1
     ]
     for name in sorted(counts, key=lambda name: counts[name])[:_COMPARED]:
-        # Leave out names with digits: a number that differs from another number in one digit is no typo.
+        # Leave out names with digits, because names that differ only in a digit, such as 'type 1' and 'type 2', are no
+        # typos.
         if len(name) < 3 or re.search(r"\d", name):
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
-        # This cutoff allows one letter that is added, missing, wrong or in another place, and a little more in long
-        # names.
+        # With this cutoff, names match if one letter is added, missing, wrong or in another place; long names may
+        # differ a little more.
         for other in difflib.get_close_matches(name, larger, 1, min(1 - 1 / len(name), 0.85) - 1e-9):
             doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
     return doubts

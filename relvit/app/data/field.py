@@ -47,7 +47,7 @@ class FieldCrop(v2.Transform):
             length = pixels.shape[axis]
             first = round((length - size) / 2) if length >= size else -((size - length) // 2)
             index = np.arange(first, first + size)
-            # A reflection repeats after 2 * `turn` pixels: `turn` pixels forwards, then `turn` pixels backwards.
+            # The mirrored image repeats after 2 * `turn` pixels: `turn` pixels forwards, then `turn` pixels backwards.
             turn = max(1, length - 1)
             inside = turn - np.abs(index % (2 * turn) - turn) if length > 1 else np.zeros_like(index)
             pixels = pixels.take(inside, axis)

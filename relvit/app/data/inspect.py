@@ -14,7 +14,7 @@ from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.number_types import PositiveInt, check_ranges
 
-_CHUNK = 32  # A process gets this number of files at a time.
+_CHUNK = 32  # A process gets at most this number of files at a time.
 
 
 class Inspected(NamedTuple):
@@ -29,8 +29,8 @@ class Inspected(NamedTuple):
 def inspect_image(source: ImageSource) -> Inspected:
     """Decode one file completely.
 
-    The hash is computed from the pixels that a model would see. So lossless copies in another format, or with other
-    metadata, have the same hash.
+    The hash is computed from the decoded pixels. So lossless copies in another format, or with other metadata, have the
+    same hash.
     """
     try:
         image = load_rgb(source)

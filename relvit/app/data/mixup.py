@@ -14,15 +14,16 @@ from relvit.utils.ranges import Range
 class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
-    ``(images, labels) -> (images, targets)``: both results are new tensors in the same order. Images are float (B, C,
-    H, W), before and after mixing. Labels int64 (B,) become targets float32 (B, num_classes), whose rows sum to one.
+    ``(images, labels) -> (images, targets)``, in the same order; the given tensors do not change. Images are float (B,
+    C, H, W), before and after mixing. Labels int64 (B,) become targets float32 (B, num_classes), whose rows sum to one.
     Labels of multi-label images are bool (B, num_classes), and the rows of their targets can have any sum. Each image i
     is mixed with a random other image j of the batch. The proportion lam is drawn from Beta(alpha, alpha) once for the
     whole batch:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
-    - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i with about the share 1 - lam of the area, cut at
-      the border, is replaced by the same rectangle of x_j; lam is then set to the share of x_i that is left
+    - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i is replaced by the same rectangle of x_j. Its area
+      is the share 1 - lam of the image, or less if it extends beyond the border; lam is then set to the share of x_i
+      that is left
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), whether the batch is mixed or not: the share
     `label_smoothing` is spread over all classes. torchvision mixes the images, on their device; random numbers come
@@ -40,7 +41,7 @@ class BatchMix(nn.Module):
         cutmix_alpha: CutMix's alpha; 0 for no CutMix.
         prob: Probability that a batch is mixed at all.
         switch_prob: Probability that a mixed batch is mixed by CutMix, if both mixup and CutMix are on.
-        label_smoothing: Share of the labels that is spread over all classes.
+        label_smoothing: Share of each label that is spread evenly over all classes.
 
     Raises:
         ValueError: An argument out of its range; when called, batches that do not fit.
@@ -74,9 +75,9 @@ class BatchMix(nn.Module):
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
-            # torchvision mixes each image with the image before it, which with repeated augmentation is often a copy of
-            # the same image. So shuffle the batch first. Like all other random numbers here, the order comes from the
-            # generator of the CPU.
+            # torchvision mixes each image with the image before it in the batch. With repeated augmentation this is
+            # often a copy of the same image, so shuffle the batch first. The order comes from the CPU's generator, as
+            # do all other random numbers here.
             order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()
             mix = self.cutmix if which < self.cutmix_share else self.mixup

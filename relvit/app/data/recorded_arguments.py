@@ -10,8 +10,8 @@ from lightning import LightningDataModule
 
 from relvit.app.utils.masks import MASK, mask_secrets
 
-# A subclass computes these arguments of `ImageData` and `ImageFilesData` itself, so they are not part of its
-# `**options`.
+# `ImageData` and `ImageFilesData` require these arguments, but a subclass computes them itself, so its `**options`
+# cannot contain them.
 _OF_SUBCLASS = ("class_names", "in_chans")
 _LEFT_OUT = object()
 
@@ -20,15 +20,15 @@ class RecordedArguments(LightningDataModule):
     """Base class of data modules that know the arguments with which they were built.
 
     relvit's own classes keep each argument in an attribute of the same name, and pass arguments that they do not know
-    to their parent as ``**options``. A user's class need not follow this rule, so the arguments given to it are
-    recorded.
+    to their parent as ``**options``. A user's class need not follow this rule, so the arguments of its constructor are
+    recorded when it is called.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls) and cls.is_of_user():
-            # `type.__setattr__` is used, because type checkers would take an assignment to `cls.__init__` for an
-            # `__init__` of this class.
+            # Use `type.__setattr__`, because type checkers would take an assignment to `cls.__init__` for a definition
+            # of `RecordedArguments.__init__`.
             type.__setattr__(cls, "__init__", _recording(cls.__init__))
 
     @classmethod
@@ -40,9 +40,10 @@ class RecordedArguments(LightningDataModule):
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
-        A user's class has the arguments that it was given and the defaults of its constructor. If the module has an
-        attribute of an argument's name (an absolute path, say, or the value that replaced None), the attribute's value
-        is returned. An argument of another type, such as a dataset, is left out.
+        For a user's class these are the given arguments and the defaults of its constructor. If the module has an
+        attribute with the name of an argument, the attribute's value is returned in place of None, and in place of a
+        text or number if it has the same type (an absolute path in place of a relative one). An argument of another
+        type, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -93,8 +94,8 @@ class RecordedArguments(LightningDataModule):
     def names_to_restore(cls) -> list[str]:
         """Names of the arguments that a class takes from a checkpoint of other data.
 
-        For a user's class only the arguments in its own signature are returned, since the use of its ``**options`` is
-        unknown.
+        For a user's class only the arguments in the signature of its own constructor are returned, because it is
+        unknown what the class does with its ``**options``.
         """
         found = cls.arguments()
         return [name for name, (_, part) in found.items() if not cls.is_of_user() or part.__init__ is cls.__init__]

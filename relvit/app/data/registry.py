@@ -22,7 +22,7 @@ def data_modules() -> list[type[ImageData]]:
 def imported_data_module(class_path: str) -> type[ImageData] | None:
     """Return the data module that a checkpoint names if relvit or the user has already imported it, otherwise None.
 
-    Nothing is imported, because a file must not choose which code runs.
+    This function imports nothing, because a checkpoint must not choose which code runs.
     """
     named = (cls for cls in data_modules() if class_path_of(cls) == class_path)
     return next(named, None)

@@ -83,10 +83,11 @@ class NativeShapes(ImageShape):
     """Each image keeps its shape, as a sequence of patches in timm's format for its NaFlex models.
 
     Attributes:
-        img_size: (height, width). If a size was given, it is this size, and `max_tokens` its number of patches. If
-            `max_tokens` was given, it is the largest n x n patches that are no more than `max_tokens`.
+        img_size: (height, width) of the images that models are built for: the given size; or, if `max_tokens` was given
+            instead, the size of the largest n x n patches with n * n <= `max_tokens`.
         patch_size: (height, width) of a patch.
-        max_tokens: Number of patches that no image exceeds.
+        max_tokens: The largest number of patches of an image. If it was not given, the number of whole patches in
+            `img_size`.
     """
 
     patch_size: tuple[int, int]
@@ -108,8 +109,9 @@ class NativeShapes(ImageShape):
 
         Each image is resized, with its own aspect ratio up to rounding, to the largest size in whole patches that has
         at most `max_tokens` patches. Small images are enlarged, so all sequences have nearly `max_tokens` patches, and
-        batches have little padding. Random resized crops keep their random area and aspect ratio, both relative to the
-        image; random shifts by up to an eighth stay; centre crops are left out, so evaluation sees the whole image.
+        batches have little padding. Random resized crops still have a random area and aspect ratio, both relative to
+        the image; random shifts by up to an eighth of the image stay; centre crops are left out, so evaluation sees the
+        whole image.
 
         Args:
             transform: A transform of :func:`relvit.app.data.train_transform` or :func:`relvit.app.data.eval_transform`.
@@ -145,8 +147,8 @@ class NativeShapes(ImageShape):
 
         Returns:
             A dictionary as timm's loader makes it: 'patches' float32 (B, N, height, width, C), 'patch_coord' int64 (B,
-            N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', rows and columns that no
-            image of the batch exceeds. The second part of the batch is the labels or names.
+            N, 2), 'patch_valid' bool (B, N), False for padding, 'seq_len' N; and 'grid_size', the largest numbers of
+            rows and of columns of patches in the batch. The second part of the batch is the labels or names.
         """
         images, targets = zip(*items, strict=True)
         longest = max(len(image["patches"]) for image in images)
@@ -174,7 +176,7 @@ class NativeShapes(ImageShape):
                 f"--data.patch_size {shlex.quote(size_text(own))}"
             )
         like = next(net.parameters())
-        # The batch holds two images of different shapes, so that the model has to handle padding, too.
+        # The batch has two images of different shapes, so the model has to handle padding, too.
         batch = {
             "patches": torch.zeros(2, 2, height, width, in_chans, dtype=like.dtype, device=like.device),
             "patch_coord": torch.tensor([[[0, 0], [0, 1]], [[0, 0], [0, 0]]], device=like.device),
@@ -184,7 +186,7 @@ class NativeShapes(ImageShape):
         try:
             run_once(net, batch)
         except ValueError:
-            # The error messages of relvit's models already give the reason.
+            # Errors of relvit's models already give the reason, so do not replace them.
             raise
         except Exception as error:
             raise ValueError(

@@ -11,18 +11,19 @@ def stratified_split(
     """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
     Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
-    class with a single image stays in the larger part. A hash of the seed and the names decides. So the split does not
-    depend on random state, machine or location, and adding an image moves few images to the other part.
+    class with a single image stays in the larger part. A hash of the seed and the name decides to which part an image
+    goes. So the split does not depend on random state, machine or location, and adding an image moves few images to the
+    other part.
 
     Args:
         names: Name of each image, without the location of the data.
         labels: Class of each image.
         fraction: Share of each class in the smaller part.
-        seed: Another seed gives another choice.
+        seed: Another seed chooses other images for the smaller part.
         where: Name of the data, for the message.
 
     Raises:
-        ValueError: The smaller part is empty, since every image is the only one of its class.
+        ValueError: The smaller part is empty, because no class has two images.
     """
 
     def rank(index: int) -> str:

@@ -17,7 +17,8 @@ from relvit.app.data.field import FieldCrop, Fill
 from relvit.app.utils.number_types import NonNegativeFloat, PositiveShare, Share, check_ranges
 from relvit.utils.messages import check_choice
 
-# No side of an image is resized to more pixels than this, the longest side of a JPEG file.
+# The size before the centre crop, `size / crop_pct`, may have sides of at most this number of pixels, the longest side
+# that a JPEG file can have.
 LONGEST_SIDE = 65_500
 
 SizeProtocol = Literal["crop", "resize", "field"]
@@ -25,19 +26,20 @@ SizeProtocol = Literal["crop", "resize", "field"]
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 """Augmentation of training images, see `train_transform`."""
 
-# Augmentation -> its default colour jitter and its default probability of erasing. DeiT uses no colour jitter with
-# RandAugment: timm switches the jitter off, whatever its option --color-jitter says.
+# Key: augmentation. Value: its default colour jitter and its default probability of erasing; both are 0 for all other
+# augmentations. DeiT has no colour jitter, because timm switches it off with RandAugment, whatever its option
+# --color-jitter says.
 _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {
     "deit": (0.0, 0.25),
     "three-augment": (0.3, 0.0),
     "three-augment-crop": (0.3, 0.0),
 }
 
-# An image size with a longer side, in pixels, is taken for a mistake.
+# Image sizes with a side of more pixels than this are refused, because they must be a mistake.
 LARGEST_SIDE = 2**14
 
-# If the resized image is more than this many times as long as the output, its ends are left out. Otherwise an image of
-# 1 x 30,000 pixels would be enlarged to gigabytes.
+# If a side of the resized image is more than this many times as long as the same side of the output, its ends are not
+# computed. Otherwise an image of 1 x 30,000 pixels would be enlarged to gigabytes.
 LONGEST = 64
 
 
@@ -71,13 +73,13 @@ class ResizeToCover(v2.Transform):
     def transform(self, inpt: Image.Image, params: dict[str, Any]) -> Image.Image:
         (height, width), made = self.sizes((inpt.height, inpt.width))
         top, left = (height - made[0]) // 2, (width - made[1]) // 2
-        # x0, x1, y0 and y1 are the edges of the middle, in pixels of the image.
+        # x0, x1, y0 and y1 are the edges of the middle part that is computed, in pixels of the given image.
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
-            # To enlarge the whole image, Pillow resizes horizontally first. For the middle, which has fewer rows than
-            # the image, Pillow 13 would resize vertically first, and clip other intermediate values to 0...255. So
-            # resize horizontally here.
+            # The middle must be equal to the middle of the whole enlarged image, which Pillow would resize horizontally
+            # first. As the middle has fewer rows than the given image, Pillow 13 would resize it vertically first, and
+            # so clip other intermediate values to 0...255. So resize horizontally here.
             inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
@@ -91,8 +93,8 @@ class ResizeToCover(v2.Transform):
             # For other shapes timm uses its own ResizeKeepRatio, which rounds.
             ratio = min(stored[0] / height, stored[1] / width)
             whole = round(stored[0] / ratio), round(stored[1] / ratio)
-        # A centre crop rounds half a pixel to an even number, so leaving out an even number of pixels on either side
-        # does not change the crop.
+        # `CenterCrop` rounds a half to an even number, so leave out an even number of pixels on either side: the crop
+        # then has the same pixels as the crop of the whole image.
         made = tuple(
             side - max(0, side - LONGEST * asked) // 4 * 4 for side, asked in zip(whole, self.size, strict=True)
         )
@@ -148,7 +150,7 @@ def eval_transform(
         raise ValueError(f"fill {fill!r} is for protocol 'field', not {protocol!r}: leave it out")
     squashed = [] if squash is None else [_squash(parse_size(squash, "squash"))]
     if protocol == "resize":
-        # Resize the whole image directly to the final size, because resampling it twice would blur it.
+        # Resize the image directly to the size `squash`, if it is given, because resizing it twice would blur it.
         steps, squashed = squashed or [_squash(size)], []
     elif protocol == "field":
         if trained_size is None:
@@ -193,26 +195,26 @@ def train_transform(
     ``'none'``                the evaluation transform
     ``'shift'``               cover ``size``, pad with zeros by an eighth of it (at least 1), crop at random: for tiny
                               images that must not be mirrored, such as digits
-    ``'crop-flip'``           the same and a horizontal flip: for tiny images of objects, such as CIFAR's
+    ``'crop-flip'``           ``'shift'`` and a random horizontal flip: for tiny images of objects, such as CIFAR's
     ``'resized-crop'``        a random part (8 to 100 % of the area; its shape within 3:4 and 4:3 of the output's)
-                              resized to ``size``, and a horizontal flip: for photographs
-    ``'deit'``                the same, timm's RandAugment ``rand-m9-mstd0.5-inc1``, and erasing with probability 0.25
-                              (DeiT, Touvron et al. 2021, arXiv 2012.12877, table 9)
+                              resized to ``size``, and a random horizontal flip: for photographs
+    ``'deit'``                ``'resized-crop'``, timm's RandAugment ``rand-m9-mstd0.5-inc1``, and erasing with
+                              probability 0.25 (DeiT, Touvron et al. 2021, arXiv 2012.12877, table 9)
     ``'three-augment'``       ``'resized-crop'``, then one of greyscale, solarisation and Gaussian blur, and colour
                               jitter 0.3 (DeiT III, Touvron et al. 2022, arXiv 2204.07118, section 3)
-    ``'three-augment-crop'``  the same with DeiT III's simple random crop instead, which keeps most of the image:
-                              cover ``size``, pad by four mirrored pixels, crop at random, flip
+    ``'three-augment-crop'``  ``'three-augment'`` with DeiT III's simple random crop, which keeps most of the image:
+                              instead of a random part: cover ``size``, pad by four mirrored pixels, crop at random
     ========================  ======================================================================================
 
-    Random numbers come from PyTorch's generator, but from Python's generator for RandAugment and the three
-    augmentations of DeiT III, which timm implements.
+    Random numbers come from PyTorch's generator. Only RandAugment and the three augmentations of DeiT III, which timm
+    implements, use the generators of Python and NumPy.
 
     Args:
         size, mean, std: See :func:`eval_transform`.
         augment: One of the names above; the last three are for images of three channels.
         crop_pct: Used by ``'none'`` only, as in :func:`eval_transform`.
-        color_jitter: Brightness, contrast and saturation are multiplied by random factors from 1 - x to 1 + x, in any
-            order; 0: none. None: the default of `augment`, see the table.
+        color_jitter: A number x: brightness, contrast and saturation are multiplied by random factors from 1 - x to 1 +
+            x, in random order; 0: no jitter. None: the default of `augment`, see the table.
         random_erasing: Probability that a rectangle (2 to 33 % of the area) of the normalised image becomes normal
             noise (Zhong et al. 2017, arXiv 1708.04896). None: the default of `augment`.
 
@@ -242,8 +244,8 @@ def train_transform(
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     steps += _to_tensor(mean, std)
     if erasing > 0:
-        # These limits of area and aspect ratio are the same as in timm and the paper; 'random' draws noise for every
-        # pixel, as in DeiT.
+        # The limits of area and aspect ratio are the same as in timm and the paper; 'random' fills every pixel with
+        # noise of its own, as DeiT does.
         steps.append(v2.RandomErasing(erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"))
     return v2.Compose(steps)
 
@@ -254,7 +256,7 @@ def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
         padding = (max(1, width // 8), max(1, height // 8))
         return [ResizeToCover(size), v2.RandomCrop(size, padding=padding)]
     if augment == "three-augment-crop":
-        # Reflection padding needs an image with more pixels than the padding adds.
+        # Reflection can add fewer pixels on each side than the image has, so sizes below 5 pixels get less padding.
         padding = (min(4, width - 1), min(4, height - 1))
         return [ResizeToCover(size), v2.RandomCrop(size, padding=padding, padding_mode="reflect")]
     ratio = (width / height * 3 / 4, width / height * 4 / 3)
@@ -291,15 +293,15 @@ def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform
 class BatchTransform:
     """Transform a whole batch at once, with the same result as a transform of single images, see :meth:`like`.
 
-    Pixels of resized images differ from Pillow's by rounding. `tools/loading.py` measures how much faster a transform
-    of whole batches is.
+    If images are resized, pixels differ from Pillow's by rounding. `tools/loading.py` measures how much faster a
+    transform of whole batches is.
 
     Args:
         resized: Height and width to which the images are resized first.
         field: A crop after the resizing that continues images beyond their edges; None: there is no such crop.
         size: Height and width of the result.
-        padding: Numbers of columns added at the left and the right, and of rows added at the top and the bottom, before
-            a random crop; None: the centre is cropped.
+        padding: The number of columns that are added at the left and again at the right, and the number of rows that
+            are added at the top and again at the bottom, before a random crop; None: the centre is cropped.
         flip: Probability that an image is mirrored.
         mean: Mean of red, green and blue, in units of pixels, (3, 1, 1).
         std: Standard deviation of red, green and blue, in units of pixels, (3, 1, 1).
@@ -348,7 +350,7 @@ class BatchTransform:
         match steps:
             case [v2.RandomHorizontalFlip(p=flip), *steps]:
                 pass
-        # If steps remain, they have no form for batches, or come in an unexpected order.
+        # If steps remain, this class cannot transform batches by them, or they come in an unexpected order.
         if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))
@@ -385,6 +387,6 @@ class BatchTransform:
 def _pack(images: Tensor) -> Tensor:
     """Pack uint8 (B, H, W, 3) to int32 (B, H, W), so that a pixel is gathered as one number."""
     packed = np.zeros((*images.shape[:3], 4), np.uint8)
-    for channel in range(3):  # One channel after the other is faster than all three at once.
+    for channel in range(3):  # Copying one channel after the other is faster than all three at once.
         packed[..., channel] = images[..., channel]
     return torch.from_numpy(packed).view(torch.int32).squeeze(-1)

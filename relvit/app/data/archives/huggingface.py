@@ -23,7 +23,7 @@ class RowImage(StoredImage):
 
     Args:
         split: Name of dataset and split, for messages.
-        rows: A `datasets.Dataset` with no other column than the images, which are bytes and paths.
+        rows: A `datasets.Dataset` with only the column of the images, each as encoded bytes or as the path of a file.
         column: The column of the images.
         index: The row.
         key: Name of the row.
@@ -43,7 +43,7 @@ class RowImage(StoredImage):
         path = value["path"]
         if path is None:
             raise ValueError("the row holds no image")
-        # A downloaded dataset may contain any path, even a link or a device, so only plain files are opened.
+        # A downloaded dataset may contain any path, even a URL or a device, so open only regular files.
         if not os.path.isfile(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         with open(path, "rb") as stream:
@@ -56,7 +56,7 @@ class RowImage(StoredImage):
 class HuggingFace(Reader):
     """A Hugging Face dataset, loaded by `datasets.load_dataset` or from a folder that `save_to_disk` has written.
 
-    No code that comes with a dataset is ever run, and no link to an image is opened.
+    Code that comes with a dataset is never run, and URLs of images are never opened.
 
     Args:
         path: The name on the hub, or the folder.
@@ -177,7 +177,7 @@ def _datasets() -> ModuleType:
         import datasets
     except ModuleNotFoundError as error:
         raise MissingPackageError("a Hugging Face dataset", "datasets") from error
-    # Older versions of `datasets` would run code that comes with a dataset.
+    # Older versions of `datasets` can run code that comes with a dataset.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(
             f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',

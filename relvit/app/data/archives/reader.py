@@ -12,8 +12,8 @@ class Content(NamedTuple):
 
     Attributes:
         images: The images.
-        labels: The label of each image as the data store the label, a name or a number, or None for an image without a
-            label; empty if labels were not requested.
+        labels: The label of each image as text, a name or a number, and None for an image without a label; empty if
+            labels were not requested.
         declared: The names of the classes in order, if the data declare them; some classes may have no images.
     """
 

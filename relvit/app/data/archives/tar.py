@@ -15,7 +15,7 @@ from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
-# Compressed files begin with these bytes: gzip, bzip2, xz, zstandard.
+# Files that gzip, bzip2, xz or zstandard has compressed begin with these bytes.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CHUNK = 1 << 20
 
@@ -64,8 +64,8 @@ def members(file: str, nested: bool = False) -> list[Member]:
 
     Args:
         file: The archive.
-        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``. Archives in
-            archives in the archive are not opened.
+        nested: Whether archives in the archive are replaced by their members, named ``inner.tar/name``. Archives inside
+            these inner archives are not opened.
 
     Raises:
         FileNotFoundError: No such file.
@@ -80,7 +80,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
             found = list(_walk(stream, file, "", 0, nested, left_out))
     except (OSError, MemoryError):
         raise
-    # For broken headers `tarfile` raises not only its own errors, but also ValueError, OverflowError and more.
+    # For broken headers `tarfile` raises its own errors, but also ValueError, OverflowError and others.
     except Exception as error:
         raise ValueError(f"{file}: {_reason(file, error)}") from error
     if left_out:
@@ -97,8 +97,9 @@ class TarFolders(Reader):
     An archive counts as a folder with the archive's name without ``.tar``, and so does an archive in an archive. If
     `place` itself is an archive, it does not count as a folder. The class of an image is the folder that contains the
     image. A split is everything in the folder with the split's name, at any depth: a folder of archives, or a folder in
-    an archive. If there is no folder 'train', the split 'train' is everything. The reader leaves out hidden files,
-    files without the extension of an image, and images beside the class folders of a split.
+    an archive. If no folder has the name of a split (train, val, test or similar), the split 'train' is everything. The
+    reader leaves out hidden files, files without the extension of an image, and images beside the class folders of a
+    split.
 
     Args:
         place: The archive, or the folder.
@@ -149,7 +150,7 @@ class TarFolders(Reader):
         return [(image, _folders(self.key(image))) for file in files for image in self._images(file)]
 
     def _in_split(self, files: Sequence[str], split: str, labelled: bool) -> list[tuple[Member, list[str]]]:
-        # The last folder of a path is the class, even if it has the same name as the split.
+        # If labels are needed, the last folder of a path is the class, even if it has the same name as the split.
         upper = slice(-1) if labelled else slice(None)
         return [(image, folders) for image, folders in self._with_folders(files) if _inside(folders[upper], split)]
 
@@ -207,10 +208,10 @@ class _Bounded:
 
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
     """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
-    # 'backslashreplace' keeps names that cannot be decoded distinct and printable.
+    # With 'backslashreplace', names that are not UTF-8 stay different from each other, and can be printed.
     with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
-            # `tarfile` keeps the headers of all members: clear the list, so that memory stays bounded.
+            # `tarfile` keeps the headers of all members, which could fill the memory, so clear this list.
             archive.members.clear()
             if archive.offset <= info.offset:
                 raise tarfile.ReadError(f"a header of negative size at byte {start + info.offset}")

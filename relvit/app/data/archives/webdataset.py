@@ -15,7 +15,7 @@ from relvit.app.utils.files import canonical_paths, parse_json
 from relvit.app.utils.shown_text import one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
-# A pattern that stands for more names than this is taken for a typing error.
+# A pattern that stands for more names than this is refused, because it must be a typing error.
 MOST_ARCHIVES = 100_000
 
 IMAGE_PARTS = "jpg;jpeg;png;webp"
@@ -33,14 +33,15 @@ class Shards(Reader):
     """Samples of image and label in WebDataset's uncompressed tar archives on disk, read in any order.
 
     A split is a name in ``_info.json`` (or ``info.json``) in root, in timm's format, or a pattern of shards relative to
-    root, such as ``'name-{0000..0127}.tar'``; several patterns are joined by ``::``. ``|N`` at the end requires at
-    least N samples. Samples without an image are left out with a warning.
+    root, such as ``'name-{0000..0127}.tar'``; several patterns are joined by ``::``. ``|N`` at the end of a pattern
+    means that there have to be at least N samples. Samples without an image are left out with a warning.
 
     Args:
         root: The folder of the shards.
-        input_key: Endings of image files, separated by ``;``. If a sample has several, the first ending counts.
-        target_key: See :class:`relvit.app.data.ReaderData`; None: the field that ``_info.json`` names, or, if it names
-            none, the part ``cls`` of each sample.
+        input_key: Endings of image files, separated by ``;``. If a sample has several image files, the file with the
+            ending that comes first here is used.
+        target_key: See :class:`relvit.app.data.ReaderData`; None: the field that ``_info.json`` names; if it names
+            none, the label is the .cls file of each sample.
     """
 
     def __init__(self, root: str, input_key: str = IMAGE_PARTS, target_key: str | None = None) -> None:
@@ -167,7 +168,7 @@ def _samples(file: str) -> dict[str, dict[str, Member]]:
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, ending = base.partition(".")
-        # Hidden files and WebDataset's own metadata are no samples.
+        # Skip hidden files and WebDataset's own metadata (such as `__info__`), which are no samples.
         if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
             continue
         parts = samples.setdefault(folder + slash + stem, {})

@@ -16,15 +16,16 @@ from PIL import Image, UnidentifiedImageError
 
 from relvit.app.utils.shown_text import one_line, visible
 
-# Pillow multiplies PNG samples of 2 and 4 bits by these factors to widen them to 8 bits, but leaves the transparent
-# colour of the tRNS chunk as it was stored.
+# Pillow multiplies grey PNG values of 2 and 4 bits by these factors to widen them to 8 bits, but not the transparent
+# colour in the tRNS chunk, so relvit multiplies this colour.
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
 
 Image.init()
 # libtiff prints a line for each error without the file's name, although Pillow raises an error, too. So turn the
-# printing off. If Pillow contains libtiff in another way, such as on Windows, these functions are not found.
+# printing off. In some builds of Pillow, such as those for Windows, these functions of libtiff are not found; libtiff
+# then goes on printing.
 with contextlib.suppress(AttributeError, OSError):
     _libtiff = ctypes.CDLL(Image.core.__file__)
     _libtiff.TIFFSetErrorHandler(None)
@@ -37,7 +38,7 @@ _FORMATS = [name for name in _SAFE if name in Image.OPEN]
 IMAGE_ENDINGS = tuple(
     sorted(ending for ending, name in Image.registered_extensions().items() if name in _FORMATS and ending != ".pfm")
 )
-# Files with these endings (raw images of cameras, drawings) are not read, and a warning names them.
+# Files with these endings (raw images of cameras, drawings and other formats) are not read, and a warning counts them.
 _CAMERAS = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".raw", ".rw2")
 _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf", ".xcf")
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
@@ -47,11 +48,11 @@ OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if end
 # variable.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
-# libjpeg refuses longer sides. Decoders of all other formats have no limit and could take gigabytes for one row of
-# pixels, so longer sides are refused in all formats.
+# libjpeg refuses longer sides. Decoders of some other formats, such as PNG and TIFF, would accept them and could take
+# gigabytes for one row of pixels, so longer sides are refused in all formats.
 _LONGEST_SIDE = 65_500
-# Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten scans, so files
-# with far more scans are refused.
+# Each scan of a progressive JPEG passes over all pixels. Files of cameras and editors have about ten scans. Files are
+# refused if they have far more scans, or if decoding them takes longer than ten scans of the largest allowed image.
 _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
 # Pillow joins a GIF's comments one by one, which takes quadratic time in their length, so longer comments are refused.
 _LONGEST_COMMENTS = 2**20
@@ -117,8 +118,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
         source: The path of an image file, or a stored image.
         max_pixels: Refuse an image whose header says that it has more pixels, before decoding it; None: the value of
             the environment variable RELVIT_MAX_PIXELS, or 250 million. No side may be longer than 65,500 pixels.
-        max_seconds: Give up an image whose decoding takes longer. The time is checked after every 64 kB of the file.
-            None: never give up.
+        max_seconds: Give up an image whose decoding takes longer. The time is checked whenever the decoder reads from
+            the file: for most formats every 64 kB, but for AVIF and WebP only at the start. None: never give up.
 
     Returns:
         An image of mode 'RGB', completely in memory.
@@ -174,7 +175,8 @@ def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
     if max(image.size) > _LONGEST_SIDE:
         raise _RefusedError(f"it has {image.width} x {image.height} pixels, the longest side is {_LONGEST_SIDE:,}")
     if image.format == "JPEG" and "progressive" in image.info:
-        # In JPEG data, a byte 255 is always followed by 0, so this pair of bytes can only be the marker of a scan.
+        # In the compressed data of a JPEG, a byte 255 is followed by 0 unless it begins a marker, so this pair of bytes
+        # is the marker of a scan.
         image.fp.seek(0)
         scans = image.fp.read().count(b"\xff\xda")
         if scans > _MOST_SCANS or scans * pixels > _SCANS_OF_MOST_PIXELS * most:
@@ -206,7 +208,7 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         file, size = BytesIO(content), len(content)
     else:
         found = os.stat(source)
-        # Opening a pipe would wait until something is written to the pipe, maybe for ever.
+        # Do not open a pipe: this would wait until something is written to the pipe, maybe for ever.
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise _RefusedError("it is no file but a pipe, a socket or a device")
         file, size = source, found.st_size
@@ -216,8 +218,8 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         content = file.getvalue() if isinstance(file, BytesIO) else Path(file).read_bytes()
         file = _TimedFile(content, max_seconds)
     _check_comments(file)
-    # Pillow's own limit is a global variable. Switch it off here, because `_check_cost` refuses large images in plain
-    # words.
+    # Switch off Pillow's own limit of pixels, which is a global variable, because `_check_cost` refuses large images
+    # with a clearer message.
     with _pillows_limit, warnings.catch_warnings(action="ignore"):
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -258,7 +260,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return "it is not an image, or of an unknown format", _FIX
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"it is too large, maybe a decompression bomb ({error})", _FIX
-        # Only OSErrors of the system have an errno; OSErrors of Pillow's decoders have none.
+        # Only an OSError of the operating system has an errno; an OSError of Pillow's decoders has none.
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:
@@ -282,7 +284,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _grey16_to_rgb(image)
     if image.has_transparency_data:
-        if image.mode == "La":  # Pillow converts premultiplied grey to nothing but LA
+        if image.mode == "La":  # Pillow can convert premultiplied grey only to LA.
             image = image.convert("LA")
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -293,13 +295,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _grey16_to_rgb(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     grey = np.empty(values.shape, np.uint8)
-    # The image is converted in strips, because the wider integers of a large image would take several gigabytes.
+    # Convert the image in strips, because the 64-bit integers of a large image would take several gigabytes.
     for first in range(0, len(values), _ROWS):
         strip = values[first : first + _ROWS].astype(np.int64)
         if strip.min() < 0 or strip.max() > 65535:
             raise _RefusedError(f"grey values from {strip.min()} to {strip.max()} do not fit 16 bits")
         part = grey[first : first + _ROWS]
-        part[:] = (strip + 128) // 257  # 257 is odd, so this rounds to nearest
+        part[:] = (strip + 128) // 257  # This rounds to nearest; no ties occur, since 257 is odd.
         if "transparency" in image.info:
             part[strip == image.info["transparency"]] = 255
     return Image.fromarray(grey).convert("RGB")

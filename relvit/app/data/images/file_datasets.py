@@ -21,7 +21,7 @@ class LabelledFiles(Dataset[Any]):
 
     Args:
         samples: For each image its path (or the stored image) and its label.
-        transform: From a PIL image to a tensor.
+        transform: The transform from a PIL image to a tensor.
         num_classes: Number of classes.
 
     Attributes:
@@ -43,8 +43,8 @@ class LabelledFiles(Dataset[Any]):
 class NamedFiles(Dataset[Any]):
     """Image files, or stored images, without labels. Items are ``(image, path)``, transformed from RGB.
 
-    Paths are returned relative to the current folder, or absolute if they are not below it (`from_here`), whatever form
-    the user's paths had.
+    Whatever form the user's paths had, the paths in the items are relative if they are below the current folder,
+    otherwise absolute (`from_here`).
     """
 
     def __init__(self, paths: Sequence[ImageSource], transform: v2.Compose) -> None:
@@ -114,7 +114,8 @@ def collate_readable(
 class SkipUnreadableLoader(SignalSafeDataLoader):
     """DataLoader of a `SkipUnreadable` dataset: yields readable images, and records path and reason of broken files.
 
-    A batch without a readable image is left out. The record is kept in the main process.
+    A batch without a readable image is left out. Path and reason are added to the dictionary `record` of the main
+    process.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

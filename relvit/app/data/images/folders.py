@@ -18,9 +18,9 @@ _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     """Walk `folder` and each folder below it once, with the names of the files right inside; skip hidden names.
 
-    Links to folders are followed, but no folder is visited twice, since links may form circles. Parents of `folder` are
-    never visited, since otherwise a class with a link to its parent would include all classes. A folder that can be
-    reached directly and by a link is returned with its direct path.
+    Links to folders are followed, but no folder is visited twice, because links may form circles. Parents of `folder`
+    are never visited: otherwise a class folder with a link to its parent would include the images of all classes. A
+    folder that can be reached directly and by a link is returned with its direct path.
 
     Raises:
         OSError: A folder cannot be listed.
@@ -28,7 +28,8 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
     if not os.path.isdir(folder):
         return
     seen = {_identity(parent) for parent in Path(os.path.realpath(folder)).parents}
-    # The loop appends links to folders to `waiting`, so links are followed after all folders that are no links.
+    # The loop appends links to folders to this list, so it follows them only after all folders that it reaches without
+    # links.
     waiting = [folder]
     for start in waiting:
         links: list[str] = []
@@ -37,8 +38,8 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
                 folders.clear()
                 continue
             seen.add(identity)
-            # Skip hidden names: .ipynb_checkpoints contains copies, and macOS puts a file ._name.jpg, which is no
-            # image, next to name.jpg.
+            # Skip hidden names: .ipynb_checkpoints contains copies of images, and macOS puts a file ._name.jpg, which
+            # is no image, next to name.jpg.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             paths = (os.path.join(parent, name) for name in folders)
             links += [path for path in paths if os.path.islink(path)]
@@ -185,7 +186,7 @@ def _matching(pattern: str) -> list[str]:
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
     images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
-    # A pattern with `**` already matches the files below matching folders.
+    # A pattern with `**` already matches the files below matching folders, so do not add them again.
     folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
     return images + [image for folder in folders for image in image_files(folder)]
 

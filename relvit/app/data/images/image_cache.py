@@ -17,7 +17,7 @@ from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.transforms import BatchTransform
 from relvit.app.utils.devices import available_memory, cores
 
-# The images may take this share of the available memory, since the model and the loaders need some, too.
+# The images may take this share of the available memory; the rest is for the model and the loaders.
 _MEMORY_SHARE = 0.8
 _UNKNOWN = (0, 0)  # This stands for the size of an image whose header cannot be read.
 
@@ -37,9 +37,10 @@ class ImagesInMemory(Dataset[Any]):
     """Decoded images. Items are ``(image, target)``, float32 (C, H, W).
 
     Args:
-        targets: The N targets: labels, rows bool (num_classes,) if images have several labels, or names.
-        transform: From a PIL image to a tensor.
-        unreadable: Index of an image that could not be decoded -> path and reason.
+        targets: The target of each image: a label, bool (num_classes,) for several labels, or a name.
+        transform: The transform from a PIL image to a tensor.
+        unreadable: Key: the index of an image that could not be decoded. Value: the arguments of its
+            UnreadableImageError.
     """
 
     def __init__(
@@ -139,8 +140,9 @@ def decode_into_memory(
     A split whose images all have `one_size` becomes `StackedImages`; all other splits become `AnySizeImages`.
 
     Args:
-        splits: Name of a split -> its files.
-        one_size: Height and width of images that can be transformed as a whole batch.
+        splits: The files of each split, by its name.
+        one_size: Height and width; if all images of a split have this size, they are stacked, so batches of them can be
+            transformed at once.
         skip: Whether a file that cannot be read is only recorded in the result. Otherwise it raises an error.
         copies: Number of processes that decode these images on this machine, and so share its memory and cores.
         progress: A function that shows progress: it takes the iterable of results, their number and a description, and
@@ -184,8 +186,8 @@ def in_units(amount: int) -> str:
 def _in_memory(
     images: Iterable[np.ndarray | Failure], expected: Sequence[Size], one_size: Size, files: LabelledFiles, skip: bool
 ) -> ImagesInMemory:
-    # A black image of the size `blank` takes the place of an image that cannot be read. So images of one size can still
-    # be stacked.
+    # A black image of the size `blank` takes the place of an image that cannot be read, so that images of one size can
+    # still be stacked.
     blank = one_size if set(expected) - {_UNKNOWN} == {one_size} else _UNKNOWN
     total = sum(_area(blank if size == _UNKNOWN else size) for size in expected)
     pixels, end = np.empty(3 * total, np.uint8), 0
@@ -209,7 +211,8 @@ def _in_memory(
 
 def _in_threads(function: Callable[[str], Any], paths: Sequence[str], threads: int) -> Iterator[Any]:
     """Yield the results of a function for the paths in their order."""
-    # Files are read in chunks: while the first file is slow, the results of later files must not fill the memory.
+    # Read the files in chunks: otherwise, while a large file is decoded, the results of all later files could fill the
+    # memory.
     chunk = 8 * threads
     with ThreadPoolExecutor(threads) as pool:
         for first in range(0, len(paths), chunk):
@@ -221,7 +224,7 @@ def _header_size(path: str) -> Size:
     try:
         with open_image(path) as image:
             return image.height, image.width
-    # Ignore the error: when the file is decoded later, the same error is reported.
+    # Ignore the error, because decoding the file later raises and reports it again.
     except Exception:
         return _UNKNOWN
 

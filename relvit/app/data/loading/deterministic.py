@@ -10,8 +10,8 @@ from relvit.app.utils.seeding import seeded
 class SeededIndex(NamedTuple):
     """Index of an image, with the epoch and its position in the epoch's order over all processes, as seeds.
 
-    The position is part of the seed, so that an image that comes several times in an epoch is augmented differently
-    each time.
+    The position is part of the seed, so an image that comes several times in an epoch is augmented differently each
+    time.
     """
 
     index: int

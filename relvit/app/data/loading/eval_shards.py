@@ -20,9 +20,9 @@ def rank_of(index: int, processes: int) -> int:
 class EvalShardLoader:
     """DataLoader of one device's shard that yields as many batches as the device with the largest shard has.
 
-    `DistributedSampler` makes shards equal by counting some images twice. The shards here differ by up to one image. A
-    device with one batch fewer, or with no batch, gets an empty batch, so that all devices take part in collective
-    operations. (Lightning refuses a device without batches.)
+    `DistributedSampler` makes all shards equally long by using some images twice. The shards here may differ by one
+    image, so a device may have one batch fewer than other devices, or none. It then gets an empty batch, because all
+    devices have to take part in collective operations, and Lightning refuses a device without batches.
 
     Args:
         loader: Loader of the shard of this device.

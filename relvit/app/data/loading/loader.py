@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-# When Python ends, relvit waits this number of seconds for workers to end by themselves.
+# When Python ends, relvit waits this number of seconds for each worker to end by itself, and then kills it.
 PATIENCE = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -36,8 +36,8 @@ class SignalSafeDataLoader(DataLoader[Any]):
             # Start the fork server first: it outlives the loader and has other children, so it must not inherit blocked
             # signals.
             forkserver.ensure_running()
-        # Workers start with the stop signals blocked, and unblock the signals only after they have begun to ignore
-        # them. This process blocks the signals meanwhile, and receives them afterwards.
+        # Workers inherit the set of blocked signals. So block the stop signals until all workers have started: a worker
+        # unblocks the signals only after it has begun to ignore them, and this process receives them afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
         # wait for threads that exist only in this process. So workers start without garbage collection, and

@@ -25,10 +25,11 @@ class TrainSampler(DistributedSampler[Any]):
 
     The sampler yields a `SeededIndex` for each image. With weights, images are sampled with replacement; without
     weights, every image comes once. With ``repeats > 1`` only the first ``1 / repeats`` of the shuffled images come,
-    each `repeats` times. The copies of an image are neighbours in the order, and the processes take the images of the
-    order in turn. So the copies are in one optimiser step and on different devices (repeated augmentation, Hoffer et
-    al. 2019, arXiv 1901.09335, as in DeiT's sampler: the length of an epoch stays the same). The order depends only on
-    seed and epoch, so a training can be resumed within an epoch. The length of the sampler is the length of an epoch.
+    each `repeats` times, so the length of an epoch stays the same. The copies of an image are neighbours in the order,
+    and the processes take the images of the order in turn. So the copies are used in the same optimiser step by
+    different devices (repeated augmentation, Hoffer et al. 2019, arXiv 1901.09335, as in DeiT's sampler). The order
+    depends only on seed and epoch, so a training can be resumed within an epoch. The length of the sampler is the
+    length of an epoch.
 
     Args:
         count: Number of images.
@@ -53,7 +54,7 @@ class TrainSampler(DistributedSampler[Any]):
         epoch: int = 0,
         start: int = 0,
     ) -> None:
-        # This class derives from DistributedSampler, because Lightning would replace any other sampler.
+        # This class derives from `DistributedSampler`, because on several devices Lightning replaces any other sampler.
         super().__init__(range(count), num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         self.count = count
         self.weights = weights
@@ -68,7 +69,8 @@ class TrainSampler(DistributedSampler[Any]):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         distinct = math.ceil(self.total_size / self.repeats)
         if self.weights is None:
-            # Up to num_replicas - 1 images come twice, so that all processes get the same number of images.
+            # If `count` is not a multiple of `num_replicas`, the first images come a second time, so that all processes
+            # get the same number of images.
             chosen = torch.randperm(self.count, generator=generator)[torch.arange(distinct) % self.count]
         else:
             chosen = torch.multinomial(self.weights.double(), distinct, replacement=True, generator=generator)

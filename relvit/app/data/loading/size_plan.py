@@ -27,10 +27,10 @@ class SizedBatch(NamedTuple):
 class SizePlan:
     """Image size and number of images of every batch of a training.
 
-    A batch has `batch_size` images of `img_size`. A batch of any other size has so many images that their total area is
-    the same, and at least one image. An epoch is a fixed number of batches. With 'random' every image comes about once
-    per epoch: some images may be missing, some may come twice. The plan depends only on its arguments, so it is the
-    same in all processes.
+    A batch at `img_size` has `batch_size` images. At any other size, a batch has so many images that their total area
+    is about the same, but at least one image. An epoch is a fixed number of batches. With 'random' every image comes
+    about once per epoch: some images may be missing, some may come twice. The plan depends only on its arguments, so it
+    is the same in all processes.
 
     Args:
         sizes: Height and width of each size.
@@ -38,9 +38,9 @@ class SizePlan:
             'progressive': the sizes come from the smallest to the largest, each for an equal part of the training (Tan
             and Le 2021, arXiv 2104.00298, section 4); an epoch at small sizes then shows images several times.
         img_size: Height and width that `batch_size` is meant for.
-        batch_size: Images per batch at `img_size`.
-        images: Images per epoch.
-        accumulated: Batches per optimiser step, which all have the same size.
+        batch_size: Number of images in a batch at `img_size`.
+        images: Images per epoch of one device.
+        accumulated: Batches per optimiser step; all batches of a step have the same image size.
         seed: Another seed gives another order of sizes.
         epochs: Epochs of the training; only 'progressive' needs it.
 
@@ -93,7 +93,7 @@ class SizedBatchSampler(TrainSampler):
 
     Args:
         plan: Sizes and numbers of images.
-        arguments: The positional arguments of `TrainSampler`, up to `seed`.
+        arguments: Positional arguments of `TrainSampler`, such as `count`.
         start: Number of batches that this process skips at the beginning of the first epoch.
         options: Further arguments of `TrainSampler`.
     """
@@ -120,8 +120,8 @@ class SizedBatches(Dataset[Any]):
     """Dataset of batches: its index is a `SizedBatch`, its item the collated images at the size of that batch.
 
     Args:
-        datasets: Size -> a dataset with `__getitems__`.
-        collate: Collate function of their items.
+        datasets: For each size, a dataset of images of this size with the method `__getitems__`.
+        collate: The collate function of the items of these datasets.
     """
 
     def __init__(self, datasets: Mapping[Size, Dataset[Any]], collate: Callable[[Any], Any]) -> None:
