@@ -11,7 +11,7 @@ from huggingface_hub.utils import get_session, logging
 
 from relvit.app.utils.remote import DownloadError
 
-# If the hub does not answer within this number of seconds, it counts as out of reach.
+# If the hub does not answer within this number of seconds, relvit uses only files in the cache.
 PATIENCE = 10
 
 
@@ -19,8 +19,8 @@ PATIENCE = 10
 def hub_access() -> Iterator[None]:
     """Keep the hub's library silent, and offline if the hub does not answer.
 
-    huggingface_hub has no option for its retries: without a network it waits 23 seconds for each requested file, even
-    if the file is in the cache.
+    Without this function, huggingface_hub would try again and again for 23 seconds without a network, for each
+    requested file, even if the file is in the cache; it has no option to change this.
 
     Raises:
         DownloadError: The hub does not answer, and a file is not in the cache.
@@ -31,8 +31,7 @@ def hub_access() -> Iterator[None]:
     try:
         with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
             yield
-    # The error for a missing file has different classes in different versions of huggingface_hub; all of them are
-    # OSErrors.
+    # Versions of huggingface_hub raise different errors for a missing file; all of them are OSErrors.
     except OSError as error:
         if not offline:
             raise

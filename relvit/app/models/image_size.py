@@ -37,7 +37,7 @@ def check_image_size(
         _check_whole_patches(net, img_size)
         return
     if isinstance(error, ValueError | MemoryError):
-        # The error messages of relvit's models already say what to do.
+        # Errors of relvit's models already say what to do, so do not replace them.
         raise error
     cfg = getattr(net, "pretrained_cfg", None) or {}
     architecture = cfg.get("architecture")
@@ -59,8 +59,8 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
     """Refuse a size of which a patch embedding of timm would leave out the pixels beyond the last whole patch."""
     embed = getattr(net, "patch_embed", None)
     conv = getattr(embed, "proj", None)
-    # Skip overlapping patches, which have padding, and patches behind a convolutional network, which changes the
-    # image's size: for both, pixels beyond the last whole patch need not be lost.
+    # Skip overlapping patches, which have padding, and patches of the output of a convolutional network: for both,
+    # pixels beyond the last whole patch need not be lost.
     if not isinstance(conv, nn.Conv2d) or conv.kernel_size != conv.stride or any(conv.padding):
         return
     if getattr(embed, "dynamic_img_pad", False) or conv.kernel_size != patch_size_of(net):

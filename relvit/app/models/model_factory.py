@@ -26,9 +26,10 @@ from relvit.utils.messages import did_you_mean, listing
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}
-# The data module chooses these arguments.
+# These arguments come from the data module, so `model_kwargs` must not contain them.
 DATA_ARGUMENTS = ("num_classes", "in_chans", "img_size")
-# No model has larger numbers or more layers. Only within these limits is it cheap to count the bytes of a model.
+# Larger numbers among a model's arguments, or more layers, are refused: no model has them, and even counting the bytes
+# of such a model would take long.
 LARGEST, DEEPEST = 10**6, 1000
 
 
@@ -83,12 +84,12 @@ def build_model(
         model = timm.create_model(name, **given)
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
-    # Only arguments and a retrofit, which may come from a hostile file, can make a model larger than the memory, so
-    # only then build the model on the meta device to measure it.
+    # `model_kwargs` and `retrofit` may come from a hostile file and make a model of any size. So if they are given,
+    # first build the model on the meta device to measure it.
     check_model_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()
-    # timm's classes check few of their arguments, so wrong arguments raise errors of many kinds.
+    # timm's classes check few of their arguments, so wrong arguments can raise any of these errors.
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise
@@ -184,8 +185,8 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
     if build is None:
         return
     model = None
-    # `fork_rng` keeps the state of the caller's random numbers. Operations that the meta device lacks raise the
-    # suppressed errors.
+    # `fork_rng` keeps the state of the caller's random numbers. If the model uses operations that the meta device
+    # lacks, they raise the suppressed errors, and the model's size is not checked.
     with (
         torch.random.fork_rng(devices=[]),
         contextlib.suppress(RuntimeError, TypeError, AssertionError, ArithmeticError, AttributeError, LookupError),

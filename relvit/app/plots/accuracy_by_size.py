@@ -20,7 +20,7 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
 
     Multi-label models have mean average precision, mean F1 and loss. Bars are standard errors of accuracies. The size
     of an image that is not square is the side of a square that has the same number of pixels. A dotted line marks each
-    size at which a model was trained, and a ring marks the model's points at this size.
+    size at which a model was trained, and rings mark the model's points at these sizes.
 
     Args:
         rows: the rows that `relvit.app.evaluation.evaluate_sizes` returns.
@@ -30,8 +30,8 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target:
     """
     shapes = sorted({(_side(row), row["height"], row["width"]) for row in rows})
     names = {side: ", ".join(_name(*shape) for other, *shape in shapes if other == side) for side, *_ in shapes}
-    # The dotted lines of trained sizes are black; only if the models were trained at different sizes, each line has the
-    # colour of its model.
+    # If the models were trained at different sizes, the dotted line of a trained size has the colour of its model;
+    # otherwise it is black.
     several = len({str(row["train_sizes"]) for row in rows}) > 1
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     panels = {key: quantity for key, quantity in PANELS.items() if key in rows[0]}

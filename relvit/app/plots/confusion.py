@@ -19,8 +19,8 @@ DPI = 150
 def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: str | Path) -> None:
     """Draw a confusion matrix into a PNG.
 
-    Colours follow the square root of the proportion of a class's images, so that rare mistakes are visible, too. Cells
-    show counts for up to 20 classes; rows and columns have names for up to 60 classes.
+    The colour of a cell shows the square root of its proportion of the images of the true class, so that rare mistakes
+    are visible, too. Cells show counts for up to 20 classes; rows and columns have names for up to 60 classes.
 
     Args:
         confusion: images of each class (rows) by predicted class (columns), (C, C).

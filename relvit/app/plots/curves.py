@@ -44,17 +44,19 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         score, scored = "val/acc1", "top-1 accuracy"
         of_score = {"train/acc1": ("train", TRAIN), "train/acc1_mixed": ("train, mixed images", TRAIN)}
         of_score["val/acc1"] = ("val", VAL)
-    # Each panel has a label and its curves: column of the table -> name, colour.
+    # Key: the label of a panel. Value: the curves of the panel, each by its column in the table, with its name and
+    # colour.
     panels = {
         "loss": {"train/loss": (train_loss, TRAIN), "val/loss": ("val", VAL)},
         scored: of_score,
         "learning rate": {"lr": ("", TRAIN)},
     }
-    # `relvit.app.training.RunCheckpoints` chooses the best checkpoint by the same rule: the highest score, then the
-    # lowest loss. An epoch may have several validations, so compare validations, not epochs.
+    # Mark the best validation by the rule by which `relvit.app.training.RunCheckpoints` chooses the best checkpoint:
+    # the highest score, then the lowest loss. An epoch may have several validations, so compare validations, not
+    # epochs.
     scores, losses = columns.get(score, []), columns.get("val/loss", [])
     if len(losses) != len(scores):
-        # If the table lacks some losses, draw the curves, and mark the first of the best scores.
+        # The table lacks some losses, so ignore all losses here, and mark the first of the best scores.
         losses = [(0, 0.0)] * len(scores)
     best, _ = max(zip(scores, losses, strict=True), key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
     # `Figure` is used without pyplot, which would keep global state.
@@ -75,6 +77,6 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
             axes.yaxis.get_offset_text().set_fontsize(SMALL)
             axes.set_ylim(bottom=0)
         elif axes.lines:
-            # The legend is above the panel, where it covers no curve.
+            # Put the legend above the panel, where it covers no curve.
             axes.legend(fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     save_figure(figure, target)

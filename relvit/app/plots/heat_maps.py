@@ -26,7 +26,7 @@ class MapRow(NamedTuple):
 
     Attributes:
         label: label of the colour bar, with the unit.
-        maps: (columns, rows of patches, columns of patches).
+        maps: the maps of the row, one for each column of the figure: (columns, rows of patches, columns of patches).
         signed: whether colours are symmetric around zero; otherwise they go from the lowest to the highest number.
     """
 
@@ -39,9 +39,9 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
     """Draw position tables as heat maps: a column per table, with the layers one below the other in the same colours.
 
     Args:
-        tables: layer -> name -> numbers: (heads, offsets, channels) for vectors, with heads drawn one below the other;
-            (heads, offsets) for scalars; (heads, row offsets, column offsets) if the name ends in 'joint'. Offsets, key
-            minus query, go from -k to k.
+        tables: for each layer its tables by name: (heads, offsets, channels) for vectors, with heads drawn one below
+            the other; (heads, offsets) for scalars; (heads, row offsets, column offsets) if the name ends in 'joint'.
+            Offsets, key minus query, go from -k to k.
         title: title of the figure.
     """
     names = list(dict.fromkeys(name for of_layer in tables.values() for name in of_layer))
@@ -51,7 +51,8 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
     figure = Figure(figsize=(width, height), dpi=100)
     FigureCanvasAgg(figure)
     figure.suptitle(literal(title), fontsize=FONT, y=1 - 0.15 / height, va="top")
-    # The margins are given in inches, since Matplotlib's automatic layout draws everything twice.
+    # Compute the margins here from lengths in inches, because Matplotlib's automatic layout would draw everything
+    # twice, which takes long.
     edges = {"left": 1.2 / width, "right": 1 - 0.2 / width, "bottom": 0.6 / height, "top": 1 - 1.0 / height}
     columns = figure.subplots(1, len(names), squeeze=False, gridspec_kw={**edges, "wspace": 0.3})[0]
     for axes, name in zip(columns, names, strict=True):
@@ -110,8 +111,8 @@ def plot_kernels(kernels: Mapping[str, np.ndarray], title: str, label: str, head
     If there are more than 12 heads, the 12 heads whose numbers span the widest range are drawn.
 
     Args:
-        kernels: layer -> (heads, rows, columns), with odd rows and columns; the offset zero is in the middle. NaN:
-            there is no such offset.
+        kernels: for each layer (heads, rows, columns), with odd rows and columns; the offset zero is in the middle.
+            NaN: there is no such offset.
         title: title of the figure.
         label: label of the colour bars, with the unit.
         head: number of the only head to draw; None: all heads.

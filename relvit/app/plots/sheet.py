@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relvit.app.plots.style import save_figure, shortened
 
-# The longer side of a picture has this number of pixels.
+# The longer side of a picture has at most this number of pixels.
 SIDE = 160
 
 
@@ -49,7 +49,7 @@ def plot_sheet(images: Sequence[np.ndarray], captions: Sequence[str], target: st
     cell = picture + 0.2, picture + 0.1 + 0.16 * max(len(caption) for caption in lines)
     size = max(cell[0] * columns, 0.1 * len(title)), cell[1] * rows + above
     figure = Figure(figsize=size)
-    # All images share one `Axes`, since Matplotlib takes long to draw many of them.
+    # Draw all images into one `Axes`, because Matplotlib takes long to draw many of them.
     axes = figure.add_axes((0, 0, 1, 1))
     for number, (image, caption) in enumerate(zip(images, lines, strict=True)):
         row, column = divmod(number, columns)

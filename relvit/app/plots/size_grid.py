@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from relvit.app.plots.heat_maps import SIGNED, UNSIGNED, frame
 from relvit.app.plots.style import FONT, SMALL, literal, save_figure
 
-# A difference of fewer standard errors than this is drawn in grey.
+# Differences of fewer standard errors than this are written in grey.
 CERTAIN = 2
 NAMES = {"acc1": "top-1 accuracy in %", "map": "mean average precision in %"}
 
@@ -24,10 +24,10 @@ def plot_size_grid(
 ) -> None:
     """Draw a column of heat maps per model into a PNG: height by width of the images, numbers in the cells.
 
-    The upper maps show accuracy in per cent (mean average precision for multi-label models). The lower maps show the
-    difference in per cent: accuracy on images of this shape minus accuracy on the same images squashed to the square
-    with the same number of patches. Differences below two standard errors are grey. A frame marks sizes at which the
-    model was trained.
+    The upper maps show accuracy in per cent (mean average precision for multi-label models). The lower maps show a
+    difference in percentage points: accuracy on images of this height and width minus accuracy on the same images
+    squashed to the square with (nearly) the same number of patches. Differences below two standard errors are grey. A
+    frame marks sizes at which the model was trained.
 
     Args:
         rows: the rows that `relvit.app.evaluation.evaluate_sizes` returns for all pairs of some heights and some

@@ -22,7 +22,7 @@ def plot_steps(image: np.ndarray, steps: np.ndarray, most: int, target: str | Pa
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.imshow(image)
-    # With the image's extent, both panels have the shape of the image.
+    # Draw the steps with the image's extent, so that both panels have the same size.
     drawn = right.imshow(steps, vmin=1, vmax=most, extent=left.get_images()[0].get_extent())
     for axes in (left, right):
         axes.set_axis_off()

@@ -12,13 +12,13 @@ import torch
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# The kinds of devices that messages offer; PyTorch knows more names.
+# Error messages suggest these names of devices; PyTorch knows more names.
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-# Where Linux control groups keep their figures of memory, by the controller's name in /proc/self/cgroup ('' in version
-# 2): the file of the limit, the file of the memory in use, and the entry of memory.stat that counts memory which the
-# kernel frees on demand.
+# Files in which Linux reports the memory of a control group (cgroup). Key: the controller's name in /proc/self/cgroup,
+# which is '' in cgroup version 2. Value: the file with the limit, the file with the memory in use, and the entry of
+# memory.stat that counts memory which the kernel can free when needed.
 CONTROL_GROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -45,7 +45,7 @@ def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
     systems it is the memory of free pages, if the system reports them.
 
     Args:
-        root: Where /proc and /sys are.
+        root: The folder that contains the folders proc and sys.
     """
     root = Path(root)
     left = [*_of_machine(root), *_of_groups(root)]
@@ -104,7 +104,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
     try:
         torch.empty(0, device=device)
-    # The type of PyTorch's error depends on the device, and on the devices for which PyTorch was built.
+    # Which of these errors PyTorch raises depends on the device, and on the devices for which PyTorch was built.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = cut(str(error).strip().splitlines()[0], 200)
         raise ValueError(f"cannot compute on device {name!r}: {reason}") from error

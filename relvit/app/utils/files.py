@@ -40,7 +40,7 @@ def not_for_exported(path: str | os.PathLike[str]) -> str:
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary file's name, and rename the temporary file to `path` at the end.
 
-    Whatever interrupts the writing, `path` holds the old content or the new content, never a part.
+    Even if the writing is interrupted, `path` holds either the old content or all of the new content.
 
     Args:
         path: the file, in a folder that exists. An existing file is replaced.
@@ -49,7 +49,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    # The temporary file is in the same folder, since renaming is a single step only within one file system.
+    # The temporary file is in the same folder, because renaming is a single step only within one file system.
     part = _part_of(path)
     try:
         with disk_errors_name(path, part):
@@ -64,9 +64,9 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files at the end become the files of the folder `path`, all in one step.
 
-    Whatever interrupts the writing, `path` holds all of the old files or all of the new files, never a mixture. Files
-    and folders with other names in `path` stay there. Where the system cannot exchange two folders in one step (systems
-    other than Linux, some network file systems), there is no folder at `path` for a moment.
+    Even if the writing is interrupted, `path` holds either all of the old files or all of the new files, never a
+    mixture. Files and folders with other names in `path` stay there. Where the system cannot exchange two folders in
+    one step (systems other than Linux, some network file systems), there is no folder at `path` for a moment.
 
     Args:
         path: the folder; neither the folder nor its parents need exist.
@@ -135,7 +135,7 @@ def _sync(path: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Exchange the names of two folders, in one step where the system can."""
-    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    here, exchange = -100, 2  # In Linux these numbers are called AT_FDCWD and RENAME_EXCHANGE.
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
         return
@@ -156,7 +156,7 @@ def disk_errors_name(path: str | os.PathLike[str], part: Path) -> Iterator[None]
         yield
     except Exception as error:
         found = _disk_error(error)
-        # Do not change errors that name another file.
+        # Leave errors that name another file as they are.
         if found is None or (found.filename is not None and not str(found.filename).startswith(str(part))):
             raise
         raise OSError(found.errno, os.strerror(found.errno), str(path)) from error
@@ -248,15 +248,15 @@ def from_here(path: str) -> str:
 def absolute(path: str) -> str:
     """Return the absolute path of the same file.
 
-    The file system resolves the part of a path before `..`, which no text operation can do: after a link to a folder,
-    `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays, and opening the
-    path fails.
+    The part of a path up to the last `..` is resolved by the file system, because its text alone is not enough: after a
+    link to a folder, `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays,
+    and opening the path fails.
     """
     # `abspath` would make the `//` of an address a single slash, and the code that hides passwords in addresses would
     # no longer recognise the address.
     if is_address(path):
         return path
-    # Without `..`, abspath changes nothing but `.` and doubled slashes.
+    # In a path without `..`, `abspath` only removes `.` and doubled slashes, so the path still names the same file.
     if os.pardir not in path.split(os.sep):
         return os.path.abspath(path)
     whole = Path(path).absolute()

@@ -21,7 +21,8 @@ def mask_secrets(arguments: Any, public: Collection[str] = ()) -> Any:
     """Return arguments, or the configuration of one or several classes, in which the secrets are `***`.
 
     An argument is a secret if a whole word of its name is one of `SECRET`, such as `api_key`, and the name is not one
-    of the `public` names. None, truth values and empty values stay. Addresses lose their user, password and query.
+    of the `public` names. Arguments with such a name stay if they are None, bool or empty. In all other texts,
+    addresses lose their user, password and query.
     """
     if isinstance(arguments, Mapping | Namespace):
         fields = fields_of(arguments)

@@ -11,9 +11,9 @@ DEEPEST, MOST_VALUES = 32, 10**6
 def check_bounds(value: Any, source: str) -> None:
     """Refuse nested dictionaries, lists and tuples that are too deep or hold too many values in all.
 
-    A list that is stored once may be an item of another list many times. Some kilobytes of a checkpoint then stand for
-    more values than any memory holds, and a loop over all values would never end. This function therefore counts each
-    occurrence.
+    A checkpoint may store a list once and refer to it many times, also within a list to which it refers many times. So
+    a few kilobytes can stand for more values than any memory holds, and a loop over them would not end. This function
+    therefore counts a value each time it occurs.
 
     Args:
         value: the description of a model, its data or its training.

@@ -25,7 +25,7 @@ def with_bar(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 def rank_zero_print(text: str) -> None:
     """Print on the main process, at once, above a progress bar if there is one, without control characters.
 
-    `LightningModule.print` passes the text to the bar, and not every bar prints the text: `TQDMProgressBar` drops texts
+    `LightningModule.print` would leave the printing to Lightning's progress bar, but `TQDMProgressBar` drops all texts
     that come before the bar's start.
     """
     tqdm.write(visible_lines(text))

@@ -47,7 +47,7 @@ def local_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _fetch(address: str, copy: Path) -> None:
-    # Import fsspec only here, since most commands never need it.
+    # Import fsspec only here, because most commands never need it.
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
     from fsspec.registry import registry
@@ -65,7 +65,7 @@ def _fetch(address: str, copy: Path) -> None:
         raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no file at {address}") from error
-    # Each library behind fsspec raises different exceptions.
+    # Catch everything, because each library behind fsspec raises different exceptions.
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
@@ -81,6 +81,6 @@ def _options(protocol: str) -> dict[str, Any]:
         return {}
     from aiohttp import ClientTimeout
 
-    # By default aiohttp stops after five minutes, and does not use the proxies of the environment.
+    # By default aiohttp stops a download after five minutes, and ignores the environment variables that name proxies.
     timeout = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
     return {"client_kwargs": {"timeout": timeout, "trust_env": True}}

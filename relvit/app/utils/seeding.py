@@ -31,8 +31,8 @@ def seed_all(*key: int) -> None:
 def seeded(*key: int) -> Iterator[None]:
     """Context in which the generators of Python, NumPy and PyTorch's CPU are seeded by `key`.
 
-    Afterwards the three states are restored, but not in a DataLoader worker, where nothing else draws random numbers:
-    restoring three states takes longer than loading a small image.
+    Afterwards the three generators get their earlier states back. A DataLoader worker leaves this out, because nothing
+    else draws random numbers there, and it would take longer than loading a small image.
     """
     if get_worker_info() is not None:
         _seed_host(_hash(key))
@@ -51,7 +51,7 @@ def seeded(*key: int) -> Iterator[None]:
 def _seed_host(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # torch.manual_seed would seed the accelerators as well, which a worker must not touch.
+    # `torch.manual_seed` would also seed the accelerators, which a DataLoader worker must not use.
     torch.default_generator.manual_seed(seed)
 
 

@@ -176,7 +176,7 @@ def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
         raise _RefusedError(f"it has {image.width} x {image.height} pixels, the longest side is {_LONGEST_SIDE:,}")
     if image.format == "JPEG" and "progressive" in image.info:
         # In the compressed data of a JPEG, a byte 255 is followed by 0 unless it begins a marker, so this pair of bytes
-        # is the marker of a scan.
+        # marks a scan: one of the image, or of the thumbnails in its metadata, which have few scans.
         image.fp.seek(0)
         scans = image.fp.read().count(b"\xff\xda")
         if scans > _MOST_SCANS or scans * pixels > _SCANS_OF_MOST_PIXELS * most:
