@@ -18,7 +18,8 @@ def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[in
     return 2 * math.prod(left) * right[-1]
 
 
-# `FlopCounterMode` counts only the out-of-place forms of these products, so this adds their in-place forms.
+# `FlopCounterMode` by itself counts these matrix products only in their out-of-place forms, so give it their in-place
+# forms, too.
 IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
 
 
@@ -27,9 +28,9 @@ def count_macs(net: nn.Module, img_size: Sequence[int], in_chans: int = 3) -> in
     """Count the multiply-accumulates of all matrix products and convolutions for one image: half the FLOPs.
 
     The model runs on PyTorch's device 'meta', where tensors have shapes but no data, so the number is the same on every
-    device. With relative positions, fused attention multiplies longer queries, keys and values, and all these products
-    count: a few percent more than the method needs. `tools/model_table.py` counts only the products that the method
-    needs.
+    device. With relative positions, fused attention multiplies longer queries, keys and values. All these products are
+    counted, a few per cent more than relative positions need. `tools/model_table.py` counts only the products that they
+    need.
 
     Args:
         net: a model of timm or relvit; not changed.

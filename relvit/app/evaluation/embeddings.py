@@ -55,7 +55,8 @@ def embed_folder(
             train, val or test.
         batch_size: images per batch.
         num_workers: processes that read images.
-        progress: a function of the batches and their number, which yields the batches, such as a progress bar.
+        progress: a function that takes the batches and their number and yields the batches, for example to show a
+            progress bar.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -113,7 +114,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
     features = embeddings.features
     match Path(output).suffix:
         case ".npz":
-            # Without the dtype, NumPy would make an array of numbers from an empty list.
+            # Give the dtype, because NumPy makes an array of numbers from an empty list.
             texts = {name: np.array(values, np.str_) for name, values in columns.items()}
             # Given a name, `np.savez` would append .npz to the name of the temporary file, so give it an open file.
             with atomic_write(output) as part, open(part, "wb") as file:

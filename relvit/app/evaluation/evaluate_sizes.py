@@ -34,7 +34,8 @@ from relvit.utils.messages import check_choice, listing
 Size = int | tuple[int, int]
 """Image size in pixels: one number or (height, width)."""
 Split = Literal["train", "val", "test"]
-# A function of an iterable, its length and a description, such as `relvit.app.utils.progress.with_bar`.
+# A function that takes an iterable, its length and a description, and yields the items, such as
+# `relvit.app.utils.progress.with_bar`.
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 PROTOCOLS: dict[SizeProtocol, str] = {
@@ -43,7 +44,8 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
 """For each protocol: what grows with the image, and the kind of positions that relies on this."""
-# These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used.
+# These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used, so
+# checkpoints with different values can be compared.
 LOADING = ("on_error", "cache", "download")
 
 
@@ -71,20 +73,19 @@ def evaluate_sizes(
         sizes: image sizes in pixels, each one number or (height, width), multiples of the patch. A size that only some
             of the checkpoints can take is left out for the other checkpoints, with a warning.
         split: 'train' (without augmentation), 'val' or 'test'.
-        root: the data's folder, if it is no longer the folder that the checkpoints record.
+        root: the folder of the data; needed if it is no longer the folder that the checkpoints record.
         batch_size: images per batch; None: as in training.
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.app.data.eval_transform`.
         fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
-        progress: wraps the batches of each evaluation, such as in a progress bar.
+        progress: called with the batches of each evaluation, for example to show a progress bar.
         reach: how models treat sizes other than the size in training, see `relvit.models.set_reach`.
         squares: whether to evaluate each size that is not square a second time, on the same images squashed to the
             square with (nearly) the same number of patches, to show whether the images' shape helps.
-        data: the name of the data module whose images are used, such as my_module.Mine; needed if the data module is
-            not part of relvit, or is not the training's. None: the data module of the training, which has to be
-            imported already.
-        data_args: arguments of the data module, such as a password, that replace arguments of the training's data
-            module.
+        data: the name of the data module whose images are used, such as my_module.Mine. None: the data module of the
+            training; if it is not part of relvit, it must have been imported already.
+        data_args: arguments of the data module, such as a password; they replace the arguments that the checkpoint
+            records.
 
     Returns:
         A row for each checkpoint and size: 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; empty
@@ -117,7 +118,8 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    # Size -> whether the first checkpoint classifies each image right.
+    # For each size: whether the first checkpoint classifies each image right. The other checkpoints are compared with
+    # this.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)
@@ -153,7 +155,7 @@ def evaluate_size(
     """Evaluate a classifier, on its device, at one image size.
 
     A timm model that accepts only one size is copied, and timm's `set_input_size` changes the copy: it interpolates
-    embeddings, as in timm's own evaluation. Arguments that are not listed here are those of `evaluate_sizes`.
+    position embeddings, as in timm's own evaluation. For arguments that are not listed here see `evaluate_sizes`.
 
     Args:
         classifier: the classifier; it is put into evaluation mode, and not changed otherwise.
@@ -164,9 +166,9 @@ def evaluate_size(
     Returns:
         'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
         'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean cross-entropy),
-        'calibration_error' (see `calibration_error`), 'images_per_second' (only the forward pass, after a first pass
-        that does not count), 'macs' (multiply-accumulates of an image, see `count_macs`) and 'peak_memory' (bytes for a
-        batch, see `peak_memory`; None if it is not known). For a multi-label classifier 'map' and 'f1' (with its
+        'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward pass alone, after a first
+        pass that is not timed), 'macs' (multiply-accumulates of an image, see `count_macs`) and 'peak_memory' (bytes
+        for a batch, see `peak_memory`; None if it is not known). For a multi-label classifier 'map' and 'f1' (with its
         thresholds) replace accuracies and calibration error.
 
     Raises:

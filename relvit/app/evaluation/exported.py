@@ -106,7 +106,8 @@ class ExportedClassifier(Answering):
     def check_size(self, img_size: tuple[int, int]) -> None:
         """Refuse a size (height, width) that the file does not take."""
         for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
-            # A side that may have any number of patches is written '16*height_in_patches'.
+            # A side of any number of patches is described by a text, such as '16*height_in_patches' for patches of 16
+            # pixels.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
@@ -147,8 +148,8 @@ def _open_program(path: Path) -> _Opened:
     (logits,) = program.graph_module.graph.output_node().args[0]
     metadata = {KEY: found[EXTRA_FILE]} if found[EXTRA_FILE] else {}
     module = program.module()
-    # Hide the program in a lambda: as an attribute of a LightningModule it would be a submodule, whose `train` and
-    # `eval` Lightning would call, and an exported program refuses these calls.
+    # Hide the module in a lambda: as an attribute of a LightningModule it would be a submodule, whose methods `train`
+    # and `eval` Lightning would call, but the module of an exported program refuses these calls.
     return _Opened(lambda images: module(images), metadata, logits.meta["val"].shape[-1])
 
 
@@ -164,7 +165,8 @@ def _options() -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    # Do not log: errors are raised as exceptions, and warnings concern the graph, which the user has not written.
+    # Do not print messages: errors are raised as exceptions, and warnings are about the graph, which the user has not
+    # written.
     options.log_severity_level = 4
     if (available := available_memory()) is not None:
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)

@@ -28,8 +28,8 @@ LISTED = 10
 class PredictionTable(BasePredictionWriter):
     """Write `predictions.csv`, with a row per image in the order of the data.
 
-    The columns are path, class and probability of the most probable class, then class2, probability2 and so on for the
-    next classes, up to the fifth. Paths are relative if they are below the current folder, otherwise absolute.
+    The columns are path, then class and probability of the most probable class, then class2, probability2 and so on, up
+    to the fifth most probable class. Paths are relative if they are below the current folder, otherwise absolute.
 
     For a multi-label classifier the columns are path, label and probability: all classes that reach their thresholds,
     the most probable first, joined by ';', and their probabilities. `ImageListData` reads such a table as a list.
@@ -37,20 +37,22 @@ class PredictionTable(BasePredictionWriter):
     On several devices each process writes its rows into a file of its own beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
-    With `step_maps`, for a model whose patches halt, the last column is the mean number of steps of the image's
-    patches, and a figure of the steps of each patch is written into the folder `steps` beside the table, under the path
-    of the image.
+    `step_maps` is for models that compute each patch for a number of steps of its own (adaptive halting,
+    `relvit_universal_*`). The table then has a last column 'steps', the mean over the patches of the image. A figure
+    with the number of steps of each patch is written into the folder `steps` beside the table, under the path of the
+    image.
 
     Args:
         path: The file to write; all processes use the path of the main process.
         class_names: The names of the classes in order.
-        step_maps: Whether to count steps; for this, every image is computed once more.
+        step_maps: Whether to write and draw the steps of patches; for this, the model computes every image a second
+            time.
 
     Attributes:
         count: The number of rows, at the end and on the main process.
         first: The first ten rows as text, such as 'photo.jpg: bees 0.68', at the end and on the main process.
-        classes: The number of rows with each class, by the name of the class, at the end and on the main process. It
-            stays empty for a multi-label classifier.
+        classes: The number of rows with each class, by the name of the class, at the end and on the main process. Empty
+            for a multi-label classifier.
     """
 
     def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:
@@ -97,7 +99,7 @@ class PredictionTable(BasePredictionWriter):
         net, data = pl_module.net, trainer.datamodule
         maps = [steps.cpu().numpy() for steps in net.step_maps(images)]
         for image, steps, name in zip(images_of(images), maps, names, strict=True):
-            # The name "up" keeps the figures of ../a.png and a.png apart.
+            # Replace '..' by "up", so that the figures of ../a.png and a.png are two files in the folder `steps`.
             parts = ["up" if part == os.pardir else part for part in Path(printable(name)).parts if part != os.sep]
             target = self.path.parent.joinpath("steps", *parts[:-1], f"{parts[-1]}.png")
             target.parent.mkdir(parents=True, exist_ok=True)

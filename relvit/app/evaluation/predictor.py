@@ -34,7 +34,8 @@ from relvit.app.utils.shown_text import visible
 from relvit.models import AttentionMaps, Reach, attention_maps
 from relvit.utils.messages import check_choice
 
-# These entries of timm's `pretrained_cfg` describe timm's own weights of the architecture, and not a checkpoint's.
+# These entries of timm's `pretrained_cfg` describe timm's own weights of the architecture, not the weights of a
+# checkpoint.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
 
 
@@ -76,21 +77,23 @@ class Predictor:
 
     Attributes:
         checkpoint: the checkpoint's description of the training, without weights.
-        model: the timm model, in evaluation mode, its parameters without gradients. `model.pretrained_cfg` describes
+        model: the timm model, in evaluation mode; no parameter requires a gradient. `model.pretrained_cfg` describes
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
         class_names: name of each class; the position is the label.
         thresholds: for a multi-label model, for each class the lowest probability at which an image has the class; None
             for all other models.
         img_size: (height, width).
-        reach: as given.
+        reach: the argument of the same name.
         mean, std: statistics of each channel, in units of the range 0..1.
-        crop_pct: proportion of the side that the centre crop keeps.
-        shape: one size of all images or a budget of patches, see `relvit.app.data.shape.ImageShape`.
+        crop_pct: proportion of each side that the centre crop keeps.
+        shape: the size of all images, or the patch size and the largest number of patches, see
+            `relvit.app.data.shape.ImageShape`.
         transform: function from a PIL image to the model's input.
 
     Raises:
-        FileNotFoundError, ValueError: no checkpoint of `relvit fit`, no such size or reach, or a part is missing.
+        FileNotFoundError, ValueError: the file is missing or no checkpoint of `relvit fit`, a part of the checkpoint is
+            missing, or the model does not take the size or the reach.
     """
 
     mean: tuple[float, ...]
@@ -186,14 +189,14 @@ class Predictor:
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
-    ) -> Any:  # The type of a path does not tell whether it is an image or a folder of several images.
+    ) -> Any:  # Any, not overloads: an image gives a Prediction, a folder a list, but both are given as a path.
         """Predict the most probable classes, or, with a multi-label model, all classes that reach their thresholds.
 
         Args:
             images: one image, or several: a list or tuple, a folder (all its images in the order of their paths), or an
-                array or tensor with one dimension more. An image is a path, a PIL image, an array uint8 (H, W, 3) or
-                (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each image is resized,
-                cropped and normalised as for validation in the training.
+                array or tensor with one more dimension, for the images. An image is a path, a PIL image, an array uint8
+                (H, W, 3) or (H, W), or a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Each image is
+                resized, cropped and normalised as for validation in the training.
             top: number of classes to return; the model's number of classes is the limit. None: five; for a multi-label
                 model all classes that reach their thresholds.
             batch_size: images per batch.
@@ -237,8 +240,8 @@ class Predictor:
     ) -> Tensor:
         """Compute the features before the classifier, float32 (N, num_features) on the CPU; N = 1 for one image.
 
-        Arguments and errors are those of `predict`. With 'skip' the row of an unreadable image is NaN, even if `images`
-        is a folder, because rows have no paths. `relvit.app.evaluation.embed_folder` also returns paths.
+        For arguments and errors see `predict`. With 'skip' the row of an unreadable image is NaN, even if `images` is a
+        folder, because rows have no paths. `relvit.app.evaluation.embed_folder` also returns paths.
         """
         items, _ = _several(images)
         found = torch.full((len(items), self.num_features), torch.nan)

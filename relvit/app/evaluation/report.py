@@ -41,8 +41,8 @@ class EvaluationReport(Callback):
       first, at most 10,000; with several labels per image: all true and all predicted classes (joined by ';') and the
       binary cross-entropy of each image with a wrong or missing class, the highest first;
     - `mistakes.png`: the first 25 of these mistakes, with the images as the model saw them;
-    - `corruptions.csv`, only for a robustness set: accuracy of each corruption, by severity, and the mean over
-      severities.
+    - `corruptions.csv`, only for a robustness set with corruptions: accuracy of each corruption, by severity, and the
+      mean over severities.
 
     Args:
         folder: where to write.
@@ -89,8 +89,8 @@ class EvaluationReport(Callback):
         if not trainer.is_global_zero or not batches:
             return
         kept = np.concatenate(batches, axis=1)
-        # A limit of batches may have ended the test early, so keep only the indices of images that each process
-        # evaluated.
+        # A limit of batches may have ended the test early, so keep only the indices of images that were evaluated: the
+        # first ones of each process.
         counts = [sum(batch.shape[1] for batch in part) for part, _ in parts]
         indices = [index for (_, all_of_it), count in zip(parts, counts, strict=True) for index in all_of_it[:count]]
         self.results = {"images": kept.shape[1]}
@@ -137,8 +137,8 @@ class EvaluationReport(Callback):
         write_csv(self.folder / "mistakes.csv", ["path", "true", "predicted", self._labels.mistakes_by], rows)
         pictures, captions = [], []
         for _, path, true, _, index, caption in wrong[:SHOWN]:
-            # If an image file was deleted after the model saw it, leave its picture out, so that the test keeps all
-            # other results.
+            # If an image file was deleted after the model saw it, leave its picture out instead of losing all results
+            # of the test.
             with suppress(UnreadableImageError):
                 pictures.append(picture_of(image_of(dataset[index][0]), data.mean, data.std))
                 captions.append(f"{Path(path).name}\ntrue: {true}\n{caption}")

@@ -12,8 +12,8 @@ import numpy as np
 def accuracy_error(accuracy: float, images: int) -> float:
     """Compute the standard error of an accuracy p on n images, the binomial distribution's sqrt(p (1 - p) / n).
 
-    The standard error tells how much the accuracy may differ on other images of the same kind, not after a new
-    training.
+    The standard error tells how much the accuracy may differ on other images of the same kind. It does not tell how
+    much it may differ after another training.
     """
     return math.sqrt(accuracy * (1 - accuracy) / images)
 
@@ -22,9 +22,9 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, flo
     """Compute the second model's accuracy minus the first model's accuracy, and the standard error of the difference.
 
     For each image let d be 1 if only the second model is right, -1 if only the first model is right, otherwise 0. The
-    standard error is sqrt((mean(d^2) - mean(d)^2) / n); McNemar 1947 also counts only the images on which one model is
-    right and one wrong. For models that mostly agree, this standard error is smaller than sqrt(e1^2 + e2^2), with the
-    standard errors e1 and e2 of the two accuracies.
+    standard error is sqrt((mean(d^2) - mean(d)^2) / n); McNemar's test (1947) also uses only the images on which one
+    model is right and one wrong. For models that mostly agree, this standard error is smaller than sqrt(e1^2 + e2^2),
+    with the standard errors e1 and e2 of the two accuracies.
 
     Args:
         first: (n,) booleans, whether each image is right.

@@ -37,8 +37,8 @@ class Calibration(NamedTuple):
         accuracy: top-1 accuracy, which a temperature does not change.
         nll: mean negative log-likelihood of the classes, in nats.
         error: expected calibration error, see `relvit.app.evaluation.calibration_error`.
-        next_split: the split on which `relvit test` can judge the temperature: test, or val if there is no test; the
-            split of the fit if the data have no other split.
+        next_split: the split on which `relvit test` can judge the temperature: test, or val if there is no test. If the
+            data have no other split, it is the split on which the temperature was fitted.
     """
 
     temperature: float
@@ -69,8 +69,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Find the temperature for which the logits divided by it have the lowest mean negative log-likelihood, in float64.
 
     Source: "On Calibration of Modern Neural Networks" (Guo et al. 2017, arXiv 1706.04599), section 4.2, eq. 9. L-BFGS
-    searches the logarithm of the temperature. The likelihood is concave in the inverse temperature, so there is one
-    optimum or none.
+    searches the logarithm of the temperature. The log-likelihood is a concave function of the inverse temperature, so
+    there is one optimum or none.
 
     Args:
         logits: (N, classes).
@@ -92,8 +92,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
             f"the logits of {len(labels)} images are no better than chance, so no temperature is best: take another "
             "checkpoint"
         )
-    # Scale the logits to standard deviation 1, so that the search, which starts at temperature 1, always starts near
-    # the optimum.
+    # Scale the logits to standard deviation 1. The search starts at temperature 1, which is then near the optimum.
     scale = logits.std()
     logits = logits / scale
     exponent = torch.zeros((), dtype=torch.float64, device=logits.device, requires_grad=True)
@@ -128,22 +127,22 @@ def calibrate(
     For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
 
     `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by the temperature. A
-    training that resumes or starts from the checkpoint ignores the temperature, since it fits only these weights.
+    training that resumes or starts from the checkpoint ignores the temperature, because it changes the weights to which
+    the temperature was fitted.
 
     Args:
-        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; a temperature that the checkpoint has already is
-            ignored.
+        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; if it already has a temperature, this is ignored.
         output: the file to write, which ends in .ckpt and does not exist yet.
         split: images that the model was not trained on; 'train' is for comparison.
-        root: the data's folder, if it is no longer the folder that the checkpoint records.
+        root: the folder of the data; needed if it is no longer the folder that the checkpoint records.
         batch_size: images per batch; None: as in training.
-        device: where the model runs.
-        progress: a function of the batches and their number, which yields the batches, such as a progress bar.
-        data: the name of the data module whose images are used, such as my_module.Mine; needed if the data module is
-            not part of relvit, or is not the training's. None: the data module of the training, which has to be
-            imported already.
-        data_args: arguments of the data module, such as a password, that replace arguments of the training's data
-            module.
+        device: the device of the model.
+        progress: a function that takes the batches and their number and yields the batches, for example to show a
+            progress bar.
+        data: the name of the data module whose images are used, such as my_module.Mine. None: the data module of the
+            training; if it is not part of relvit, it must have been imported already.
+        data_args: arguments of the data module, such as a password; they replace the arguments that the checkpoint
+            records.
 
     Raises:
         FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or

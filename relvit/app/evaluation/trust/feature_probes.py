@@ -28,12 +28,12 @@ from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
 
-# Defaults: probes learn from these shares of the labels, and the number of nearest neighbours is that of DINO's
-# evaluation.
+# By default, probes learn from these shares of the labels, and 20 nearest neighbours vote, as in DINO's evaluation.
 SHARES, NEIGHBOURS = (0.01, 0.1, 1.0), 20
-# The linear probe tries these inverse strengths of weight decay, and takes the best on a held-out share of the labels.
+# The linear probe tries these inverse strengths of weight decay, and takes the best one on this share of the labels,
+# which is held out.
 STRENGTHS, HELD_OUT = tuple(10.0**exponent for exponent in range(-4, 3)), 0.2
-# The votes of neighbours are weighted with DINO's temperature.
+# A neighbour with the cosine similarity s has the weight exp(s / TEMPERATURE), as in DINO's evaluation.
 TEMPERATURE = 0.07
 
 
@@ -61,12 +61,12 @@ def probe_models(
         shares: shares of the labels of train. Each class keeps its proportion, and at least one image; a larger share
             contains the images of the smaller shares.
         k: number of neighbours.
-        seed: chooses the images of a share, and random weights.
+        seed: seed of the choice of images for a share, and of random weights.
         pretrained: whether a model given by name gets its pretrained weights; otherwise its weights are random, as a
             baseline.
         batch_size: images per batch; None: the batch size of the data.
-        device: where the models run.
-        progress: a function of the batches, their number and a description, which yields the batches.
+        device: the device of the models.
+        progress: a function that takes the batches, their number and a description, and yields the batches.
 
     Returns:
         A row for each model and share: 'model', 'features' (their length), 'share', 'labels' (number of labels of
@@ -100,7 +100,7 @@ def probe_models(
         net.to(device)
         train, evaluated = (at_size(own, transforms.img_size, part) for part in ("train", split))
         dataset = train.dataset("train")
-        # A user's dataset may have no `targets`; its labels are then read with its images, one by one.
+        # If a user's dataset has no `targets`, read its labels together with its images, one by one.
         known = hasattr(dataset, "targets")
         targets = np.asarray(dataset.targets if known else [dataset[index][1] for index in range(len(dataset))])
         indices = choose_labels(targets, max(shares), seed)
@@ -150,10 +150,10 @@ def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tru
     Returns:
         (M,) booleans, whether each query is classified right.
     """
-    # The import of scikit-learn takes a while, so import it only here.
+    # Importing scikit-learn takes a second, so import it only here.
     from sklearn.neighbors import KNeighborsClassifier
 
-    # The distance is 1 - s, so that all weights are exp(s / 0.07) times the same factor.
+    # The distance is 1 - s, so the weight of a vote is exp(s / 0.07) times a factor that is the same for all votes.
     options = {"metric": "cosine", "algorithm": "brute", "weights": lambda distance: np.exp(-distance / TEMPERATURE)}
     neighbours = KNeighborsClassifier(min(k, len(labels)), **options)
     return neighbours.fit(features, labels).predict(queries) == truth
@@ -164,14 +164,14 @@ def linear_right(
 ) -> tuple[np.ndarray, float]:
     """Classify with scikit-learn's logistic regression (L-BFGS) of standardised features.
 
-    A fifth of the labels is put aside to choose the inverse strength C of the weight decay: of 10^-4 ... 10^2 the value
-    with the best accuracy on this fifth, the smallest of equally good values. The regression then learns from all
-    labels. With one label per class nothing can be put aside, and C is 1.
+    A fifth of the labels is put aside to choose the inverse strength C of the weight decay: of the values 10^-4, 10^-3,
+    ..., 10^2 the one with the best accuracy on this fifth, or the smallest of several best ones. The regression then
+    learns from all labels. With one label per class nothing can be put aside, and C is 1.
 
     Args:
         features: (N, D), with labels (N,).
         queries: (M, D), with their classes, truth (M,).
-        seed: chooses the fifth of the labels that is put aside.
+        seed: another seed puts another fifth of the labels aside.
 
     Returns:
         (M,) booleans, whether each query is classified right, and C.
@@ -184,7 +184,8 @@ def linear_right(
     def fit(strength: float, part: Any) -> Any:
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
         with warnings.catch_warnings():
-            # With weak weight decay, 1000 steps may not converge to the last digit, which a probe does not need.
+            # With weak weight decay, 1000 steps may not converge to the last digit. A probe need not be so exact, so
+            # ignore the warning.
             warnings.simplefilter("ignore", ConvergenceWarning)
             return model.fit(features[part], labels[part])
 
@@ -208,12 +209,13 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
             )
         return classifier_of(checkpoint).net, checkpoint.transforms()
     if ":" not in name:
-        # For an unknown name, `model_arguments` raises an error that says the nearest known name.
+        # For an unknown name, `model_arguments` raises an error with the nearest known name.
         model_arguments(name)
         if pretrained and not timm.is_model_pretrained(name):
             raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
     net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
-    # timm's mean and standard deviation are for colour images; for other channels, use those of the data.
+    # timm's mean and standard deviation are for three channels; for another number of channels, use the mean and
+    # standard deviation of the data.
     known = config if len(config["mean"]) == data.in_chans else {"mean": data.mean, "std": data.std}
     return net, Transforms(config["input_size"][1:], known["mean"], known["std"], config["crop_pct"])

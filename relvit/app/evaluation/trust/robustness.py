@@ -13,7 +13,8 @@ from torch import Tensor
 
 from relvit.app.data import ImageData
 
-# These are AlexNet's mean errors over five severities of ImageNet-C, in the authors' code (hendrycks/robustness).
+# AlexNet's mean errors over the five severities of each corruption of ImageNet-C, from the authors' code
+# (hendrycks/robustness).
 ALEXNET = {
     "gaussian_noise": 0.886428,
     "shot_noise": 0.894468,
@@ -50,11 +51,11 @@ class Corruptions(NamedTuple):
     """Accuracies of a test on corrupted images.
 
     Attributes:
-        accuracy: corruption -> severity -> top-1 accuracy.
-        results: 'test/mean_corruption_error', the mean over the corruptions of one minus the mean accuracy over their
-            severities; and 'test/mce', if all 15 corruptions of ImageNet-C, five severities and 1000 classes were
-            tested: the mean over these corruptions of the error divided by AlexNet's error (Hendrycks and Dietterich
-            2019, arXiv 1903.12261, section 4.1).
+        accuracy: for each corruption, the top-1 accuracy by severity.
+        results: 'test/mean_corruption_error': the error of a corruption is one minus its mean accuracy over its
+            severities; this is the mean error over all corruptions. 'test/mce', only if all 15 corruptions of
+            ImageNet-C, five severities and 1000 classes were tested: each error is divided by AlexNet's error on the
+            same corruption, then the mean is taken (Hendrycks and Dietterich 2019, arXiv 1903.12261, section 4.1).
     """
 
     accuracy: dict[str, dict[int, float]]
@@ -67,8 +68,8 @@ class Corruptions(NamedTuple):
         for name, found in [*self.accuracy.items(), ("mean", self._mean(severities))]:
             values = (f"{found[severity]:.4f}" if severity in found else "" for severity in severities)
             rows.append([name, *values, f"{np.mean(list(found.values())):.4f}"])
-        # Take the mean of the corruptions' means: a mean of all cells would weigh each corruption by the number of its
-        # severities.
+        # In the last row and column, write the mean of the corruptions' means: a mean of all cells would weigh each
+        # corruption by the number of its severities.
         rows[-1][-1] = f"{1 - self.results['test/mean_corruption_error']:.4f}"
         return ["corruption", *map(str, severities), "mean"], rows
 
@@ -93,7 +94,7 @@ def evaluate_corruptions(right: np.ndarray, conditions: Sequence[tuple[str, int]
         accuracy[name][severity] = float(np.mean(outcomes[name, severity]))
     errors = {name: 1 - float(np.mean(list(found.values()))) for name, found in accuracy.items()}
     results = {"test/mean_corruption_error": float(np.mean(list(errors.values())))}
-    # Compare only the last part of a corruption's name, since its folder may be inside another folder, as in
+    # Compare only the last part of a corruption's name, because its folder may be inside another folder, as in
     # noise/gaussian_noise.
     known = {Path(name).name: errors[name] for name, found in accuracy.items() if tuple(found) == SEVERITIES}
     if classes == 1000 and known.keys() >= ALEXNET.keys():
