@@ -26,7 +26,8 @@ from relvit.version import __version__
 
 # A card lists at most this number of class names; config.json lists all names.
 SHOWN = 50
-# Columns of the table of image sizes: key in a row -> title and format of the column.
+# Columns of the table of image sizes. Key: the name of the value in a row of results. Value: title and number format of
+# the column.
 COLUMNS = {
     "protocol": ("protocol", "{}"),
     "reach": ("reach", "{}"),
@@ -38,8 +39,8 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe leaves out these options of the data: other parts of the card show them, or, as for num_workers, they do
-# not change the trained model.
+# The recipe leaves out these options of the data: other parts of the card show them, or they do not change the trained
+# model, as num_workers.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 # The recipe contains these options of Lightning's Trainer.
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")
@@ -83,7 +84,7 @@ def model_card(
     Args:
         predictor: the model.
         name: the name that `timm.create_model` takes.
-        license: identifier of a licence; None: not given.
+        license: identifier of the licence of the weights; None: the card says that no licence is given.
         curve: rows of `relvit.app.evaluation.evaluate_sizes`.
     """
     checkpoint, hparams = predictor.checkpoint, predictor.classifier.hparams
@@ -183,8 +184,9 @@ def _results(ckpt_path: str) -> dict[str, Any]:
     """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    # best_calibrated.ckpt has the weights of best.ckpt and a temperature. The temperature changes the losses in
-    # summary.json, but not the accuracies.
+    # best_calibrated.ckpt has the weights of best.ckpt and a temperature, with which only the accuracies in
+    # summary.json are still valid: the temperature does not change the order of the classes, but it changes losses and
+    # calibration errors.
     kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
     if kept is None or not summary.is_file():
         return {}
@@ -211,7 +213,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # The recipe has only the options that all data modules for image files share: other options would show where the
+    # The recipe has only the options that all data modules for image files share: other options could show where the
     # images are stored.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]

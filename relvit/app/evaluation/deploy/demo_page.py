@@ -27,11 +27,11 @@ from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.shown_text import one_line
 from relvit.models import patch_grid
 
-# Attention weights of more patches than this take gigabytes.
+# Images with more patches than this are refused, because their attention weights would take gigabytes.
 MOST_PATCHES = 4096
-# Pixels of the longer side of the picture that the user clicks on.
+# The longer side of the picture that the user clicks on, in pixels.
 SIDE = 480
-# A decoder that takes more seconds than this for one image is stopped, so that other images need not wait.
+# A decoder that takes more than this number of seconds for one image is stopped, so that other images need not wait.
 MAX_SECONDS = 20.0
 HINT = "Drop an image, then click on a patch of it here."
 # This Content-Security-Policy forbids the browser to send requests to other machines.
@@ -56,7 +56,7 @@ class Viewer:
     """Compute the results and pictures that the page shows for an image.
 
     Args:
-        predictor: the classifier, at its size of training.
+        predictor: the classifier, at the image size of its training.
         max_pixels: largest number of pixels of an uploaded image, see `relvit.app.data.load_rgb`.
     """
 
@@ -86,7 +86,8 @@ class Viewer:
             path: the file.
             size: see `img_size`; '': as in training.
             at: the place of the patch, as shares of the height and width of the image that the model sees.
-            kinds: the kinds of pictures to draw; with `layer` and `head` see `relvit.app.evaluation.pictures.draw`.
+            kinds: the kinds of pictures to draw. For kinds, `layer` and `head` see
+                `relvit.app.evaluation.pictures.draw`.
 
         Raises:
             ValueError: an image that cannot be read or is too large, a size that the model or the page does not take.
@@ -177,7 +178,8 @@ class Page(gr.Blocks):
         """Compute the outputs of an event; raises `gradio.Error` with words of its own for a malformed one."""
         try:
             return await super().process_api(*args, **options)
-        # The functions of the page catch all their errors, so malformed values in the request have caused this error.
+        # The functions of the page catch all their errors, so only malformed values in the request can have caused this
+        # error.
         except Exception as error:
             raise gr.Error("this request is not one of the page", print_exception=False) from error
 
@@ -194,8 +196,8 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
         except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        # After any error the page shows no results, since a user would take old results for new ones. Messages of
-        # unexpected errors may contain paths of this machine, so only the terminal shows these messages.
+        # After any error the page shows no results, because a user would take old results for new ones. Messages of
+        # unexpected errors may contain paths of this machine, so show them only in the terminal.
         except Exception:
             traceback.print_exc()
             view = View(["Error: the page failed; the terminal that it runs in says why"], None, None, {})
@@ -204,7 +206,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         shape = None if view.picture is None else (view.picture.height, view.picture.width)
         return [shape, text, view.picture, view.classes, "".join(missing), *drawn]
 
-    # The displayed picture is not an input of the event, since Gradio would then decode any file that a request names.
+    # Do not make the displayed picture an input of the event: Gradio would then decode any file that a request names.
     def click(event: gr.SelectData, shape: tuple[int, int], *choices: Any) -> list[Any]:
         x, y = map(float, event.index)
         at = min(max(y / shape[0], 0.0), 1.0), min(max(x / shape[1], 0.0), 1.0)
@@ -241,7 +243,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
         options = {"concurrency_id": "model", "trigger_mode": "always_last", "api_visibility": "private"}
         gr.on([choice.change for choice in choices], show, [at, *choices], outputs, **options)
         seen.select(click, [shape, *choices], [at, *outputs], **options)
-    # If the page did not count as running, Gradio would not check that each file in a request was uploaded.
+    # Let the page count as running, because Gradio otherwise does not check that each file in a request was uploaded.
     page.has_launched = page.is_running = True
     return page
 

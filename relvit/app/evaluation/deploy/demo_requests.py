@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
-# This is the largest body of a request in bytes: choices on the page take some hundred bytes, and images come as
-# uploads.
+# The largest body of a request in bytes. This does not limit images, which come as uploads; choices on the page take
+# some hundred bytes.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
-# The page needs only these of Gradio's many routes, and the route `FILE`.
+# The page needs only these and `FILE` of Gradio's many routes, so requests to all other routes are refused.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
 NOT_OURS = "This request is not one of the page."
@@ -31,20 +31,20 @@ NOT_OURS = "This request is not one of the page."
 class OwnPageOnly:
     """ASGI middleware that refuses all requests but those that the page itself sends.
 
-    A page of another site may send requests to this machine. If the name of that site resolves to 127.0.0.1 (DNS
-    rebinding), its requests look local, so the headers `Host` and `Origin` have to name the page of `relvit demo`. A
-    request may also ask Gradio to read any file of this machine as if a user had uploaded it, or to fetch a web
-    address. Therefore each file in a request has to be in the folder of uploads, and a request that contains a web
-    address is refused, even if the address is percent-encoded several times. The only web address that a request may
-    contain is the address at which the page shows an upload.
+    A page of another site, open in a user's browser, may send requests to this machine. If the name of the site
+    resolves to 127.0.0.1 (DNS rebinding), its requests look local. So the headers `Host` and `Origin` have to name the
+    page of `relvit demo`. A request may also ask Gradio to read any file of this machine as if a user had uploaded it,
+    or to fetch a web address. Therefore each file in a request has to be in the folder of uploads, and a request that
+    contains a web address is refused, even if the address is percent-encoded several times. The only web address that a
+    request may contain is the address at which the page shows an upload.
 
     Args:
         app: the application that gets the requests of the page.
-        host: the address that the server listens at. With '0.0.0.0' and '::' the headers may name any IP address, or
-            the name of the machine.
+        host: the address that the server listens at. If it is '0.0.0.0' or '::', `Host` may be any IP address or the
+            name of this machine.
         uploads: the folder of uploaded files.
-        most_bytes: largest number of bytes of all files in that folder together; further uploads are refused.
-            `build_app` limits the size of each file by its `max_mb`.
+        most_bytes: largest number of bytes of all files in that folder together; uploads beyond it are refused. The
+            argument `max_mb` of `build_app` limits the size of each file.
     """
 
     def __init__(self, app: ASGIApp, host: str, uploads: str | os.PathLike[str], most_bytes: int = 2**30) -> None:
@@ -52,7 +52,7 @@ class OwnPageOnly:
         self.host = host
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
-        # The declared bytes of all uploads in progress, whose files may not be in the folder yet.
+        # The declared bytes of all uploads in progress, because their files may not be in the folder yet.
         self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +133,7 @@ class OwnPageOnly:
                 if value.get("path") is not None and not self._is_upload(value["path"]):
                     return False
                 waiting += [*value, *(part for name, part in value.items() if name != "url")]
-                # The browser sends back the address under which it displays an upload.
+                # The only address that the browser sends is the one under which it displays an upload.
                 own, _, path = str(value.get("url") or "").partition(FILE)
                 if value.get("url") and not (own in (f"http://{host}", f"https://{host}") and self._is_upload(path)):
                     return False
@@ -154,7 +154,7 @@ def _has_address(text: str) -> bool:
 def _in_words(scope: Scope, receive: Receive, send: Send) -> Send:
     """Return a `send` that answers in words where the application would answer by what is wrong inside of it.
 
-    To a malformed request, the application answers with status 422 or 500 and details of its code.
+    To a malformed request, Gradio answers with status 422 or 500 and details of its code, which a user should not see.
     """
     refused = False
 

@@ -16,7 +16,7 @@ from relvit.app.data.batches import ImageBatch
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.answering import Answering, answers
 
-# An int8 file is compared with its model on this number of images, evenly spaced in val.
+# An int8 file is compared with its model on at most this number of images, evenly spaced in val.
 COMPARED = 2000
 
 
@@ -25,8 +25,8 @@ def quantise(
 ) -> None:
     """Write an ONNX file with the weights of its linear layers in int8, by onnxruntime's quantisation.
 
-    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: each activation is
-    quantised at run time with its own range, as onnxruntime recommends for transformers. With calibration images the
+    Weights have a scale per output channel. Without calibration images the quantisation is dynamic: the range of each
+    layer's inputs is measured at run time, as onnxruntime recommends for transformers. With calibration images the
     quantisation is static: for each layer, the largest number in its inputs over all these images fixes the scale, and
     the zero point is 0, as TensorRT requires. (TensorRT has no operators for dynamic quantisation.) Convolution,
     classifier, norms, softmax and products of activations stay as they are.
@@ -41,12 +41,13 @@ def quantise(
 
     model = onnx.load(source)
     # Delete the recorded shapes of intermediate values: the exporter recorded them before it transposed weights, so
-    # onnx would report the shapes as wrong.
+    # onnx would refuse them as wrong.
     del model.graph.value_info[:]
-    # Scales per channel need weights of two dimensions; position tables, which are multiplied in batches, have more.
+    # Choose only weights of two dimensions, because scales per channel need them; position tables, which are multiplied
+    # in batches, have more dimensions.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
-    # Silence onnxruntime's advice to preprocess the model, which a model with symbolic shapes does not need.
+    # Silence onnxruntime's advice to preprocess the model: a model with symbolic shapes does not need this.
     logging.disable(logging.WARNING)
     try:
         # Quantise weights to 7 bits instead of 8: processors without instructions for int8 add two products in 16 bits,

@@ -26,11 +26,11 @@ from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, mov
 from relvit.app.utils.shown_text import size_text
 from relvit.layers import AnySizePatchEmbed, whole_patches
 
-# The largest side of an image, in patches.
+# The file takes images with sides of at most this number of patches.
 MOST = 256
 # The largest difference that is allowed between the logits of the file and of the model, relative to the largest logit.
 TOLERANCE = 1e-4
-# Static quantisation measures the ranges of activations on at most this number of images.
+# Static quantisation measures the ranges of the layers' inputs on at most this number of images.
 CALIBRATED = 256
 
 
@@ -49,25 +49,31 @@ def export_model(
 ) -> list[tuple[int, ...]]:
     """Write the model to a file, read the file back and compare it with the model.
 
-    The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes them, and gives logits (B,
-    classes), divided by the temperature of a calibrated checkpoint. The number of images is free; their sides have 2 to
-    256 patches if the model takes any size, otherwise the size is `predictor.img_size`. The file fails at other sizes.
+    The file takes normalised images float32 (B, C, H, W), as `predictor.transform` makes each of them, and gives logits
+    (B, classes), divided by the temperature of a calibrated checkpoint. The batch may have 1 to 4,096 images. If the
+    model takes any size, height and width may each be 2 to 256 patches, otherwise images have the size
+    `predictor.img_size`. The file fails at other sizes (but see `aot`).
+
     The file also holds JSON with class names, the steps from an image to the model's input and, for a multi-label model
-    (whose probabilities are the sigmoid of the logits), the thresholds of the classes. In an ONNX file the JSON is the
-    entry 'relvit' of the metadata, in a program (`torch.export.load`) the extra file 'relvit.json', in a compiled
-    program the entry 'relvit' of the metadata (`get_metadata`). The weights of an .onnx above 2 GB are in a second file
-    of the same name with .data at its end.
+    (whose probabilities are the sigmoid of the logits), the thresholds of the classes:
+
+    - .onnx: metadata entry 'relvit'
+    - .pt2 without `aot`: extra file 'relvit.json', see `extra_files` of `torch.export.load`
+    - .pt2 with `aot`: metadata entry 'relvit', see `get_metadata` of the loaded model
+
+    The weights of an .onnx above 2 GB are in a second file with the same name and .data at its end.
 
     Args:
         predictor: see `relvit.load`.
-        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (`torch.export.load`). The
-            folder is created if it does not exist.
+        output: a file that ends in .onnx (needs onnx, onnxscript and onnxruntime) or .pt2 (which `torch.export.load`
+            reads). Its folder is created if it does not exist.
         int8: for .onnx, whether to quantise the weights of the linear layers after the comparison, see `quantise`.
-        aot: for .pt2, whether AOTInductor compiles the program for this machine's kind of CPU.
-            `torch._inductor.aoti_load_package` then loads the file, in Python and in C++. The program refuses images of
-            wrong sizes only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
+        aot: for .pt2, whether AOTInductor compiles the model for this machine's kind of CPU.
+            `torch._inductor.aoti_load_package` then loads the file; C++ can load it, too. The compiled model refuses
+            images of wrong sizes only if the environment variable AOTI_RUNTIME_CHECK_INPUTS is 1.
         calibration: with `int8`, a folder, file or pattern of images similar to the training's images; up to 256 of
-            them fix the ranges of activations (static quantisation); None: a range is computed at run time (dynamic).
+            them fix the ranges of the layers' inputs (static quantisation); None: the ranges are measured at run time
+            (dynamic).
         tell: called with a description of each step before the step begins.
 
     Returns:
@@ -87,7 +93,7 @@ def export_model(
         raise ValueError(
             "reach 'windows' cannot be exported, since the image decides how many windows there are: take another reach"
         )
-    # Tracing fixes the backend of the attention. Trace on the CPU, since a backend for the CPU runs on every device.
+    # Tracing fixes the backend of the attention. So trace on the CPU, because its backends run on every device.
     net, temperature = predictor.to("cpu").model, predictor.classifier.temperature
     shapes, dynamic = _shapes(predictor)
     patch = _patch_to_check(net) if output.suffix == ".onnx" else None
@@ -97,7 +103,7 @@ def export_model(
     write = _onnx if output.suffix == ".onnx" else _package if aot else _program
     sides = [str(dynamic[i]) if i in dynamic else shapes[0][i] for i in (2, 3)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    # An .onnx contains the name of its external data, so it is written under its final name in a temporary folder.
+    # An .onnx contains the name of the file with its weights, so write it under its final name in a temporary folder.
     with (
         TemporaryDirectory(prefix=".export-", dir=output.parent) as folder,
         disk_errors_name(output, Path(folder)),
@@ -123,8 +129,8 @@ def export_model(
             part.parent.mkdir()
             quantise(exact, part, None if calibration is None else _calibration(predictor, calibration))
         if (data := part.with_name(f"{output.name}.data")).exists():
-            # Remove an older .onnx, which must not read the new data. Move the new .onnx last, since it needs the new
-            # data.
+            # Remove an older .onnx first, which must not be read with the new weights. Move the new .onnx last, because
+            # it needs the new weights.
             output.unlink(missing_ok=True)
             move_complete(data, output.with_name(data.name))
         move_complete(part, output)
@@ -144,7 +150,7 @@ def check_export(
             raise ValueError("calibration images are for int8: add int8, or leave calibration out")
         find_images([calibration])
     if aot:
-        # The import of the compiler is here, since other exports do not need it.
+        # Import the compiler only here, because other exports do not need it.
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -153,6 +159,7 @@ def check_export(
         except InvalidCxxCompiler as error:
             raise ValueError("aot needs a C++ compiler, and there is none: install g++ or clang") from error
     if suffix == ".onnx":
+        # These imports only check that the packages are installed, so ruff's rule F401 (unused imports) is ignored.
         try:
             import onnx  # noqa: F401
             import onnxruntime  # noqa: F401
@@ -172,8 +179,8 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     """Return the shapes of images to trace and compare with, and the dimensions that may vary, by their index."""
     net, (height, width), channels = predictor.model, predictor.img_size, len(predictor.mean)
     dynamic: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=4096)}
-    # timm's blocks with windows cut the image into a number of windows that depends on its size, so the file takes one
-    # size only.
+    # timm's blocks with windows divide an image into a number of windows that depends on its size, so the file takes
+    # only one size.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
@@ -186,7 +193,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
         )
     for position, (name, side) in enumerate(zip(("height", "width"), patch, strict=True), start=2):
         dynamic[position] = side * torch.export.Dim(f"{name}_in_patches", min=2, max=MOST)
-    # Trace with a height that differs from the width: otherwise the graph would have one dimension for both.
+    # Trace with a height that differs from the width: otherwise the graph would demand that they are equal.
     return [(2, channels, height + patch[0], width + 3 * patch[1]), (1, channels, height, width)], dynamic
 
 
@@ -229,7 +236,7 @@ def _program(
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
-    # PyTorch's own writer ends the process if the disk is full, so the program is written into memory first.
+    # Write the file into memory first, because PyTorch's own writer ends the process if the disk is full.
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={EXTRA_FILE: description})
     output.write_bytes(content.getbuffer())
@@ -239,7 +246,7 @@ def _program(
 def _package(
     net: nn.Module, images: Tensor, dynamic: dict[int, Any], output: Path, description: str
 ) -> Callable[[Tensor], Tensor]:
-    # The import of the compiler is here, since other exports do not need it.
+    # Import the compiler only here, because other exports do not need it.
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = torch.export.export(net, (images,), dynamic_shapes=(dynamic,))

@@ -25,7 +25,7 @@ from relvit.app.utils.shown_text import one_line
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
-# The key in config.json under which relvit stores all values for which timm's format has no entry.
+# The key in config.json under which relvit stores values that timm's format does not have.
 KEY = "relvit"
 
 
@@ -44,8 +44,8 @@ def publish_model(
 
     The published weights are the weights that evaluation uses: the averaged weights if the training kept an average.
     The temperature of a calibrated checkpoint and the thresholds of a multi-label checkpoint are not part of the
-    weights, but in the card and in `config.json`. Before the files are published, `timm.create_model` loads them, and
-    the model is compared with the checkpoint, bit by bit.
+    weights, but stand in the card and in `config.json`. Before the files are published, `timm.create_model` loads them,
+    and the model is compared with the checkpoint, bit by bit.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run, the card contains the metrics
@@ -102,7 +102,7 @@ def check_folder(to: str) -> None:
 def save_folder(predictor: Predictor, folder: str | os.PathLike[str], license: str | None = None) -> None:
     """Write `model.safetensors` and `config.json` of a checkpoint's model, see `save_model`.
 
-    Raises: as `save_model`.
+    Raises the errors of `save_model`.
     """
     about: dict[str, Any] = {"version": __version__}
     net = predictor.to("cpu").model
@@ -130,7 +130,7 @@ def save_model(
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
             mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
-        folder: the folder to write to. Earlier files with the same names are replaced all at once, all other files
+        folder: the folder to write to. Existing files with the same names are replaced in one step; all other files
             stay.
         class_names: name of each class; the position is the label.
         license: identifier of the licence of the weights; None: unknown.
@@ -149,13 +149,14 @@ def save_model(
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: {"version": __version__} if about is None else about,
     }
-    # safetensors only takes contiguous tensors.
+    # Make all tensors contiguous, because safetensors only takes contiguous ones.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
     with atomic_folder(folder) as part:
         try:
             save_for_hf(model, part, model_config=config, safe_serialization=True)
             _without_num_classes(part / "config.json")
-            # safetensors writes files that only the owner can read, so give the weights the permissions of config.json.
+            # safetensors writes files that only their owner can read, so give the weights the permissions of
+            # config.json.
             shutil.copymode(part / "config.json", part / "model.safetensors")
             again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
         # Catch everything, since timm and the models raise errors of almost any type.

@@ -29,7 +29,7 @@ from relvit.utils.messages import check_choice
 
 Kind = Literal["tables", "kernels", "logits", "attention", "rollout", "cam", "aft-windows"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# The demo page shows these kinds of pictures in this order; the values are their labels.
+# The demo page offers these kinds of pictures in this order, with these labels.
 LABELS: dict[Kind, str] = {
     "attention": "attention weights of the patch",
     "logits": "its logits: content and positions",
@@ -41,7 +41,7 @@ LABELS: dict[Kind, str] = {
 }
 # These kinds of pictures show the model alone: of the image, they need only the size.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
-# These kinds have a panel per head.
+# Pictures of these kinds have a panel per head.
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
 PARTS = {"q": "term q", "k": "term k", "b": "bias b", "channels": "free channels"}
 
@@ -107,8 +107,11 @@ def draw(
 ) -> Figure:
     """Draw one picture of what a model has learned, or does with an image.
 
+    The logits of a relvit model's attention are a content part plus position terms (q, k, b), which depend on the
+    offset from the query's patch to the key's patch.
+
     ===============  =================================================================================================
-    ``tables``       relative tables of each layer and term, see `position_tables`
+    ``tables``       position tables by offset, for each layer and term (q, k, v, b), see `position_tables`
     ``kernels``      position part of the logits by offset, per layer and head, see `effective_kernels`
     ``logits``       content and position parts of the logits of one patch, per head, see `logit_parts`
     ``attention``    attention weights per head, see `relvit.models.attention_maps`
@@ -119,8 +122,9 @@ def draw(
 
     Args:
         kind: one of the kinds above.
-        model: in evaluation mode: any relvit or retrofitted model, on the device of the image.
-        image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' read its size.
+        model: a relvit or retrofitted model, in evaluation mode, on the device of the image.
+        image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' only use its
+            size.
         picture: the image as uint8 (height, width, 3), on which maps are drawn, see `relvit.app.plots.picture_of`;
             None: grey.
         patch: row and column of the query, from 0. None: for 'logits' the patch in the middle; for 'attention' and

@@ -13,12 +13,12 @@ from relvit.models import lack, patch_grid
 def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:
     """Compute Grad-CAM of one image at the input of a block's attention.
 
-    The channels of this input are weighted by the mean gradient of the class's logit, and summed; negative sums become
-    zero. The model does not change, nor do its parameters' gradients. Source: Selvaraju et al. 2017 (arXiv 1610.02391),
-    section 3, computed by `pytorch_grad_cam.GradCAM`.
+    Each channel of this input is weighted by the mean, over the patches, of the gradient of the class's logit; the
+    weighted channels are summed, and negative sums become zero. Neither the model nor its parameters' gradients change.
+    Source: Selvaraju et al. 2017 (arXiv 1610.02391), section 3, computed by `pytorch_grad_cam.GradCAM`.
 
     Args:
-        model: in evaluation mode, a relvit model or a Vision Transformer of timm with `blocks[...].norm1`.
+        model: a relvit model, or a Vision Transformer of timm with `blocks[...].norm1`, in evaluation mode.
         image: (in_chans, height, width) as the model takes it, normalised.
         label: number of the class; None: the class with the highest logit.
         layer: index of the block; negative ones count from the last block.
@@ -53,7 +53,8 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     if label is None:
         with torch.no_grad():
             label = int(model(image[None]).argmax())
-    # The library clears the parameters' gradients and computes new ones, so no parameter may require a gradient here.
+    # The library would clear the parameters' gradients and compute new ones, so no parameter may require a gradient
+    # here.
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     cam = GradCAM(model, [norms[where]], reshape_transform)
     try:

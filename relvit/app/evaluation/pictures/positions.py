@@ -26,14 +26,15 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
 
     Args:
         model: a relvit model, or one that `relvit.retrofit` has changed.
-        img_size: (height, width) of the images in pixels. The size of tables that are not learned but computed depends
-            on it.
+        img_size: (height, width) of the images in pixels. It determines the size of tables that are computed instead of
+            learned.
 
     Returns:
-        Layer -> name -> table, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k columns' for
-        the term k, (heads, offsets, head_dim), with 1 for heads if all heads share a table; 'b rows' and 'b columns',
-        (heads or 1, offsets); for joint tables 'b, joint', (heads or 1, row offsets, column offsets), and, in the same
-        shape, 'k length, joint', the length of the vector of each pair of offsets.
+        For each layer its tables by name, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k
+        columns' for the term k (likewise q and v), (heads, offsets, head_dim), with 1 for heads if all heads share a
+        table; 'b rows' and 'b columns', (heads or 1, offsets). Tables of pairs of offsets are 'b, joint', (heads or 1,
+        row offsets, column offsets), and, in the same shape, 'k length, joint' (likewise q and v), the length of the
+        vector of each pair.
 
     Raises:
         NotApplicableError: a model without such tables.
@@ -78,9 +79,9 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
     """Compute the position part of a query's scaled logits for each offset: where a head prefers to look.
 
     The term k is computed for the mean query of all patches, or for the query of one patch; the term q for the mean key
-    of all patches. Free channels (`RelativeTerms.channels`) depend on places, not only on offsets: each offset shows
-    the mean over all pairs of patches with this offset, or over the pairs with the given patch, and NaN if there is no
-    such pair.
+    of all patches. Free channels (`RelativeTerms.channels`) depend on places, not only on offsets. So their part at an
+    offset is the mean over all pairs of patches with this offset (with `patch`, over the pairs whose query is that
+    patch), and NaN if there is no such pair.
 
     Args:
         model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
@@ -88,8 +89,8 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         patch: row and column of a query; None: the mean query.
 
     Returns:
-        Layer -> (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU: the offset (0, 0), key minus query, is in the
-        middle. If a block runs several times, its kernel is the kernel of the last run.
+        For each layer (heads, 2 H - 1, 2 W - 1) for H x W patches, on the CPU. The offset (0, 0), key minus query, is
+        in the middle. If a block runs several times, its kernel is the kernel of the last run.
 
     Raises:
         NotApplicableError: a model without relative positions, or with attention in windows or bands.
@@ -107,7 +108,8 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
     heads, count, _ = query.shape[1:]
     index = None if patch is None else patch_index(patch, grid)
     query = query.mean(dim=2, keepdim=True) if index is None else query[:, :, index : index + 1]
-    # Seen from the middle of this larger grid, its places have all offsets that two patches can have, each once.
+    # Seen from the middle of this larger grid, its places have all offsets that two patches of `grid` can have, each
+    # once.
     around = Grid(2 * grid.height - 1, 2 * grid.width - 1)
     middle = torch.tensor([[grid.height - 1, grid.width - 1]], device=query.device)
     key = key.mean(dim=2, keepdim=True).expand(-1, -1, around.height * around.width, -1)
@@ -120,7 +122,8 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
             part[:, :, grid.prefix :].to(query.dtype).expand(1, heads, count, -1) for part in terms.channels
         )
         products = (of_query @ of_key.mT)[0]
-        # Channels that serve only the bias of prefix tokens have zero products between patches, so they add nothing.
+        # If the channels serve only the bias of prefix tokens, their products between patches are all zero, so leave
+        # them out.
         if products.any():
             kernel = kernel + _by_offset(products, grid, index)
     if (trained := given.trained_keys) is not None:
@@ -144,7 +147,8 @@ def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
 def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: int = -1) -> dict[str, Tensor]:
     """Split the logits of one patch's query into the content part and the terms of the position.
 
-    The content part is scale * q_i . k_j, with the rotary embedding, if there is one, and with Transformer-XL's u.
+    The content part is the scaled product of query and key. It includes the rotary embedding, if there is one, and
+    Transformer-XL's u.
 
     Args:
         model: see `effective_kernels`.
@@ -153,9 +157,9 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
         layer: index of the attention layer; negative ones count from the last layer.
 
     Returns:
-        The parts of the logits: 'content', and 'q', 'k', 'b' (as in `rel_terms`) and 'channels' if the layer has such
-        terms. Each part is (heads, N) on the CPU, in the dtype of the queries or float32 if that is wider; keys are in
-        the order of `relvit.models.AttentionMaps`. The sum of the parts is the logits.
+        The parts of the logits: 'content', and 'q', 'k', 'b' (as in `rel_terms`) and 'channels' (free channels) if the
+        layer has these terms. Each part is (heads, N) on the CPU, in the dtype of the queries or float32 if that is
+        wider; keys are in the order of `relvit.models.AttentionMaps`. The sum of the parts is the logits.
 
     Raises:
         NotApplicableError, ValueError: as `effective_kernels`; a layer that the model does not have.
@@ -168,7 +172,7 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     query, key = (part.to(position_query.dtype) for part in (given.query, given.key))
     query, position_query = (part[:, :, index : index + 1] for part in (query, position_query))
     place = torch.tensor([list(patch)], device=query.device)
-    # Give the reference only one query, since pairs of all tokens would take N x N vectors.
+    # Give the reference only one query, because it computes a vector for each pair of tokens.
     alone = Grid(grid.height, grid.width, coords=place)
     options = {"scale": given.scale, "trained_keys": given.trained_keys}
     parts = {"content": attention_logits(query, key, RelativeTerms(), alone, grid, **options)}
@@ -176,7 +180,8 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
     if terms.channels is not None:
         of_query, of_key = terms.channels
         terms = terms._replace(channels=Channels(of_query[:, :, index : index + 1], of_key))
-    # Logits are linear in each term, so with zero content and a single term the logits are the part of this term.
+    # The logits are the sum of content and terms, so with zero content and only one term the logits are this term's
+    # part.
     zeros = (torch.zeros_like(query), torch.zeros_like(key), RelativeTerms(bucketing=terms.bucketing))
     for field in ("query", "key", "bias", "channels"):
         if (term := getattr(terms, field)) is not None:
@@ -198,8 +203,8 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
             for each offset the mean over all pairs of patches.
 
     Returns:
-        Layer -> (heads, rows, columns), with odd rows and columns, float32 on the CPU; heads is 1 for AFT-full and
-        AFT-local.
+        For each layer (heads, rows, columns), with odd rows and columns, float32 on the CPU; heads is 1 for AFT-full
+        and AFT-local.
 
     Raises:
         NotApplicableError: a model without such biases.
