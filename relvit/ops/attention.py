@@ -35,7 +35,7 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# Up to this many tokens, a head's N x N attention weights take no more memory than its N vectors of width 64.
+# For up to this many tokens N, a head's N x N attention weights take no more memory than its N vectors of width 64.
 SMALL_WINDOW = 64
 # Beyond this many tokens the N x N attention weights that training keeps take too much of a GPU's memory.
 LARGEST_MASK = 1024
@@ -102,11 +102,11 @@ def relative_attention(
             and v, in O(N (H + W)) memory; only `dropout_p` > 0 on the CPU, or a joint bias as the mask, keeps N x N for
             backward); 'lean' (as 'fused', in the fewest operations, only for one raster without padding, with tables
             per axis, without mask and dropout); 'tiled' (tiles of queries, recomputed in backward); 'gathered' (tiles
-            in which each pair looks up its table entries: slower, but with all joint tables, second derivatives and
-            `torch.func`; of joint tables, 'fused' and 'tiled' only take a bias between rasters); 'triton' (GPU kernels
-            without augmented vectors: keys on a raster, terms in tables, no query term, mask or dropout, see
-            `relvit.ops.backends.triton`); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean' and
-            'tiled' have no second derivatives, and cannot be part of compiled or exported graphs.
+            in which each pair looks up its table entries: slower, but takes all joint tables, has second derivatives,
+            and works in `torch.func`; of joint tables, 'fused', 'tiled' and 'triton' only take a bias between rasters);
+            'triton' (GPU kernels without augmented vectors: keys on a raster, no query term, mask or dropout, see
+            `relvit.ops.backends.triton`); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean', 'tiled'
+            and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
@@ -130,7 +130,7 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
     if backend == "reference":
         return reference.relative_attention(**inputs._asdict())
     if backend in ("tiled", "gathered"):
-        # Logits, softmax and sums of tiles would lose too much in half precision; fused kernels also convert them.
+        # Logits, softmax and sums of tiles would lose too many digits in half precision, so compute in float32.
         inputs = inputs.to(torch.promote_types(dtype, torch.float32))
     return BACKENDS[backend].relative_attention(with_log_n_scaling(with_channels(inputs))).to(dtype)
 
@@ -152,16 +152,16 @@ def attend_projected(
         prefix_bias: (3, heads), see `relvit.layers.PrefixBias`.
 
     Returns:
-        (B, N, heads head_dim); None where `attend` has to compute the attention. This function uses 'lean' for one
-        tensor with tables per axis, and stock attention with a mask for a joint bias on small grids.
+        (B, N, heads head_dim); None where `attend` has to compute the attention. For one `projected` tensor and tables
+        per axis this function uses 'lean'; for a joint bias on small grids, stock attention with a mask.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
     (query, *of_tables, bucketing, channels, query_bias, logits), (*_, coords, valid) = terms, grid
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # `key` identifies a remembered decision. Reading a tensor's attribute takes as long as a view, so `key` has only
-    # the shapes of tables: `lean` casts them to one dtype as it joins them, and PyTorch raises if devices differ.
+    # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables it has
+    # only the shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape
@@ -207,8 +207,8 @@ class _Decision(NamedTuple):
     plan: lean.Plan | pair_bias.PairPlan | None
 
 
-# Cached decisions. The key holds everything that a decision depends on, so that inputs of a layer are checked only once
-# for each size.
+# Cached decisions. A key holds everything on which the decision depends, so that inputs of a layer are checked only
+# once for each size.
 _DECISIONS: dict[Any, _Decision] = {}
 _MOST_DECISIONS = 64
 
@@ -218,7 +218,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     if not is_eager():
         return _decide(checked(inputs), backend)
     try:
-        # The key says whether the position queries are the queries themselves, because the choice depends on it.
+        # The key says whether position queries and queries are one tensor, because the choice depends on that.
         key = (backend, inputs.position_query is inputs.query, signature(inputs), _switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)

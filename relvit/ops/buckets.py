@@ -16,10 +16,11 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
 
     'clip': offsets beyond +-`distance` share the outermost rows (Shaw et al. 2018, arXiv 1803.02155, eq. 4).
 
-    'piecewise': each offset up to alpha has its own row, and larger offsets share rows on a logarithmic scale, up to
-    gamma, with alpha : beta : gamma = 1 : 2 : 8 and beta = `distance` (iRPE, Wu et al. 2021, arXiv 2107.14222, the
-    piecewise index function g). With both bucketings, offsets d and -d use rows at the same distance from the middle
-    row.
+    'piecewise': each offset up to `distance` / 2 has its own row, larger offsets share rows on a logarithmic scale, and
+    all offsets from 4 `distance` on share the outermost row. This is the piecewise index function g of iRPE (Wu et al.
+    2021, arXiv 2107.14222), with alpha = `distance` / 2, beta = `distance` and gamma = 4 `distance`.
+
+    With both bucketings, offsets d and -d use rows at the same distance from the middle row.
     """
     if bucketing == "clip" or distance == 0:
         return offset.clamp(-distance, distance) + distance

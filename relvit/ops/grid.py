@@ -79,9 +79,10 @@ def make_grid(
 def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: int, width: int, prefix: int = 0) -> Grid:
     """Build the `Grid` of a batch of images of different sizes, as timm's NaFlex data loader yields them.
 
-    Padding moves to row 0, column 0. The size of each image is not needed, because attention depends only on offsets.
-    The backend 'fused' appends `height` + `width` channels to each vector, so these bounds should not be larger than
-    needed.
+    Padding gets the coordinates (0, 0), because its own coordinates, such as (-1, -1), may lie outside the grid. The
+    size of each image is not needed, because attention depends only on offsets. `height` and `width` are upper bounds
+    for all images; choose them no larger than needed, because the backend 'fused' appends `height` + `width` channels
+    to each vector.
 
     Examples:
         >>> coords = torch.tensor([[[0, 0], [0, 1], [1, 0]], [[0, 0], [1, 0], [-1, -1]]])  # images of 3 and 2 patches
@@ -142,8 +143,8 @@ def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     if grid.coords is not None:
         y, x = batched_coords(grid, device).split(1, dim=-1)
         return y, x
-    # Here rows and columns are separate tensors, so that a compiler can compute each in the kernel that reads it. It
-    # would have to store the single tensor that `patch_coords` stacks.
+    # Make separate tensors of rows and columns, because a compiler can compute each of them inside the kernel that
+    # reads it. The compiler would have to store the single tensor that `patch_coords` stacks.
     y = torch.arange(grid.height, device=device)[:, None].expand(grid.height, grid.width)
     x = torch.arange(grid.width, device=device)[None, :].expand(grid.height, grid.width)
     return y.reshape(1, -1, 1), x.reshape(1, -1, 1)
@@ -273,7 +274,7 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
     if not knows_values() or not coords.numel():
         return
-    # Each copy from the device waits for it, so copy all four numbers at once.
+    # Each copy from a GPU waits until the GPU has computed the number, so copy all four numbers at once.
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:

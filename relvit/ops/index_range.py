@@ -16,7 +16,8 @@ LARGEST = 2**31 - 1
 def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
     """Return an upper bound for the number of elements of a backend's largest tensor, results and operands included.
 
-    Stock attention, which `fused` calls, counts with N x N weights, because on MPS it keeps these weights in training.
+    For `fused`, N x N weights are counted, because the stock attention that it calls keeps these weights on MPS in
+    training.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
     dims = inputs.query.shape[3] + added_width(inputs.terms, inputs.query.dtype), inputs.value.shape[3]

@@ -24,8 +24,9 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 class AttentionInputs(NamedTuple):
     """The arguments of `relvit.ops.relative_attention`.
 
-    After `checked` only `attn_mask` and `trained_keys` may be None. A mask has at least two axes, and is boolean or has
-    the query's dtype. The two tables of a term are either both shared by the heads or both per head.
+    The function `checked` returns inputs of which only `attn_mask` and `trained_keys` may be None. In its result a mask
+    has at least two axes, and is boolean or has the query's dtype; the two tables of a term are either both shared by
+    the heads or both per head.
     """
 
     query: Tensor
@@ -55,7 +56,7 @@ class AttentionInputs(NamedTuple):
 
 
 # Queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, they may also be one tensor
-# (B, N, 3 heads, head_dim), as the projection returns it: splitting this tensor would take operations.
+# (B, N, 3 heads, head_dim), as the projection returns it, which saves the operations that would split this tensor.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -149,7 +150,8 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     channels, dtype = inputs.terms.channels, inputs.query.dtype
     if channels is None:
         return inputs
-    # Backends multiply all products by the scale, but the channels' logits are not scaled: divide by the scale here.
+    # Backends multiply all products by the scale. The products of channels must not be scaled, so divide the queries'
+    # channels by the scale here.
     query, key = channels.query / inputs.scale, channels.key
     if added_width(inputs.terms, dtype) > key.shape[-1]:
         (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))

@@ -15,11 +15,11 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here also used with fewer keys than in
     training.
 
-    Takes what `relvit.ops.inputs.checked` returns, and returns it with multiplied queries, position queries, position
-    keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
+    `inputs` are a result of `relvit.ops.inputs.checked`. This function returns them with multiplied queries, position
+    queries, position keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
 
     Raises:
-        ValueError: a bias where samples have different numbers of keys.
+        ValueError: a bias together with a padding mask per sample, because all samples share the tables of the bias.
     """
     if inputs.trained_keys is None:
         return inputs

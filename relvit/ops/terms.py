@@ -34,8 +34,9 @@ class AxisTables(NamedTuple):
 class JointTable(NamedTuple):
     """One table for both axes together: entry (r, c) belongs to the offset (r - k_row, c - k_col), each clipped.
 
-    The product form of iRPE (Wu et al. 2021, arXiv 2107.14222): it can express any function of both offsets, and sums
-    of rows and columns cannot, but it needs (2k + 1)^2 instead of 2 (2k + 1) vectors.
+    This is the product form of iRPE (Wu et al. 2021, arXiv 2107.14222). A joint table can express any function of both
+    offsets, which a sum of a row vector and a column vector cannot, but a joint table needs (2k + 1)^2 vectors instead
+    of 2 (2k + 1).
 
     Examples:
         >>> bias = JointTable(torch.randn(12, 7, 9))  # 12 heads; k is 3 for rows and 4 for columns
@@ -94,7 +95,7 @@ class AxisLogits(NamedTuple):
 class RelativeTerms(NamedTuple):
     """The relative terms of one attention layer; None where a term is absent.
 
-    For patch tokens i, j with offsets dy = y_j - y_i and dx = x_j - x_i, each term gives
+    For a query i and a key j that are patches, with offsets dy = y_j - y_i and dx = x_j - x_i, each term gives
 
         a_ij = rows[clip(dy)] + cols[clip(dx)]   or, with a joint table,   a_ij = table[clip(dy), clip(dx)],
 

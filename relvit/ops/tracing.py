@@ -32,8 +32,9 @@ def larger(one: int, other: int) -> int:
     if torch.jit.is_tracing():
         # `torch.jit.trace` gives sizes as tensors, but constant sizes as integers.
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
-    # For `max` of symbolic sizes `torch.export` would compare the sizes, so it gets `torch.sym_max`. Dynamo turns `max`
-    # of symbolic sizes into `torch.sym_max` itself; PyTorch 2.11 cannot compile `torch.sym_max` of two integers.
+    # In `torch.export`, `max` of symbolic sizes would compare the sizes, so use `torch.sym_max` there. Dynamo turns
+    # `max` of symbolic sizes into `torch.sym_max` itself, and PyTorch 2.11 cannot compile `torch.sym_max` of two
+    # integers.
     return max(one, other) if torch.compiler.is_dynamo_compiling() else torch.sym_max(one, other)
 
 

@@ -47,9 +47,10 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
         shift: where the first full window begins, less than `size`, for both axes or (rows, columns).
 
     Returns:
-        (B n, rows columns, C), the windows of one sample after the other, windows and their tokens in raster order; and
-        the grid of each window. Places beyond the border hold zeros and are not valid. `valid` is (B n, rows columns),
-        or None where `grid` has none and no window extends beyond the border.
+        (B n, rows columns, C) for n windows in each image: the windows of one image after the other, windows and their
+        tokens in raster order; and the `Grid` of these windows. Places beyond the border hold zeros and are not valid.
+        The new grid's `valid` is (B n, rows columns), or None if `grid` has no `valid` and no window extends beyond the
+        border.
 
     Raises:
         ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit the grid, sizes out of

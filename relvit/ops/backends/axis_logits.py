@@ -1,9 +1,12 @@
 """Logits per row and per column of the grid, which add up to the logit of a pair; their lookup indices.
 
-q_i . a_ij = rows[i, y_j] + cols[i, x_j]: so each query needs H + W products instead of H W. The row table and the
-column table are joined into one table, and an index says which entry of it each token uses for each row and each column
-of the grid. With the same index, the attention weights per row and column are summed by table entry; these sums times
-the value tables are the value term.
+Let a_ij be the vector for query i and key j, the sum of a row of the row table and a row of the column table. Then
+q_i . a_ij = rows[i, y_j] + cols[i, x_j], so each query needs H + W products instead of H W. The two tables are joined
+into one, and for each token an index holds the entry of the joined table that belongs to each row and to each column of
+the grid.
+
+With the same index the attention weights, summed per row and per column, are added up by table entry. These sums times
+the value tables are the value term of the output.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from relvit.utils.old_torch import compiled_replace
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
 
-# Clip distances of a pair of tables: of the row table, then of the column table.
+# Clip distances of a term's two tables: of the row table, then of the column table.
 Distances = tuple[int, int]
 
 
@@ -56,8 +59,8 @@ def with_columns(axes: Axes, number: int) -> Axes:
 def query_axes(inputs: AttentionInputs) -> Axes:
     """Return all rows and columns of queries, as far as the query term's tables can distinguish them.
 
-    Queries with coordinates may lie outside the key grid. Beyond the clip distance of the tables all rows (or columns)
-    have the same logits, so one row (or column) stands for all of these.
+    Queries with coordinates may lie outside the key grid. All rows (or columns) that are farther from the key grid than
+    the tables can distinguish have the same logits, so one row (or column) stands for all of them.
     """
     grid, key_grid = inputs.grid, inputs.key_grid
     if inputs.terms.query is None or grid.coords is None or grid is key_grid:
@@ -85,7 +88,7 @@ def table_index(
 
     Returns clip distances and an index. Tables may be shortened to these clip distances, because no pair of tokens uses
     the rows beyond; if at most `spare` rows are unused, the table stays whole, which saves slicing it. The index, (1 or
-    B, 1, N, H + W) int64, counts rows of `join_tables`; for prefix tokens it is 0, the row of zeros.
+    B, 1, N, H + W) int64, counts rows of the result of `join_tables`; for prefix tokens it is 0, the row of zeros.
     """
     reach = distances
     # A graph for all sizes must not depend on whether a table has larger offsets than the grid.
@@ -160,7 +163,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     if not isinstance(terms.bias, AxisTables):
         return logits
     tables = with_width(terms.bias)
-    # Compute in single precision at least, because backward adds up the gradients over all tokens.
+    # Compute in single precision at least, because in backward the gradient of an entry is a sum over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
     table = table[..., 0].to(torch.promote_types(table.dtype, torch.float32)) / inputs.scale
     # Samples on the same grid share one bias, (1 or B, heads, Nq, H + W).

@@ -24,8 +24,8 @@ from torch import Tensor
 from relvit.ops.backends.tile import Tile
 from relvit.ops.tracing import is_watched
 
-# From this number of queries times keys on (64 x 32 patches), each thread computes whole heads; with fewer, waiting for
-# the GIL costs more than the threads save.
+# Each thread computes whole heads if the number of queries times the number of keys is at least this, as in an image of
+# 64 x 32 patches. For smaller images, waiting for the GIL costs more time than the threads save.
 LEAST_LOGITS = 1 << 22
 
 
@@ -66,7 +66,8 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
             left.clear()
             future.set_exception(error)
 
-    # After a fork the new process has none of these threads; with its own process id it starts new ones.
+    # The process id is an argument of the cached function, because a forked process has none of its parent's threads:
+    # it calls the function with another id and so starts new threads.
     jobs, futures = _served_queue(threads, os.getpid()), [Future() for _ in range(threads)]
     for future in futures:
         jobs.put(partial(work, future))

@@ -1,13 +1,19 @@
 """Relative attention on GPUs and in compiled graphs: one stock fused attention over augmented q, k and v.
 
-With one table per axis, q_i . a^K_ij is one of H row logits plus one of W column logits of the query i. So append those
-H + W logits to the query and one-hot indicators of row and column to the key: the dot product of the augmented vectors
-is content plus relative logit. A bias goes into the same channels, divided by the scale, by which stock attention
-multiplies it. For the query term, queries and keys exchange roles. Row and column logits that the terms already hold
-(`AxisLogits`) are appended unchanged. Append the indicators to the value: the extra output channels are the attention's
-marginals, the sums of a query's weights over each row and each column of keys, and these times the value tables are the
-value-side term. No N x N tensor is formed here; `scaled_dot_product_attention` computes the attention and its gradients
-in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but recomputed.
+With one table per axis, the relative logit of a query and a key is a sum: one of the query's H logits, for the key's
+row, plus one of the query's W logits, for the key's column. So append these H + W logits to the query, and one-hot
+indicators of row and column to the key: the dot product of the augmented vectors is content plus relative logit. A bias
+goes into the same channels, divided by the scale, because stock attention multiplies all logits by the scale. For the
+query term, queries and keys exchange roles. Row and column logits that the terms already hold (`AxisLogits`) are
+appended unchanged.
+
+For the value term, append the indicators to the value. The additional output channels are then the attention's
+marginals, the sums of a query's weights over each row and each column of keys. These sums times the value tables are
+the value term.
+
+No N x N tensor is formed here, except for a joint bias (see `pair_bias`): `scaled_dot_product_attention` computes the
+attention and its gradients in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but
+recomputed.
 
 Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
 (value-side concatenation).
@@ -87,7 +93,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
     width = augmented_width(inputs, padded=valid is not None)
     # Extra columns of the grid, without tokens, fill the width up to a multiple of 8. `F.pad` would need a separate
     # case where nothing is missing; zero extra columns need no such case, so that one graph works for all sizes.
-    # ExecuTorch computes remainders of negative numbers as C does, so no remainder of a negative number is taken here.
+    # (`-width % WIDTH_MULTIPLE` would be wrong in ExecuTorch, where remainders of negative numbers are those of C.)
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
@@ -208,13 +214,15 @@ def _join(parts: list[Tensor], width: int) -> Tensor:
         return parts[0]
     if missing:
         parts = [*parts, parts[0].new_zeros(1).expand(*lead, missing)]
-    # In memory tokens come before heads, as in the projections: the attention writes its output in the same order.
+    # Lay out the tokens before the heads in memory, as the projections do. The attention then writes its output in this
+    # order too, and the output projection reads it without a copy.
     return padded_cat([part.expand(*lead, -1).transpose(1, 2) for part in parts], -1).transpose(1, 2)
 
 
 def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Tensor:
     """Split the output into `content` channels and the attention per row and column, and add the value term."""
-    # In memory the attention's output has tokens before heads, which the output projection reads without a copy.
+    # In memory the attention's output has tokens before heads. Keep this order, because the output projection then
+    # reads the result without a copy.
     out, size = out.transpose(1, 2), index.shape[-1]
     mixed, marginals = split_in_two(out, content, size)
     # Sums of several marginals are computed in float32 and rounded once.
@@ -234,9 +242,9 @@ def _any_so_far(valid: Tensor, queries: int) -> Tensor:
 def _mask_padding(mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Hide padding in a mask; return it, and which queries attend to anything, (B or 1, heads or 1, Nq or 1, 1).
 
-    A user's mask may hold numbers as low as the logit by which a channel hides padding, so padding gets -inf in the
-    mask. Queries that may attend to no key attend to all keys, because some kernels would divide zero by zero;
-    `_attend` sets their result to zero.
+    A user's mask may hold numbers as low as the logit by which `_augment` hides padding, so padding gets -inf in the
+    mask. In the new mask, queries that may attend to no key attend to all keys, because some kernels would divide zero
+    by zero; `_attend` sets their result to zero.
     """
     mask, valid = mask[(None,) * (4 - mask.dim())], valid[:, None, None, :]
     if mask.dtype == torch.bool:

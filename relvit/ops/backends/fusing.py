@@ -1,9 +1,9 @@
 """Concatenation and lookup by index, with gradients, in forms that Inductor fuses with the next operation.
 
-On the CPU Inductor computes each part of a `cat` in its own loop, and `scatter_add` in two loops: one for the zeros,
-one for the sums. In compiled graphs a sum of padded parts replaces `cat` and a sum over comparisons replaces
-`scatter_add`, so that an index or an indicator is computed where it is read, and never stored. Outside of compiled
-graphs, and in exported ones, these functions call `cat`, `scatter_add` and so on.
+In compiled graphs a sum of zero-padded parts replaces `cat`, and for up to `MOST_COMPARED` entries a sum over
+`index == entry` replaces `scatter_add`. Inductor fuses these forms with the operation that reads the result, so the
+lookup index and the one-hot vectors of rows and columns are never stored. Outside of compiled graphs, and in exported
+graphs, the functions here call `cat`, `scatter_add` and so on.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
-        # Without this class autograd would pad the gradient of each part and add them up.
+        # Without this class autograd would pad the gradient of each part with zeros, and add up the padded gradients.
         return grads
 
 

@@ -4,9 +4,11 @@ For a joint bias between rasters the CPU has a faster backend, `tiled`; see `pai
 
 Joint tables do not split into rows and columns, so no other fast backend takes them as key, query and value terms.
 Besides, `torch.func` can transform only plain operations, such as the operations here, which have derivatives of any
-order. One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the
-logit of its offset. Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored
-(Rabe & Staats 2021, arXiv 2112.05682).
+order.
+
+One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the logit of
+its offset. Each tile forms its logits against all keys, and backward recomputes them, so N x N logits are never stored
+(Rabe & Staats 2021, arXiv 2112.05682). Only in exported graphs and inside `torch.func` one tile holds all queries.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from relvit.ops.recompute import recomputed
 from relvit.ops.terms import AxisLogits, AxisTables, JointTable, with_width
 from relvit.ops.tracing import may_recompute, without_autocast
 
-# Logits of one tile, over all samples and heads: 4 M numbers, 16 MB in float32.
+# A tile has at most this number of logits, over all samples and heads, 16 MB in float32, but at least `LEAST_QUERIES`
+# queries.
 TILE_LOGITS = 1 << 22
 LEAST_QUERIES = 16
 
@@ -42,7 +45,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
     terms, logits = inputs.terms, inputs.terms.axis_logits
-    # Backward recomputes tiles under the autocast state of forward, so switch autocast off in forward.
+    # Backward recomputes tiles with autocast on or off as in forward, so switching autocast off here is enough.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
         if not may_recompute():
@@ -118,7 +121,8 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
     if valid is None and mask is None:
         weights = logits.softmax(dim=-1)
     else:
-        # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, forward and backward.
+        # Softmax of a row that holds only -inf would give NaN, so a query that may attend to no key gets zeros, forward
+        # and backward.
         empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
         weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
     weights = F.dropout(weights, inputs.dropout_p)

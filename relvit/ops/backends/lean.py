@@ -257,7 +257,8 @@ class _Lean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # With `once_differentiable`, second derivatives would leave out this function without an error.
+            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
+            # derivatives would leave out this function without an error.
             raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
         # Users may call backward inside of autocast, which would change the dtypes of products here.
         inside = torch.is_autocast_enabled(grad.device.type)
@@ -354,7 +355,8 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
 def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: bool) -> Sequence[Tensor]:
     """Append logits to queries, and rows and columns to keys and values: (B, heads, N, width) each.
 
-    With `apart`, augmented queries get a separate block of memory, so that backward can multiply them as one matrix.
+    With `apart`, augmented queries get a separate block of memory, because backward multiplies them as one matrix, or
+    because forward would copy large tensors twice (`Plan.apart`).
     """
     (alone,), (first, second), triple = plan.operands
     if len(contents) == 3:

@@ -3,11 +3,11 @@
 On a small grid launching operations takes longer than their arithmetic, so this file uses few operations, as timm does:
 one cached index looks up the table entry of each pair of tokens, and stock attention takes the entries as its mask.
 
-On larger rasters the backend `tiled` adds the bias by slices. The bias of a query at (y, x) is table[y_j - y, x_j - x]
-for the keys of all rows y_j and columns x_j. First the horizontal offsets are written out for each column x:
-slice[x][dy, x_j] = table[dy, x_j - x] (Toeplitz in x and x_j); all slices together take 2 / H of the N x N numbers.
-Vertical offsets then need no copy: the bias of the query is a contiguous piece of slice[x] with H rows, whose first row
-depends on y. So no pair looks up an entry, and all samples of a batch share the slices.
+On larger rasters the backend `tiled` adds the bias by slices. A query in row y and column x has the bias
+table[y' - y, x' - x] for the key in row y' and column x'. First the horizontal offsets are written out, in one slice
+for each column x: slice[x][dy, x'] = table[dy, x' - x]. All slices together take 2 / H of the N x N numbers. Vertical
+offsets then need no copy: the bias of the query for all keys is a contiguous piece of slice[x] with H rows, whose first
+row depends on y. So no pair looks up an entry, and all samples of a batch share the slices.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     return table
 
 
-# Behind a flat joint table follow three entries for pairs with prefix tokens: prefix query and patch, patch and prefix
-# key, two prefix tokens.
+# Behind a flat joint table follow three entries for pairs with prefix tokens: for a prefix query with a patch key, for
+# a patch query with a prefix key, and for two prefix tokens.
 PREFIX_ENTRIES = 3
 
 

@@ -20,7 +20,7 @@ class Operands(NamedTuple):
     # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the `TileConfig` has a `logits_index`.
     query_logits: Tensor | None
     key_logits: Tensor | None  # (B, heads, Nk, H' + W')
-    pair_bias: Tensor | None  # (heads, H + H' - 1, W + W' - 1), see `offset_table`
+    pair_bias: Tensor | None  # (heads, H + H' - 1, W + W' - 1), see `offset_table`; for tiles the result of `to_slices`
     table: Tensor | None  # the joined value tables, ([heads,] entries, value_dim)
     attn_mask: Tensor | None  # (1 or B, 1 or heads, 1 or Nq, 1 or Nk)
 
@@ -31,7 +31,7 @@ class TileConfig(NamedTuple):
     grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` both are rasters
     keys: Positions
     queries: Positions | None  # positions among the rows and columns of `key_logits`
-    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into `query_logits`
+    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of `query_logits`
     value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
     valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
     is_causal: bool

@@ -1,15 +1,16 @@
 """Relative attention on the CPU: one tile of queries after the other, with the backward written out.
 
-Each tile forms its logits against all keys, and backward recomputes them: N x N is never stored. A relative logit is a
-row logit plus a column logit of the query. So the logits of a tile start as the sum of these two small tensors,
-broadcast over the key grid, and the product of queries and keys is added in place. The value tables are multiplied by
-the attention's marginals, which are the sums of the weights over each row and each column of keys. So relative terms
-cost passes over a tile that fits into the CPU's cache, and products stay narrow, unlike in `fused`. GPUs take this
-backend where the augmented vectors of `fused` would be too wide.
+Each tile forms its logits against all keys, and backward recomputes them, so N x N logits are never stored. A relative
+logit is a row logit plus a column logit of the query. So the logits of a tile start as the sum of these two small
+tensors, broadcast over the key grid, and the product of queries and keys is added in place. The value tables are
+multiplied by the attention's marginals, which are the sums of the weights over each row and each column of keys.
 
-Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2): dS = P (dP - D), where D,
-the sum of P dP over keys, equals the product of the result with its gradient; this also holds here, where dP includes
-the value term.
+So relative terms cost passes over a tile that fits into the CPU's cache, and products stay narrow, unlike in `fused`.
+GPUs take this backend where the augmented vectors of `fused` would be too wide.
+
+Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2). With the attention weights
+P and their gradient dP, the gradient of the logits is P (dP - D). D, the sum of P dP over all keys, equals the product
+of the result with its gradient; this also holds here, where dP includes the value term.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
 from relvit.ops.tracing import without_autocast
 
-# A tile has at most this number of logits per thread that works on it: 4 MB in float32. Smaller tiles lose time in
-# Python and in waiting for other threads; tiles with fewer queries than `LEAST_QUERIES` lose time in adding up the
-# gradients of keys.
+# A tile has at most this number of logits per thread that works on it, 4 MB in float32, but at least `LEAST_QUERIES`
+# queries. Smaller tiles lose time in Python and in waiting for other threads; tiles with fewer queries lose time in
+# adding up the gradients of keys.
 TILE_LOGITS = 1 << 20
 LEAST_QUERIES = 64
 
@@ -92,8 +93,8 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     query, terms = inputs.position_query, inputs.terms
     if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
-        # If the grid has at least as many rows and columns as the tables have entries, logits by entry take less memory
-        # until backward than logits by row and column. (A joined table also has a zero row and padding.)
+        # If the grid has at least as many rows and columns as the tables have entries, keep logits by table entry until
+        # backward: they take no more memory than logits by row and column, but for the joined table's few zero rows.
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None
@@ -140,7 +141,8 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # With `once_differentiable`, second derivatives would leave out this function without an error.
+            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
+            # derivatives would leave out this function without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
         # Users may call backward inside of autocast, but forward ran without autocast.
         with without_autocast(grad.device):
@@ -280,7 +282,8 @@ def _weights(
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True) if masked else None
     # Softmax writes into the logits, because allocating memory would take longer than the arithmetic.
     weights = torch.softmax(logits, -1, out=logits)
-    # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, forward and backward.
+    # Softmax of a row that holds only -inf would give NaN, so a query that may attend to no key gets zeros, forward and
+    # backward.
     return weights if empty is None else weights.masked_fill_(empty, 0.0)
 
 

@@ -73,7 +73,7 @@ def attention_weights(
 ) -> Tensor:
     """Compute softmax_j(logit_ij), (B, heads, Nq, Nk), of `relvit.ops.relative_attention`, before dropout.
 
-    Rows sum to 1; they are zero where a query may attend to nothing. For `options` see `attention_logits`.
+    The weights of each query sum to 1, or are zero if it may attend to no key. For `options` see `attention_logits`.
     """
     key_grid = grid if key_grid is None else key_grid
     logits = attention_logits(query, key, terms, grid, key_grid, **options)
@@ -86,7 +86,8 @@ def attention_weights(
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j"), -torch.inf)
 
-    # Softmax of -inf alone would give NaN: a query that may attend to no key gets zeros, and zero gradients.
+    # Softmax of a row that holds only -inf would give NaN, so a query that may attend to no key gets zeros, and zero
+    # gradients.
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
     return logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
 

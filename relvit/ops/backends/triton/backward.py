@@ -1,11 +1,14 @@
 """The backward kernels in Triton: one over query tiles, one over key tiles, so that no sum needs atomics.
 
-As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) weights are recomputed from the log-sum-exp, and dS = P
-(dP - D), with D the product of the result with its gradient. Here dP is the product of the result's gradient with the
-sum of three vectors: the value, and the value table's vectors for the key's row and column. `backward_queries` looks up
-products with the value table, as it looks up logits. Sums of dS along the axes of a tile are the gradients of row and
-column logits. These gradients are summed by table entry. The sums times the key table are a part of the queries'
-gradient; the sums times the queries (computed in PyTorch) are the gradient of the key table.
+As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) the attention weights P are recomputed from the
+log-sum-exp, and the gradient of the logits is dS = P (dP - D), with dP the gradient of the weights and D the product of
+the result with its gradient. Here dP is the product of the result's gradient with the sum of three vectors: the value,
+and the value table's vectors for the key's row and column. `backward_queries` looks up products with the value table,
+as it looks up logits.
+
+Sums of dS along the axes of a tile are the gradients of row and column logits. These gradients are summed by table
+entry. The sums times the key table are a part of the queries' gradient; the sums times the queries (computed in
+PyTorch) are the gradient of the key table.
 """
 
 import triton
@@ -40,7 +43,8 @@ def backward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    # In a tile of one row, each query has one row logit: subtract it from the base, instead of adding it to each pair.
+    # In a tile of one row, each query has one row logit: subtract it from `base`, the log-sum-exp, instead of adding it
+    # to each pair.
     if KEY_ENTRIES and ROWS == 1:
         base -= load_row(logits, queries, axes, inside, top) * scale
         pairs = cols
@@ -101,9 +105,9 @@ def backward_queries(
 
     The axes of tensors are as in `forward`: `grad` and `out` have the axes of the result of `forward`, and
     `grad_position` has the axes of `position`. `entries`, (B, Nq, heads, KEY_ENTRIES), are the gradients of the
-    products with the key table. This kernel stores numbers for `backward_keys`: D in `means`, (B, heads, Nq), and for
-    each row and column `logits` and `products`, (B, heads, Nq, H + W) each. `sums`, (BLOCK_M, H + W) float32, is a
-    program's workspace.
+    products with the key table. This kernel stores numbers that `backward_keys` reads: D in `means`, (B, heads, Nq),
+    and the `logits` and the `products` with the value table for each row and column, (B, heads, Nq, H + W) each.
+    `sums`, (BLOCK_M, H + W) float32, is the workspace of one Triton program.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
@@ -165,8 +169,8 @@ def backward_queries(
                 place = left + tl.arange(0, COLS)
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 tl.store(pointers, grad_cols, mask=inside[:, None] & (place < width)[None, :])
-                # The next strip of columns reads sums that other threads of this program have stored, so wait for all
-                # threads.
+                # The next strip of columns reads sums that other threads of this Triton program have stored, so wait
+                # for all threads.
                 tl.debug_barrier()
 
         total *= scale * LN_2

@@ -1,12 +1,13 @@
 """The forward kernel in Triton: relative attention without augmented queries, keys and values.
 
-A key tile has ROWS image rows by COLS image columns, so a tile's relative logits are ROWS plus COLS numbers per query.
-The value tables need, for each query, the sum of the weights in each image row and in each image column, the marginals:
-a tile adds to them the sums of its weights along its two axes. The kernel goes from one strip of columns to the next,
-so that the column logits and marginals of a strip stay in registers. In a tile of one row each query has a single row
-logit; the row marginal is the sum of the weights that the softmax needs anyway, and the weights themselves are the
-tile's column marginals, so no sum inside the tile is needed. The softmax is computed as in FlashAttention-2 (Dao 2023,
-arXiv 2307.08691, section 3.1).
+A key tile has ROWS rows and COLS columns of patches, so a tile's relative logits are ROWS plus COLS numbers per query.
+The value tables are multiplied by the marginals, the sums of a query's weights over each row and each column of keys: a
+tile adds the sums of its weights along its two axes to the marginals. The kernel goes from one strip of columns to the
+next, so that the column logits and marginals of a strip stay in registers. The softmax is computed as in
+FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
+
+In a tile of one row each query has a single row logit. Its row marginal is the sum of all weights, which the softmax
+needs anyway, and the weights themselves are the column marginals, so no further sums inside the tile are needed.
 
 Prefix keys come first, in tiles without terms.
 """
@@ -160,7 +161,8 @@ def forward(
     bytes; tables (heads, entries, DIM) and bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or
     1, Nq, entries + 1), `batched` says whether their first axis is B; lse (B, heads, Nq) float32 and, with SAVE,
     entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query without keys gets zeros and the log-sum-exp
-    +inf. Each program has a workspace of its own: logits and sums, (BLOCK_M, H + W) float32 each, rows before columns.
+    +inf. Each Triton program has its own workspace: logits and sums, (BLOCK_M, H + W) float32 each, rows before
+    columns.
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):
@@ -211,8 +213,8 @@ def forward(
                 pointers = sums + slots[:, None] * axes + (height + place)[None, :]
                 stored = inside[:, None] & (place < width)[None, :]
                 tl.store(pointers, log2(col_sums, PRECISION) + finite[:, None], mask=stored)
-                # The next strip of columns reads sums that other threads of this program have stored, so wait for all
-                # threads.
+                # The next strip of columns reads sums that other threads of this Triton program have stored, so wait
+                # for all threads.
                 tl.debug_barrier()
 
         base = tl.where(total > 0, maximum + tl.log2(total), float("inf"))

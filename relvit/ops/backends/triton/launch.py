@@ -17,16 +17,16 @@ from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
 
 LOG2_E = math.log2(math.e)
-# Each multiprocessor gets this number of programs, more than run on it at once: when one ends, another starts, so it is
-# idle only briefly at the end.
+# Each multiprocessor of the GPU gets this number of Triton programs, more than can run on it at once. When a program
+# ends, the next one starts, so the multiprocessor is idle only briefly at the end.
 PROGRAMS = 4
 
 
 class Blocks(NamedTuple):
     """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads.
 
-    With `by_row` a tile has as few rows as possible, a single one if the grid is at least `keys` wide; otherwise a tile
-    has the shape that covers the grid with the fewest tiles.
+    With `by_row` a tile has as few rows as possible, a single row if the grid is more than `keys` / 2 wide. Without
+    `by_row` a tile has the shape that covers the grid with the fewest tiles.
     """
 
     queries: int
@@ -61,7 +61,7 @@ BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
     # Among sizes that need equally many tiles, `min` takes the first. 16 is first, because the numbers for so few
-    # columns stay in registers; 8, which two threads of a matrix unit hold, is second.
+    # columns stay in registers.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -98,7 +98,9 @@ class Variant(NamedTuple):
     entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
     position: str  # what the key table is multiplied by: 'query', 'own' (`position`), or '' without table
     bias: bool
-    save: bool  # whether forward stores the log-sum-exp and sums for backward
+    # Whether forward also stores `entries`, the attention weights summed by entry of the value table, which backward
+    # needs.
+    save: bool
     padded: bool
 
 
@@ -165,7 +167,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # With `once_differentiable`, second derivatives would leave out this function without an error.
+            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
+            # derivatives would leave out this function without an error.
             raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
         *saved, out, lse, entries = ctx.saved_tensors
         operands = Operands(*saved)
@@ -239,8 +242,8 @@ class Launch(NamedTuple):
         operands, (_, height, width) = self.operands, self.grid
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
-        # Indices, bounds and logits have a row for each query; workspaces have a row for each query of a running
-        # program.
+        # Indices, bounds and logits have a row for each query; workspaces have a row for each query of a block in each
+        # Triton program.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)

@@ -23,7 +23,8 @@ from relvit.ops.terms import AxisTables, with_width
 def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Join the tables of the key term, (heads, entries, head_dim), and the bias, (heads, entries).
 
-    Returns both, and one index and bounds for both, as `_find` makes them; None where a term is absent.
+    Returns the joined table, the joined bias, and the index and the bounds that both share, see `_find`. A table that
+    is absent is None; without both, all four are None.
     """
     heads, (key, bias), bucketing = inputs.query.shape[1], (inputs.terms.key, inputs.terms.bias), inputs.terms.bucketing
     if key is None and bias is None:
@@ -63,13 +64,13 @@ def _find(
 ) -> tuple[Distances, Tensor, Tensor]:
     """Find the table entry of each row and column of `axes`, and the rows and columns of each entry, as int16 or int32.
 
-    Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases along
-    rows and along columns; and the bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns bounds[e]
-    to bounds[e + 1].
+    Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases from one
+    row or column to the next; and the bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns from
+    bounds[e] to bounds[e + 1] - 1.
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
-    # `join_tables` makes the same number of entries.
+    # This is the number of entries that `join_tables` makes.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
     entries += -entries % WIDTH_MULTIPLE
     wanted = torch.arange(entries + 1, device=device).expand(*index.shape[:2], -1).contiguous()

@@ -1,9 +1,11 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
 A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
-all entries at once, on matrix units; an index (Nq, H + W) says which of these products belongs to a row or column of
-the key grid. The index never decreases along rows, nor along columns, so the rows or columns of one entry are a range,
-and the sum over this range is a difference of two running sums. So no sum needs atomics.
+the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products belongs to each row
+and each column of the key grid.
+
+The index never decreases from one row or column to the next, so the rows or columns of one entry are a range, and the
+sum over this range is a difference of two running sums. So no sum needs atomics.
 """
 
 import triton
@@ -57,7 +59,7 @@ def store_products(
                 entry = tl.where(keep, entry, 0)
             found = tl.gather(products, entry, 1).to(pointer.dtype.element_ty)
             tl.store(pointer + slots[:, None] * axes + axis[None, :], found, mask=keep)
-    # Other threads of this program read these products, so wait for all threads.
+    # Other threads of this Triton program read these products, so wait for all threads.
     tl.debug_barrier()
 
 
@@ -81,14 +83,14 @@ def run_up(
 ):
     """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums.
 
-    The numbers are rounded to `dtype` but their sums are not, so differences of running sums are sums of rounded
-    numbers.
+    The numbers are rounded to `dtype`, in which they are multiplied, but the running sums are not rounded. So
+    differences of running sums are sums of rounded numbers.
     """
     before = tl.zeros((BLOCK_M, SPAN), tl.float32)
     number = tl.arange(0, SPAN)
     up_to = (number[:, None] <= number[None, :]).to(tl.float32).to(dtype)
     every = tl.full((SPAN, SPAN), 1.0, tl.float32).to(dtype)
-    # Other threads of this program have stored the numbers that are read next, so wait for all threads.
+    # Other threads of this Triton program have stored the numbers that are read next, so wait for all threads.
     tl.debug_barrier()
     for start in range(0, axes, SPAN):
         place = start + number
@@ -108,7 +110,7 @@ def run_up(
 def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
     """Compute the sums for the entries `place` (n,) as differences of running sums: (queries, n) float32.
 
-    `bounds` (Nq, ENTRIES + 1): entry e belongs to the rows and columns from bounds[e] to bounds[e + 1].
+    `bounds` (Nq, ENTRIES + 1): entry e belongs to the rows and columns from bounds[e] to bounds[e + 1] - 1.
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

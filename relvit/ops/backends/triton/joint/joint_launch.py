@@ -23,7 +23,8 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
 LOG2_E = math.log2(math.e)
-# The samples are divided among programs until each multiprocessor has this number of programs.
+# For the gradient of the table, samples are divided among Triton programs, until each multiprocessor of the GPU has up
+# to this number of programs.
 PROGRAMS = 4
 
 
@@ -56,7 +57,7 @@ BLOCKS = {
     ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
-# In float32 the kernels avoid matrix units, which would round to ten bits.
+# All kernels have these tiles in float32, because there they avoid matrix units, which would round to ten bits.
 BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 2)
 
 
@@ -114,7 +115,9 @@ class Operands(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
-    table: Tensor  # (heads, entries) float32, divided by the scale, in the order that `layout` says
+    # (heads, entries) float32: the bias by offset, padded and ordered as `offsets.layout` describes; divided by the
+    # scale, because the kernels multiply all logits by it.
+    table: Tensor
 
 
 class Launch(NamedTuple):
@@ -224,7 +227,8 @@ class JointAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # With `once_differentiable`, second derivatives would leave out this function without an error.
+            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
+            # derivatives would leave out this function without an error.
             raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
         *operands, table, out, lse = ctx.saved_tensors
         launch = ctx.launch._replace(operands=Operands(*operands))

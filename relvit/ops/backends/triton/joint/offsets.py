@@ -11,14 +11,15 @@ from torch import Tensor
 from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, once_per_raster
 
-# Kernels read the places of whole blocks of up to this many tokens, so places go on beyond the last token.
+# Kernels read places (see `Layout`) in whole blocks of up to this many tokens, so the tensors of places are filled up
+# beyond the last token.
 LARGEST_BLOCK = 128
 
 
 class Layout(NamedTuple):
     """How a flat table by offset is read: its row is (heads, `before` + offsets + `behind`), zeros on both sides."""
 
-    queries: Tensor  # (Nq,) int32; a pair reads the entry number keys[j] - queries[i]
+    queries: Tensor  # (Nq,) int32; the pair of query i and key j reads the entry with index keys[j] - queries[i]
     keys: Tensor  # (Nk,) int32; both are filled up to a multiple of `LARGEST_BLOCK` tokens
     before: int
     behind: int

@@ -1,11 +1,13 @@
 """The Triton kernel for the gradient of a joint bias table: sums over all pairs at one offset, without atomics.
 
 A tile is a rectangle of queries and a rectangle of keys, ROWS by COLS patches each. If both rectangles move by the same
-number of patches, each pair of places in the tile keeps its offset. So a program takes one distance between rectangles,
-and adds up the gradients of the logits over samples and rectangles in one tile of registers; only at the end it sums
-over the pairs of places that have the same offset. The order of all sums is fixed. For each pair the kernel computes
-two products that backward also computes (queries with keys, gradients with values), but needs neither atomics nor sums
-within every tile; neighbouring distances share offsets, so `sums` has about four float32 numbers for each offset.
+number of patches, each pair of places in the tile keeps its offset. So each Triton program takes one distance between
+rectangles, and adds up the gradients of the logits over samples and rectangles in one tile of registers; only at the
+end it sums over the pairs of places that have the same offset. The order of all sums is fixed.
+
+For each pair of tokens the kernel computes two products that backward also computes (queries with keys, gradients with
+values), but it needs neither atomics nor sums within every tile. Neighbouring distances share offsets, so `sums` has
+about four float32 numbers for each offset.
 """
 
 import triton

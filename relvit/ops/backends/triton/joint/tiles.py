@@ -1,7 +1,7 @@
 """Functions that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
 
 A head of width 80, or of 64 plus some free channels, would need tiles of width 128, because Triton's tiles have powers
-of two as sizes. With two parts, of width 64 and 16, all products are a third smaller.
+of two as sizes. With two parts, of width 64 and 16, all products are more than a third smaller.
 """
 
 import triton
@@ -75,7 +75,8 @@ def times(factor, vectors):
 def pair_bias(table, of_queries, of_keys, PRECISION: tl.constexpr):
     """Look up the bias of pairs: entry `of_keys` minus `of_queries` of the table, see `layout`.
 
-    Neighbours in a row of the image read neighbours in the table, so a warp's loads share few sectors of the cache.
+    Tokens that are neighbours in a row of the grid read neighbouring entries of the table, so the loads of a warp touch
+    few sectors of the cache.
     """
     pointers = (table - of_queries) + of_keys
     if PRECISION == "interpreted":
