@@ -99,14 +99,14 @@ def relative_attention(
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.log_n_scaling`.
         backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
-            and v, in O(N (H + W)) memory; only `dropout_p` > 0 on the CPU, or a joint bias as the mask, keeps N x N for
-            backward); 'lean' (as 'fused', in the fewest operations, only for one raster without padding, with tables
-            per axis, without mask and dropout); 'tiled' (tiles of queries, recomputed in backward); 'gathered' (tiles
-            in which each pair looks up its table entries: slower, but takes all joint tables, has second derivatives,
-            and works in `torch.func`; of joint tables, 'fused', 'tiled' and 'triton' only take a bias between rasters);
-            'triton' (GPU kernels without augmented vectors: keys on a raster, no query term, mask or dropout, see
-            `relvit.ops.backends.triton`); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean', 'tiled'
-            and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs.
+            and v, in O(N (H + W)) memory where PyTorch has a fused kernel; N x N with `dropout_p` > 0 on the CPU, in
+            float64 on a GPU, or for a joint bias); 'lean' (as 'fused', in the fewest operations, only for one raster
+            without padding, with tables per axis, without mask and dropout); 'tiled' (tiles of queries, recomputed in
+            backward); 'gathered' (tiles in which each pair looks up its table entries: slower, but takes all joint
+            tables, of which 'fused', 'tiled' and 'triton' only take a bias between rasters, has second derivatives, and
+            works in `torch.func`); 'triton' (GPU kernels without augmented vectors: keys on a raster, no query term,
+            mask or dropout); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean', 'tiled' and 'triton'
+            have no second derivatives, and cannot be part of compiled or exported graphs.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of

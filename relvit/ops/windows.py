@@ -42,7 +42,7 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
 
     Args:
         x: (B, H W, C) tokens, all patches of the grid in raster order, without prefix tokens.
-        grid: where the tokens are; its `valid` is also cut.
+        grid: where the tokens are; its `valid` is cut in the same way.
         size: size of the windows in patches, for both axes or (rows, columns).
         shift: where the first full window begins, less than `size`, for both axes or (rows, columns).
 

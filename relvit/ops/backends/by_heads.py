@@ -74,7 +74,7 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
     try:
         wait(futures)
     finally:
-        # If Ctrl+C ends `wait`, no thread takes a further head.
+        # Clear the queue, so that no thread takes a further head if Ctrl+C ends `wait`.
         left.clear()
     for future in futures:
         future.result()

@@ -11,9 +11,9 @@ For the value term, append the indicators to the value. The additional output ch
 marginals, the sums of a query's weights over each row and each column of keys. These sums times the value tables are
 the value term.
 
-No N x N tensor is formed here, except for a joint bias (see `pair_bias`): `scaled_dot_product_attention` computes the
-attention and its gradients in O(N (H + W)) extra memory. The augmented vectors are not kept for backward, but
-recomputed.
+No N x N tensor is formed here, except for a joint bias (see `pair_bias`): the fused kernels of
+`scaled_dot_product_attention` compute the attention and its gradients in O(N (H + W)) extra memory. The augmented
+vectors are not kept for backward, but recomputed.
 
 Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
 (value-side concatenation).
@@ -144,7 +144,7 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
         value_width += key_axes
-    # If value and query have different widths, PyTorch takes a CPU kernel that keeps N x N weights.
+    # On the CPU, if value and query had different widths, PyTorch would take a kernel that keeps N x N weights.
     return max(query_width, value_width)
 
 

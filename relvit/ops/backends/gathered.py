@@ -7,8 +7,9 @@ Besides, `torch.func` can transform only plain operations, such as the operation
 order.
 
 One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the logit of
-its offset. Each tile forms its logits against all keys, and backward recomputes them, so N x N logits are never stored
-(Rabe & Staats 2021, arXiv 2112.05682). Only in exported graphs and inside `torch.func` one tile holds all queries.
+its offset. Each tile forms its logits against all keys, and backward recomputes them, so no N x N tensor is stored
+(Rabe & Staats 2021, arXiv 2112.05682), except in exported graphs and inside `torch.func`, where one tile holds all
+queries.
 """
 
 from __future__ import annotations
