@@ -6,7 +6,7 @@ from relvit.layers.block import GridBlock, MixerBlock, RelativeBlock
 from relvit.layers.interpolate import resample_embedding
 from relvit.layers.mixer import LayerPlan, Mixer
 from relvit.layers.patch_embed import AnySizePatchEmbed, check_divisible, whole_patches
-from relvit.layers.positions import *  # noqa: F403
+from relvit.layers.positions import *  # noqa: F403 (`positions.__all__` lists these names)
 from relvit.layers.prefix_bias import PrefixBias
 
 __all__ = [

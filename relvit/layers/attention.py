@@ -163,8 +163,8 @@ class GridAttention(Mixer):
             projected = query[:, :, -x.shape[1] :], key, value
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
-    # These methods read submodules from the dictionary `_modules`, because looking up a module as an attribute takes as
-    # long as making a view of a tensor.
+    # `project`, `heads` and `output` read submodules from the dictionary `_modules`, because looking up a module as an
+    # attribute takes as long as making a view of a tensor.
     def project(self, x: Tensor) -> Projected:
         """Compute queries, keys and values of (B, N, dim) tokens."""
         batch, tokens, _ = x.shape

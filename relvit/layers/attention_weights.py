@@ -37,7 +37,8 @@ def attention_weights(inputs: AttentionInputs) -> Tensor:
         inputs: the arguments of `relvit.ops.relative_attention`; the values are not used.
 
     Returns:
-        (B, heads, Nq, Nk), float32, or float64 for float64 queries; rows are queries and sum to 1.
+        (B, heads, Nq, Nk), float32, or float64 for float64 queries. The weights of each query sum to 1, or are zero if
+        it may attend to no key.
     """
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)

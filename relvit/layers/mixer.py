@@ -47,7 +47,7 @@ class Mixer(FillConstants, Leaf):
 
     Your own mixer need not be a subclass of `Mixer`. If your mixer initialises parameters, write a method
     `init_weights`, and add `relvit.utils.constants.KeepConstants` as a second base, as in `AFTSimple`: PyTorch and timm
-    initialise modules that were made on the meta device through `KeepConstants`.
+    call methods of `KeepConstants` to initialise modules that were made on the meta device.
 
     Examples:
         >>> class RowMean(Mixer):  # every token becomes the mean of its row

@@ -114,7 +114,7 @@ def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
     """Refuse a value that is not one of the allowed names.
 
     Raises:
-        ValueError: `value` is not in `allowed`; the message has the nearest name.
+        ValueError: `value` is not in `allowed`; the message also gives the allowed name nearest to it, if one is near.
     """
     if value not in allowed:
         hint = did_you_mean(str(value), allowed)
@@ -125,7 +125,7 @@ def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function refuse unknown keyword arguments with the nearest of its own names.
 
     Raises:
-        TypeError: in a call of the function, an unknown argument.
+        TypeError: when the returned function is called with an unknown argument.
     """
     allowed = list(inspect.signature(function).parameters)
 

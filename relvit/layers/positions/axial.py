@@ -19,8 +19,9 @@ COMBINES = ("concat", "sum")
 class AxialPositionEmbedding(KeepConstants, Leaf):
     """Absolute embedding from one vector per row and one per column of the grid.
 
-    A patch at row r and column c gets concat(rows[r], cols[c]), whose widths d1 + d2 add up to dim, or rows[r] +
-    cols[c].
+    A patch at row r and column c gets concat(rows[r], cols[c]), whose widths d1 + d2 add up to dim, or, with
+    `combine='sum'`, rows[r] + cols[c].
+
     Source: the concatenation is the axial positional encoding of Reformer (Kitaev et al. 2020, arXiv 2001.04451), in
     the authors' code `AxialPositionalEncoding` of trax; the sum is the factorized embedding of NaViT (Dehghani et al.
     2023, arXiv 2307.06304, section 2.1).

@@ -32,7 +32,7 @@ class LowRankPosition2d(Position):
     Args:
         head_dim: not used, see `Position`.
         num_heads: number of heads.
-        rank: r.
+        rank: r, the width of the vectors.
         grid_size: rows and columns of the factors, one number for both or (rows, columns).
         init_std: see `Position`; only for the query's factors, since the key's factors have a standard deviation of 1.
 
@@ -110,13 +110,13 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
 
     Args:
         bias: (heads, Nq, Nk), any floating dtype; computed in float64.
-        rank: r; at most min(Nq, Nk) factors are returned.
+        rank: r, the number of channels; if it is larger than min(Nq, Nk), only min(Nq, Nk) channels are returned.
 
     Returns:
-        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias, each
-        multiplied by the square roots of the singular values; and the error, (heads,) float64: the Frobenius norm of
-        the difference between the bias and the product of its factors, divided by the norm of the bias. No factors of
-        this rank have a smaller error (Eckart & Young 1936).
+        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias: singular
+        vectors, multiplied by the square roots of the singular values. And the error, (heads,) float64: the Frobenius
+        norm of the difference between the bias and the product of its factors, divided by the norm of the bias. No
+        factors of this rank have a smaller error (Eckart & Young 1936).
 
     Raises:
         ValueError: a bias of another shape, or a rank below 1.

@@ -36,7 +36,7 @@ class ParabolicPosition2d(Position):
             distribution.
 
     Attributes:
-        directions: (num_heads, M, 2), w, for rows and columns.
+        directions: (num_heads, M, 2), the directions w_m of each head, as (row, column).
         coefficients: one linear layer with the rows of W_a and W_b, named `ab` in the authors' code.
 
     Raises:

@@ -30,8 +30,8 @@ def joint_backward_table(
 
     The axes of tensors are as in `joint_backward_queries`; `first` is the index of a head's first entry in the table.
     `sums` is (splits, heads, distances of rows, distances of columns, 2 ROWS, 2 COLS) float32. The last of the 2 ROWS
-    rows and the last of the 2 COLS columns are zero, because no pair in a tile has these offsets. Prefix tokens are left
-    out.
+    rows and the last of the 2 COLS columns are zero, because no pair in a tile has these offsets. Prefix tokens are
+    left out.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)
