@@ -26,7 +26,8 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# Mixer -> the arguments that only this mixer has. None selects the default of the mixer's class.
+# Mixer -> which of the model's arguments `kernel_size`, `window` and `bias_dim` it has. If such an argument is None,
+# the mixer's class uses its default.
 OWN: dict[str, set[str]] = {
     "full": {"bias_dim"},
     "local": {"bias_dim", "window"},
@@ -41,29 +42,29 @@ MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 class AFTVisionTransformer(GridVisionTransformer):
     """timm's `VisionTransformer` with attention-free mixers (Zhai et al. 2021, arXiv 2105.14103) for attention.
 
-    Images of any size whose sides are multiples of the patch work in `forward`: 'conv' depends on offsets only; the
-    other mixers interpolate the biases and embeddings learned for `img_size`. By default, as in the paper, a model with
-    'conv' has neither class token nor absolute embedding and pools by average; models with the other mixers have a
-    class token and an absolute embedding, and classify the class token.
+    `forward` takes images of any size whose sides are multiples of the patch: 'conv' depends on offsets only, and the
+    biases of 'full' and 'local' and absolute embeddings, which are learned for `img_size`, are interpolated. As in the
+    paper, a model with 'conv' by default has neither class token nor absolute embedding and uses average pooling, and
+    models with the other mixers have an absolute embedding and a class token, which they classify.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: number of heads; each head of 'conv' has a window and keys of its own; in the paper all other mixers
-            have one head.
+        num_heads: number of heads. Each head of 'conv' has its own biases in the window and its own keys; in the paper
+            the other mixers have one head.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
-        pos_embed, class_token: as in `GridVisionTransformer`; None selects the paper's choice for the mixer.
-        global_pool: as in `GridVisionTransformer`; None: 'token' with a class token, otherwise 'avg'.
+        pos_embed, class_token: as in `GridVisionTransformer`; None: as in the paper for this mixer, see above.
+        global_pool: as in `GridVisionTransformer`; None: 'token' if there is a class token, otherwise 'avg'.
         backend: see `aft_full` and `aft_conv`.
         **kwargs: see `GridVisionTransformer` (patch_drop_rate, reversible, mlp_chunk) and
             `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...), except the
             arguments of attention that `fixed` lists.
 
     Raises:
-        ValueError: an unknown name, an argument that this class or this mixer does not have; in `forward` an
-            `attn_mask`, or an image whose sides are no multiples of the patch.
-        TypeError: an unknown argument.
+        ValueError: a name is unknown, or this class or this mixer does not have an argument; in `forward`, an
+            `attn_mask` is given, or the sides of an image are no multiples of the patch.
+        TypeError: an argument is unknown.
     """
 
     fixed: ClassVar[dict[str, str]] = {
@@ -144,16 +145,17 @@ def checkpoint_filter_fn(
 
     Tensors outside of mixers are converted as in `relvit.models.checkpoint_filter_fn`. For tensors of mixers:
 
-    - the factors of a bias on another grid are interpolated (an approximation);
-    - from a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
-      pretrained DeiT (section 4.3); projections to queries and keys, and tensors that only attention-free mixers have,
-      keep the model's values. A checkpoint of a model with 'simple' has tensors of the same names as a checkpoint with
-      attention, so a model with 'simple' loads all tensors.
+    - The factors of a bias that was learned on another grid are interpolated (an approximation).
+    - From a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
+      pretrained DeiT (section 4.3). The projections to queries and keys, and tensors that only attention-free mixers
+      have, keep the model's values.
+    - The mixer 'simple' has tensors of the same names as attention, so checkpoints of the two are not told apart: a
+      model with 'simple' loads all tensors of a checkpoint with attention.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
         log: whether to warn of tensors that are left out.
-        in_part: a mapping that this function fills: name of a tensor of which the checkpoint has only a part -> a
+        in_part: a dictionary that this function fills: name of a tensor of which only a part is loaded -> a
             description of the part.
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.
@@ -184,7 +186,7 @@ def checkpoint_filter_fn(
 def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
     """Put the model's own queries and keys before the values of attention; return the names of these projections."""
     names = [name for name in state if ".attn.qkv." in name and name in own]
-    # Skip projections of another width: they stay as they are, so loading refuses them with an error.
+    # Skip projections whose width differs from the model's: loading them raises an error that names the shapes.
     names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
     for name in names:
         values = state[name].shape[0] // 3
@@ -200,9 +202,9 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
     return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
 
 
-# Arguments of `AFTVisionTransformer` by the model's name; patches have 16 px unless they are given. Comments give the
-# number of parameters (M: millions) of models that are in the paper's table 4; `conv_tiny` and `conv_small` are the
-# best models of that table.
+# Name of a model -> arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16 px. For models in the
+# paper's table 4, comments give the number of parameters in millions (M). `relvit_aft_conv_tiny` and
+# `relvit_aft_conv_small` are the best models of their size in this table.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
     "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M

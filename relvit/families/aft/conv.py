@@ -16,8 +16,9 @@ from relvit.families.aft.sums import bounded_exp, per_channel
 from relvit.ops.grid import Grid
 from relvit.ops.tracing import is_eager
 
-# If w is below this number, the backend 'difference' loses too many digits to cancellation. If w is larger, the error
-# of an average is at most 2 exp(5) = 300 times the rounding error.
+# If a bias w is below this number, the backend 'difference' loses too many digits, because its sum in the window may
+# cancel most of the sum over all tokens. If no w is below this number, the error of an average is at most 2 exp(5) =
+# 300 times the rounding error.
 LEAST_DIFFERENCE = -5.0
 
 
@@ -27,17 +28,18 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
     Args:
         parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
         weight: w, (heads, r, c), one entry for each offset; r and c are odd.
-        top: (heads, 1, 1), an upper bound of all w, including the 0 outside of the window.
+        top: (heads, 1, 1), an upper bound of a head's w, and of the 0 outside of the window if any pair is outside.
         width: head_dim.
         grid: layout of the tokens.
         backend: 'difference' or 'convolution'.
 
     Returns:
-        (B, N, channels), up to a factor for each token, which cancels in the average.
+        (B, N, channels), the sums. Numerators and denominators of a token and head are multiplied by the same factor,
+        such as exp(-top), which cancels in their quotient.
     """
     height, columns, coords = grid.height, grid.width, grid.coords
-    # If the window covers all patches, `top` may be far below 0, and exp(-top) would overflow, so clamp -top to at most
-    # 0.
+    # If the window covers all patches, no pair is outside of it, so `top` may be far below 0, and exp(-top) would
+    # overflow: clamp -top to at most 0.
     window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
     window, outside = (per_channel(part.to(parts.dtype), parts.shape[2], width) for part in (window, outside))
     outside = outside.flatten()
@@ -96,7 +98,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
 class _Depthwise(torch.autograd.Function):
     """Depthwise convolution that also computes the kernel's gradient by a convolution.
 
-    For large depthwise kernels on CPUs, PyTorch's own gradient takes many times as long as this convolution.
+    For large depthwise kernels on CPUs, PyTorch's gradient of the kernel takes many times as long as this convolution.
     """
 
     @staticmethod
@@ -115,8 +117,8 @@ class _Depthwise(torch.autograd.Function):
             return None, of_x
         rows, cols = (size // 2 for size in kernel.shape[1:])
         of_kernel = torch.zeros_like(kernel)
-        # Compute one sample at a time, because a single sample fits into the CPU's caches, and with channels first,
-        # because this convolution is then faster.
+        # Compute one sample at a time, because a single sample fits into the CPU's caches. Put channels first in
+        # memory, because the convolution is then faster.
         for image, of_output in zip(x, grad, strict=True):
             image = F.pad(image.permute(2, 0, 1).contiguous(), (cols, cols, rows, rows))
             of_output = of_output.permute(2, 0, 1)[:, None].contiguous()

@@ -38,18 +38,18 @@ class AFTSimple(Mixer, KeepConstants):
 
     Args:
         dim: width of the tokens.
-        num_heads: number of heads; without effect in a mixer without a bias per head.
+        num_heads: number of heads; has an effect only in `AFTConv2d`, whose biases and keys differ between heads.
         qkv_bias: whether the projections to query, key and value have a bias, as in the paper.
         proj_bias: whether the output's projection has a bias.
         proj_drop: dropout rate after the output's projection.
         backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
 
     Raises:
-        ValueError: heads that do not divide the width, an unknown backend.
+        ValueError: the width is no multiple of the number of heads, or the backend is unknown.
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
-    # With None, the keys of a head have as many channels as the head's values.
+    # Number of channels of a head's keys; None: as many as the head's values have.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
 
@@ -82,7 +82,7 @@ class AFTSimple(Mixer, KeepConstants):
         """Map (B, N, dim) tokens of `grid` to (B, N, dim); with `is_causal` a token ignores later tokens.
 
         Raises:
-            ValueError: an `attn_mask`; padding goes into the grid's `valid`.
+            ValueError: an `attn_mask` is given; put padding into the grid's `valid`.
         """
         self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
@@ -106,15 +106,15 @@ class AFTFull(AFTSimple):
     Args:
         dim: width of the tokens.
         num_heads: number of heads, which share the bias; the paper has one.
-        grid_size: rows and columns of the grid that the factors are learned on, one number for both or a pair. On other
-            grids the factors are interpolated, as absolute embeddings are.
+        grid_size: rows and columns of the grid on which the factors u and v are learned, one number for both or a pair.
+            On other grids the factors are interpolated, as absolute embeddings are.
         prefix: number of tokens before the patches; each of these tokens has its own factors.
-        bias_dim: d', width of the factors; 128 in the paper on ImageNet.
+        bias_dim: number of columns of u and of v; 128 in the paper on ImageNet.
         **kwargs: see `AFTSimple`.
 
     Raises:
-        ValueError: sizes out of range, in `forward` a grid with another number of prefix tokens.
-        TypeError: sizes that are not integers.
+        ValueError: a size is out of range; in `forward`, the grid has another number of prefix tokens.
+        TypeError: a size is no integer.
     """
 
     lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "has the bias of one grid"}
@@ -171,7 +171,8 @@ class AFTFull(AFTSimple):
             resample_embedding(factor.to(precision)[None], self.grid_size, size, self.prefix)[0]
             for factor in (self.u, self.v)
         )
-        # An error of the bias multiplies weights by exp(error), so autocast must not round the product.
+        # An error of the bias multiplies a weight by exp(error), so autocast must not compute this product in half
+        # precision.
         with without_autocast(u.device):
             bias = u @ v.t()
         return local_bias(bias, self.window, size, self.prefix) if self.window else bias
@@ -207,9 +208,9 @@ class AFTLocal(AFTFull):
 class AFTConv2d(AFTSimple):
     """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
-    The window is a normalised filter, w = gamma (f - mean(f)) / std(f) + beta for each head; gamma and beta start at
-    zero, so that the mixer starts as AFT-simple. A key is one number per head. The mixer takes any grid; a grid of one
-    row gives the paper's form for sequences.
+    Each head learns a filter f of the window's size, and two numbers, gamma and beta. Its biases in the window are w =
+    gamma (f - mean(f)) / std(f) + beta. As gamma and beta start at zero, the mixer starts as AFT-simple. A token's key
+    is one number per head. The mixer takes any grid; a grid of one row gives the paper's form for sequences.
 
     Examples:
         >>> AFTConv2d(192, num_heads=12, kernel_size=(5, 7))(torch.randn(2, 24, 192), make_grid(4, 6)).shape
@@ -222,8 +223,8 @@ class AFTConv2d(AFTSimple):
         **kwargs: see `AFTSimple`.
 
     Raises:
-        ValueError: a size that is even or below 1.
-        TypeError: a size that is not an integer.
+        ValueError: a size is even or below 1.
+        TypeError: a size is no integer.
     """
 
     key_dim: int | None = 1
@@ -241,7 +242,8 @@ class AFTConv2d(AFTSimple):
 
     def init_weights(self) -> None:
         """Initialise the filters at random; gain and offset are zero."""
-        # With gamma = 0 the filters get no gradients in the first step, so they are initialised with different numbers.
+        # In the first step gamma is 0, so the filters get no gradients. If all numbers of a filter were equal, gamma
+        # would get no gradient either, so initialise the filters at random.
         trunc_normal_(self.kernel, std=0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)

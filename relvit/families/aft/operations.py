@@ -37,7 +37,7 @@ def aft_full(
 
         out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
 
-    with elementwise products. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
+    All products are elementwise. Source: Zhai et al. 2021 (arXiv 2105.14103), eq. 2.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 24, 16).unbind()  # (B, heads, N, width) each
@@ -46,27 +46,31 @@ def aft_full(
 
     Args:
         query: (B, heads, N, head_dim), any floating dtype; the paper has one head.
-        key: (B, heads, N, head_dim), or (B, heads, N, 1) if all channels of a head share the key; same dtype; keys of
-            any magnitude are exact.
+        key: (B, heads, N, head_dim), or (B, heads, N, 1) if all channels of a head share the key; same dtype. Large
+            keys cause no overflow and no loss of accuracy.
         value: (B, heads, N, head_dim), same dtype.
-        bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid, the first
-            axis for queries; prefix tokens come before the raster. Tokens with coordinates look up the entries of their
-            places.
+        bias: w, (T, T) or (heads, T, T), any floating dtype, for the T = prefix + H W places of the grid: the prefix
+            tokens, then the patches in raster order. The first axis is for queries. Tokens with coordinates look up the
+            entries of their places.
         grid: layout of the tokens; padding (False in `valid`) adds nothing, whatever numbers the padding holds.
         is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
-        backend: 'products' (exp(w) times exp(k) v and exp(w) times exp(k), as matrix products; a bias that is more than
-            70 below the query's largest bias counts as 70 below the largest), 'pairs' (a softmax for each query and
-            channel, exact for any bias: O(N^2 dim) exponentials), 'reference' ('pairs' in double precision, with O(N^2
-            dim) memory), or 'auto': 'products' if the biases are at most 70 apart, otherwise 'pairs'. Only on the CPU
-            'auto' reads the biases to decide; on other devices, and in graphs, it takes 'products'.
+        backend: one of
+
+            - 'products': exp(w) times exp(k) v, and exp(w) times exp(k), as matrix products. A bias that is more than
+              70 below the query's largest bias counts as 70 below it.
+            - 'pairs': a softmax for each query and channel, which is exact for any bias, but takes O(N^2 dim)
+              exponentials.
+            - 'reference': as 'pairs', in double precision and O(N^2 dim) memory.
+            - 'auto': on the CPU 'products' if the biases of each query are at most 70 apart, otherwise 'pairs'. On
+              other devices and in graphs, where biases are not read, 'products'. With `is_causal` 'pairs'.
 
     Returns:
         (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, except for matrix
         products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other or the grid, or an unknown backend.
-        TypeError: arguments of the wrong type.
+        ValueError: shapes or dtypes do not fit each other or the grid, or the backend is unknown.
+        TypeError: an argument has the wrong type.
     """
     check_backend(backend, FULL_BACKENDS)
     _check_contents(query, key, value, grid, backend)
@@ -114,9 +118,9 @@ def aft_local(
         torch.Size([2, 4, 24, 16])
 
     Args:
-        window: one number or (rows, columns): the bias is kept for tokens that are less than this number of rows and of
-            columns apart. Prefix tokens have no place and count as near to all tokens, but a window of 0 removes all
-            biases, as in `aft_simple`.
+        window: one number or (rows, columns): the bias is kept for tokens that are less than this number of rows, and
+            less than this number of columns, apart. Prefix tokens have no place, and count as near to all tokens. A
+            window of 0 removes all biases, and the result is that of `aft_simple`.
 
     Returns, raises: as `aft_full`.
     """
@@ -194,12 +198,18 @@ def aft_conv(
     Args:
         weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
             columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
-        backend: 'convolution' (depthwise), 'difference' (depthwise, with exp(w) - 1 as in the paper: exact for weights
-            from -5 on, below which digits are lost), 'pairs' (a softmax for each query and channel, exact for any
-            weights: O(N^2 dim) exponentials), 'reference' ('pairs' in double precision, with O(N^2 dim) memory), or
-            'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given weights;
-            on other devices, and in graphs, 'convolution'. For 'difference' and 'convolution' a weight more than 70
-            below the largest weight (or below the weight 0 outside the window) counts as 70 below the largest.
+        backend: one of
+
+            - 'convolution': a depthwise convolution with exp(w). A weight that is more than 70 below the head's largest
+              weight, the 0 outside of the window included, counts as 70 below it.
+            - 'difference': a depthwise convolution with exp(w) - 1, as in the paper, with the same limit. Weights below
+              -5 lose digits.
+            - 'pairs': a softmax for each query and channel, which is exact for any weights, but takes O(N^2 dim)
+              exponentials.
+            - 'reference': as 'pairs', in double precision and O(N^2 dim) memory.
+            - 'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given
+              weights. On other devices and in graphs, where weights are not read, 'convolution'. With `is_causal`
+              'pairs'.
 
     Returns, raises: as `aft_full`.
     """
@@ -215,8 +225,8 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
-        # Cut the window at the farthest patch of the grid. If the window covers all patches, the weight 0 outside of
-        # the window never occurs.
+        # Cut from the window the offsets that are larger than the grid. If the rest covers all patches, and there is no
+        # prefix token, no pair is outside of the window, so its weight 0 need not be considered.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
@@ -261,8 +271,8 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backe
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     if is_eager():
-        # Exponentials, and exponentials times values, are summed at all places of the grid, even at places without a
-        # token.
+        # The sums of exponentials, and of exponentials times values, are computed for all places of the grid, even for
+        # places without a token.
         summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
         pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
         check_numbers(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")

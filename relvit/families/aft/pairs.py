@@ -11,8 +11,8 @@ from torch import Tensor
 from relvit.ops.grid import Grid, batched_coords, token_places, without_padding
 from relvit.ops.recompute import recomputed
 
-# Averages are computed in tiles, each for a range of queries. A tile has at most this many logits, or the logits of a
-# single query if one query has more.
+# Averages are computed in tiles: each tile computes a range of queries. A tile has at most this many logits, or, if a
+# single query has more, the logits of one query.
 TILE_LOGITS = 2**24
 
 
@@ -26,14 +26,15 @@ def average_of_pairs(
 ) -> Tensor:
     """Compute sum_j softmax_j(key_j + w_ij) value_j in each channel; zero where there is no key.
 
-    Backward recomputes each tile, so no tensor of N^2 numbers is kept.
+    Backward computes the logits once more, tile by tile, so forward keeps no logits.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        bias: tensor in which `bias_of` looks up w; `bias_of` may read no other tensor that needs a gradient.
-        bias_of: function of `bias` and of the first and last index of a range of queries; it returns w for these
-            queries, (1 or B, 1 or heads, queries, N).
+        bias: tensor in which `bias_of` looks up w. `bias_of` may read no other tensor that needs a gradient, because
+            only `bias` gets one.
+        bias_of: function of `bias`, `first` and `last`; it returns w for the queries first ... last - 1, (1 or B, 1 or
+            heads, queries, N).
         valid: (1 or B, N), False for padding.
         is_causal: leave out keys that come later than the query.
 
@@ -57,8 +58,9 @@ def average_of_pairs(
             allowed = earlier if allowed is None else earlier & allowed
         top = (key + pairs).detach()
         top = (top if allowed is None else top.masked_fill(~allowed, -torch.inf)).argmax(dim=3, keepdim=True)
-        # Find the token with the largest sum of key and bias. Subtract this token's key from all keys and its bias from
-        # all biases, and only then add: a sum of a large key and a small bias would round the bias away.
+        # For each query find the token with the largest sum of key and bias. Subtract this token's key from all keys
+        # and its bias from all biases, and only then add keys and biases: the sum of a large key and a small bias would
+        # round the bias away.
         of_top = (part.detach().expand(*top.shape[:3], count, top.shape[4]).gather(3, top) for part in (key, pairs))
         key, pairs = (part - at_top for part, at_top in zip((key, pairs), of_top, strict=True))
         logits = key + pairs

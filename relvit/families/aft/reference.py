@@ -2,7 +2,7 @@
 
 Zhai et al. 2021 (arXiv 2105.14103), eq. 2: Y_i = sigmoid(Q_i) * sum_j exp(K_j + w_ij) V_j / sum_j exp(K_j + w_ij), with
 elementwise products. The quotient is an average of V_j with the weights of a softmax over K_j + w_ij. This reference
-computes that softmax: logits for every pair of tokens and every channel, in O(N^2 dim) memory.
+computes the softmax from logits of every pair of tokens in every channel, in O(N^2 dim) memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relvit.ops.grid import Grid, key_mask, patch_coords, token_places, without_
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
     """Compute the paper's eq. 2; see `aft_full`."""
     place = token_places(grid, query.device)
-    # The transpose maps (heads, 1 or B, i, j) to (1 or B, heads, i, j).
+    # `transpose` turns (heads, 1 or B, queries, keys) into (1 or B, heads, queries, keys).
     pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
     return _average(query, key, value, pairs, grid, is_causal)
 
@@ -37,7 +37,7 @@ def aft_local(
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
-    # A prefix token has no place, and counts as near to all tokens unless the window is empty.
+    # A prefix token has no place, and counts as near to all tokens, unless the window is 0.
     near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
     return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
 
@@ -72,7 +72,7 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
         logits = logits.masked_fill(later[..., None], -torch.inf)
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j 1"), -torch.inf)
-    # A query for which there is no key gets zeros, and zero gradients instead of NaN.
+    # If no key is left for a query, the softmax would be NaN: give the query zeros as weights, and so as gradients.
     empty = torch.isneginf(logits).all(dim=3, keepdim=True)
     weights = logits.masked_fill(empty, 0.0).softmax(dim=3).masked_fill(empty, 0.0)
     average = (weights * rearrange(value.double(), "b h j d -> b h 1 j d")).sum(dim=3)

@@ -1,7 +1,7 @@
 """Numerators and denominators of AFT averages without overflow, sums of exp(key) value and of exp(key), and quotients.
 
-Both sums of a token are channels of one tensor (B, N, heads head_dim + heads c): the numerators of all heads, then c
-denominators for each head, where c is head_dim, or 1 if the channels of a head share one key.
+Both sums are stored as channels of one tensor, (B, N, heads head_dim + heads c). For each token it holds head_dim
+numerators for each head, then c denominators for each head, where c is head_dim, or 1 if a head's channels share a key.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch.autograd.function import FunctionCtx
 
 from relvit.ops.tracing import is_eager
 
-# A bias that is further than this below the largest bias counts as this far below it. Why 70: the largest exp(key - m)
-# of a channel is 1, and float32 loses exponentials below exp(-87), which become 0. Even if the largest exponential has
-# the weight exp(-70) and a lost exponential the weight 1, the lost product is exp(-17) of the largest exponential's
-# product, less than a rounding error.
+# A bias that is further than this below the largest bias counts as this far below it. Why 70: in each channel the
+# largest key is subtracted from all keys, so the largest exponential of a key is 1. In float32 exponentials below
+# exp(-87) are lost: they become 0. Even if the largest exponential has the weight exp(-70), and a lost exponential has
+# the weight 1, the lost product is at most exp(-17) times the kept product, which is less than a rounding error.
 SPREAD = 70.0
-# These devices multiply matrices much faster in half precision.
+# Types of devices that multiply matrices much faster in half precision. There the sums of bfloat16 inputs stay in
+# bfloat16.
 HALF_PRODUCTS = {"cuda"}
 
 
@@ -32,11 +33,11 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
         value: (B, heads, N, head_dim).
-        valid: (1 or B, N), False for padding, which adds zero whatever numbers it holds.
+        valid: (1 or B, N), False for padding, whose exponentials are zero, whatever numbers the padding holds.
 
     Returns:
-        (B, N, heads head_dim + heads c), in float32 at least; on GPUs bfloat16 stays bfloat16, which has the range of
-        float32.
+        (B, N, heads head_dim + heads c), in float32 at least, but in bfloat16 if the inputs are in bfloat16 on a GPU,
+        because bfloat16 has the range of float32.
     """
     dtype, precision = value.dtype, torch.promote_types(key.dtype, torch.float32)
     key, value = (part.to(precision).transpose(1, 2) for part in (key, value))
@@ -114,7 +115,8 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
     Args:
         query: (B, heads, N, head_dim).
         sums: (B, N or 1, heads head_dim + heads c): numerators, then denominators, see the start of this file.
-        valid: None if no denominator can be zero; otherwise an average with a zero denominator is zero.
+        valid: where tokens are no padding; None: there is no padding. With padding a denominator may be zero, and the
+            average is then zero.
 
     Returns:
         (B, heads, N, head_dim), dtype of the query.
@@ -159,8 +161,8 @@ class _GatedAverage(torch.autograd.Function):
 def running_average(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
     """Compute sum over j <= i of softmax_j(key_j) value_j for each i and channel, in log2 N steps over all tokens.
 
-    Each step doubles the number of earlier tokens in a token's sums. The sums are divided by exp of the largest key in
-    them, so they cannot overflow, and only numbers smaller than the rounding error are lost.
+    Each step doubles the number of tokens in each token's sums. The sums are divided by the exponential of the largest
+    key among these tokens, so they cannot overflow, and only numbers smaller than the rounding error are lost.
 
     Args: see `exponentials`.
 
