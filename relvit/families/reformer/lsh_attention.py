@@ -15,7 +15,8 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# With 32 tokens per bucket, 1024 buckets hold 32,768 tokens; for more tokens, buckets get larger.
+# The largest number of buckets. With 32 tokens per bucket, the default, 32,768 tokens have this number of buckets; with
+# more tokens buckets are larger.
 MOST_BUCKETS = 1024
 
 
@@ -47,13 +48,13 @@ class LSHAttention(Mixer, KeepConstants):
         num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
-        bucket_size: average number of tokens per bucket. Sequences of up to 2 `bucket_size` - 1 tokens are one bucket,
-            so their attention is exact. Chunks have twice this size.
-        rounds: how often tokens are hashed; more rounds find more pairs and take proportionally longer.
+        bucket_size: average number of tokens per bucket. A sequence of up to 2 `bucket_size` - 1 tokens is one bucket,
+            so each token attends to all other tokens. Chunks of sorted tokens have about twice this size.
+        rounds: how often tokens are hashed; more rounds find more pairs, and take proportionally longer.
 
     Raises:
-        ValueError: heads that do not divide the width; `bucket_size` or `rounds` below 1; a position with terms other
-            than a bias.
+        ValueError: the width is no multiple of the number of heads; `bucket_size` or `rounds` is below 1; or the
+            position has other terms than a bias.
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "forms no weights between all tokens"}
@@ -111,8 +112,8 @@ class LSHAttention(Mixer, KeepConstants):
         if not self.rotations.is_meta:
             rounds, head_dim, pairs = self.rotations.shape
             generator = torch.Generator().manual_seed(0)
-            # Draw one round after the other, so that a smaller number of rounds gives the first rounds of a larger
-            # number.
+            # Draw one round after the other, so that the first rounds have the same rotations whatever the number of
+            # rounds is.
             drawn = [lsh_rotations(1, head_dim, 2 * pairs, generator, "cpu") for _ in range(rounds)]
             self.rotations.copy_(torch.cat(drawn))
 
@@ -120,7 +121,7 @@ class LSHAttention(Mixer, KeepConstants):
         """Map (B, N, dim) tokens of `grid` to (B, N, dim).
 
         Raises:
-            ValueError: an `attn_mask`; padding goes into the grid's `valid`.
+            ValueError: an `attn_mask` is given; put padding into the grid's `valid`.
         """
         self.refuse_mask(attn_mask)
         B, N, _ = x.shape
@@ -128,7 +129,8 @@ class LSHAttention(Mixer, KeepConstants):
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
         terms = None if self.position is None else self.position(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        # The number of buckets grows with the number of tokens, so use only the first `pairs` of the drawn rotations.
+        # Each column of a rotation makes a pair of buckets. The number of buckets grows with the number of tokens: use
+        # only the first `pairs` columns.
         pairs = min(N // (2 * self.bucket_size), self.rotations.shape[2])
         rotations = self.rotations[:, :, :pairs]
         if self.training:

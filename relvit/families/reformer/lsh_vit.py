@@ -21,14 +21,15 @@ class LSHVisionTransformer(RelVisionTransformer):
     2020, Reformer (arXiv 2001.04451); see `LSHAttention`.
 
     Args:
-        rel_terms: 'b' (a learned bias) or '' (no bias). `position` may be 'slopes', or your own position if it returns
-            only a bias.
+        rel_terms: 'b' (a learned bias) or '' (no bias). Instead of 'tables', `position` may be 'slopes' or your own
+            position, if it returns only a bias.
         bucket_size, rounds: see `LSHAttention`; None: its defaults.
         **kwargs: see `RelVisionTransformer`; the arguments in `fixed` are refused.
 
     Raises:
-        ValueError: as `RelVisionTransformer`; relative terms other than a bias; in `forward` an `attn_mask`.
-        TypeError: as `RelVisionTransformer`.
+        ValueError: as in `RelVisionTransformer`; also if there are relative terms other than a bias, and in `forward`
+            if an `attn_mask` is given.
+        TypeError: as in `RelVisionTransformer`.
     """
 
     fixed: ClassVar[dict[str, str]] = {
@@ -41,8 +42,8 @@ class LSHVisionTransformer(RelVisionTransformer):
     ) -> None:
         for name in self.fixed.keys() & kwargs:
             raise ValueError(f"{name} cannot be chosen: {self.fixed[name]}")
-        # Only 'tables' has `rel_terms`. Another position gets `rel_terms` only if the user changed the default, and
-        # then refuses it.
+        # Only 'tables' has `rel_terms`. If the user gives `rel_terms` with another position, pass it on, so that the
+        # base class refuses it with an error; but leave out the default 'b'.
         if kwargs.get("position", "tables") == "tables" or rel_terms != "b":
             kwargs["rel_terms"] = rel_terms
         hashing = {"bucket_size": bucket_size, "rounds": rounds}
@@ -52,7 +53,7 @@ class LSHVisionTransformer(RelVisionTransformer):
             check_position(block.attn.position)
 
 
-# The models by name, with the arguments of `LSHVisionTransformer` that make them.
+# Name of a model -> arguments of `LSHVisionTransformer`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_lsh_small": SMALL,
     "test_relvit_lsh": TEST,

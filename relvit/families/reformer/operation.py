@@ -33,16 +33,17 @@ def lsh_attention(
 ) -> Tensor:
     """Compute Reformer's LSH attention, in time and memory that grow with N log N instead of N x N.
 
-    Queries are keys: k_j = q_j / |q_j|. In each round r a token's bucket is the index of the largest number in (q R_r,
-    -q R_r). Tokens are sorted by bucket, stably, and cut into chunks; P_i is the set of tokens j that in any round are
-    in the bucket of i and in the chunk of i or the chunk before. Then
+    The query of token i is q_i, and its key is k_i = q_i / |q_i|. Round r has a random matrix R_r. In this round the
+    bucket of token i is the index of the largest number in (q_i R_r, -q_i R_r). Tokens are sorted by bucket, stably,
+    and cut into chunks. P_i is the set of tokens j that in any round are in the bucket of i, and in the chunk of i or
+    the chunk before. Then
 
         out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
 
-    and j = i counts only if P_i holds no other token. A token that several rounds put into P_i counts once. If one
-    bucket, or all rounds together, cover all tokens, the result equals full attention. Source: Kitaev et al. 2020,
-    Reformer (arXiv 2001.04451), section 2 and appendix A; as in the authors' code, keys have unit length, and logits
-    are not divided further.
+    and i itself counts only if P_i holds no other token. A token that several rounds put into P_i counts once. If each
+    P_i holds all tokens, the result is full attention in which tokens do not attend to themselves. Source: Kitaev et
+    al. 2020, Reformer (arXiv 2001.04451), section 2 and appendix A; as in the authors' code, keys have unit length, and
+    logits are not divided further.
 
     Examples:
         >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each
@@ -50,12 +51,12 @@ def lsh_attention(
         torch.Size([2, 4, 400, 16])
 
     Args:
-        query_key: (B, heads, N, head_dim), any floating dtype: queries, and keys before they are normalised.
+        query_key: q, (B, heads, N, head_dim), any floating dtype: queries, and keys before they are normalised.
         value: (B, heads, N, value_dim), same dtype.
         grid: where tokens are; padding (False in `valid`) is in no bucket, and its output is zero. Prefix tokens are
             hashed like patches, and have no bias.
-        rotations: (rounds, head_dim, buckets / 2), R, see `lsh_rotations`; with no columns there is one bucket.
-        chunk_size: tokens per chunk; None: twice the average bucket, as in the paper.
+        rotations: R, (rounds, head_dim, buckets / 2), see `lsh_rotations`; without columns there is one bucket.
+        chunk_size: number of tokens in a chunk; None: twice the average number in a bucket, as in the paper.
         terms: relative terms, of which only `bias` may be given: b, as in `relvit.ops.relative_attention`.
         is_causal: leave out tokens that come later in the sequence.
         dropout_p: dropout of the attention weights.
@@ -65,8 +66,8 @@ def lsh_attention(
         (B, heads, N, value_dim) in the value's dtype; the softmax is computed in float32 or better.
 
     Raises:
-        ValueError: wrong shapes, terms besides a bias, a chunk size below 1.
-        TypeError: wrong types.
+        ValueError: a shape is wrong, there are terms besides a bias, or the chunk size is below 1.
+        TypeError: an argument has the wrong type.
     """
     check_tokens("query_key", query_key, "grid", grid)
     batch, heads, tokens, head_dim = query_key.shape
@@ -114,7 +115,8 @@ def _attend(
     buckets, size = _division(tokens, rotations, chunk_size)
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)
-    # The padding to whole chunks forms a last bucket, to which no token attends.
+    # Fill the last chunk. The added tokens, like the padding of the grid, are in a last bucket, to which no token
+    # attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)
     # Each token has a different sort key, so that tokens within a bucket keep their order under every sorting
@@ -141,12 +143,12 @@ def _attend(
     if terms is not None and terms.bias is not None:
         logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
 
-    # A code combines the bucket and the chunk of a token. In a round a query meets a key if the query's code equals the
-    # key's code or is larger by 1.
+    # A code combines the bucket and the chunk of a token. A query meets a key in a round if both are in one bucket, and
+    # the key is in the query's chunk or in the chunk before: if the query's code is the key's code or larger by 1.
     codes = (2 * chunks * hashes + place // size).to(torch.int32)
     owns, met = [], 0
     for each in range(rounds):
-        # For the pairs of tokens in the windows of all rounds, find out whether the tokens also meet in round `each`.
+        # For each pair of tokens in a window of any round, find out whether the two tokens also meet in round `each`.
         code = codes[:, :, each, None].expand(order.shape).gather(3, order)
         mine, theirs = windows(code)
         meet = (mine[..., None] - theirs[..., None, :]) >> 1 == 0
@@ -164,7 +166,7 @@ def _attend(
     logits = logits.masked_fill(index == other, SELF_LOGIT).masked_fill(~allowed, -torch.inf)
 
     total = logits.logsumexp(dim=-1, keepdim=True)
-    # Padding attends to nothing, so its log-sum-exp `total` is -inf.
+    # Padding attends to no token, so its log-sum-exp `total` is -inf; replace it, because -inf - -inf would be NaN.
     weights = (logits - total.masked_fill(total.isneginf(), 0.0)).exp()
     out = F.dropout(weights, dropout_p).to(value.dtype) @ of_tokens(value)[1]
     out, total = out.flatten(3, 4), total.flatten(3, 4)
@@ -235,8 +237,8 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
         table = terms.bias.rows[..., :, None] + terms.bias.cols[..., None, :]
     rows, cols = table.shape[-2:]
     table = table.expand(like.shape[1], rows, cols)
-    # Prefix tokens and the padding to whole chunks get coordinates (0, 0) as placeholders, because their bias is not
-    # used.
+    # Prefix tokens get the coordinates (0, 0), and the tokens that fill the last chunk get those of the last token. Any
+    # coordinates will do, because their bias is not used.
     coords = F.pad(batched_coords(grid, like.device).to(torch.int32), (0, 0, grid.prefix, 0))
     coords = coords.expand(index.shape[0], -1, -1)
     batch = torch.arange(index.shape[0], device=like.device)[:, None, None, None, None, None]

@@ -25,7 +25,8 @@ def lsh_attention(
 ) -> Tensor:
     """Compute LSH attention from its definition; see `lsh_attention`.
 
-    Kitaev et al. 2020 (arXiv 2001.04451), section 2: eq. 3 with the union over all rounds of the sets P_i of eq. 4.
+    Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2: eq. 3, with sets P_i that are the unions of the sets of
+    eq. 4 over all rounds.
     """
     batch, heads, tokens, _ = query_key.shape
     buckets = max(1, 2 * rotations.shape[2])
@@ -40,7 +41,7 @@ def lsh_attention(
         if rotation.shape[1]:
             rotated = query_key @ rotation.to(query_key.dtype)
             hashes = torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)
-        # A token's chunk follows from the number of tokens before it in the sorted sequence, padding left out.
+        # The number of tokens before a token in the sorted sequence, without padding, determines the token's chunk.
         earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=value.device).tril(-1)
         before = (hashes[..., None, :] < hashes[..., None]) | ((hashes[..., None, :] == hashes[..., None]) & earlier)
         chunk = (before & valid[:, None, None, :]).sum(dim=-1) // size
