@@ -1,8 +1,8 @@
 """Reversible blocks: backward recomputes each block from its outputs, with the same random state, in constant memory.
 
-Two streams y1 = x1 + F(x2), y2 = x2 + G(y1), with F the mixer's branch of a block and G the MLP's branch, have the
-inverse x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps only the streams after the last block; backward computes every
-branch once more, with the branch's gradients.
+A block maps two streams x1, x2 to y1 = x1 + F(x2), y2 = x2 + G(y1), where F is the branch of the mixer and G the branch
+of the MLP. The inverse is x2 = y2 - G(y1), x1 = y1 - F(x2). Training keeps only the streams after the last block;
+backward computes every branch once more, together with its gradients.
 
 Sources: Gomez et al. 2017 (arXiv 1707.04585), section 3; Kitaev et al. 2020, Reformer (arXiv 2001.04451), section 3;
 Mangalam et al. 2022, Reversible Vision Transformers (arXiv 2302.04869), section 3.
@@ -35,8 +35,8 @@ def reversible_blocks(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run tokens through reversible blocks: both streams start as the tokens, and the output is their mean.
 
-    Streams are in float32 at least, also in models of half precision: backward inverts block after block, and the
-    rounding errors of the inverses add up.
+    Streams are in float32 at least, also in models of half precision, because backward inverts block after block, and
+    the rounding errors of the inverses add up.
 
     Examples:
         >>> blocks = [RelativeBlock(96, num_heads=3, position=RelativePosition2d) for _ in range(2)]
@@ -51,8 +51,8 @@ def reversible_blocks(
         x: (B, N, dim) tokens of `grid`.
         grid: where tokens are.
         attn_mask, is_causal: arguments of the blocks.
-        taken: indices of blocks after which the mean is also returned; training also keeps the streams after these
-            blocks.
+        taken: indices of blocks after which the mean of the streams is also returned. Training also keeps the streams
+            after these blocks.
 
     Returns:
         The output (B, N, dim), and the mean of the two streams after each block in `taken`, in the order of blocks;
@@ -67,8 +67,8 @@ def reversible_blocks(
     if isinstance(x, torch.fx.Proxy):
         run = _run
     else:
-        # Without gradients PyTorch keeps no tensors, so there is nothing to save by recomputation. Transforms of
-        # torch.func only support plain operations, so they compute without recomputation, too.
+        # Without gradients PyTorch keeps no tensors, so recomputation would save no memory. Transforms of torch.func
+        # support only plain operations, so they compute without recomputation, too.
         run = _run_recomputed if torch.is_grad_enabled() and may_recompute() else _run
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
@@ -132,8 +132,8 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
-        # Autocast's cache may hold weights that forward has cast without recording gradients. The recomputation in
-        # backward must not use these weights.
+        # Autocast's cache may hold weights that forward has cast to half precision without recording gradients. The
+        # recomputation in backward must not use these weights.
         cache_enabled=False,
     )
 
@@ -193,8 +193,8 @@ class ReversibleBlock(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
         step, chain = ctx.step, ctx.step.chain
         if torch.is_grad_enabled():
-            # Raise here, because with PyTorch's `once_differentiable` second derivatives would leave out this function
-            # without an error.
+            # Raise here, because with PyTorch's `once_differentiable` second derivatives could lack the part of this
+            # function without an error.
             raise RuntimeError(
                 "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
                 "the transforms of torch.func, or a model with reversible=False"

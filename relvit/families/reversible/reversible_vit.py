@@ -12,7 +12,7 @@ from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import BASE, LARGE, SMALL, TEST, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 
-# The models by name, with the arguments of `RelVisionTransformer` that make them.
+# Name of a model -> arguments of `RelVisionTransformer`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_rev_small": SMALL | {"reversible": True},
     "relvit_rev_base": BASE | {"reversible": True},

@@ -40,9 +40,9 @@ class ReversibleDepth(Depth):
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Compile each block, since recomputation is in no graph of the whole model."""
         # PyTorch limits the number of graphs per function. All blocks share one function, and each block needs several
-        # graphs: for two branches, with and without gradients, at several sizes. If the limit were reached between
-        # forward and recomputation, the uncompiled recomputation would draw other random numbers than the compiled
-        # forward: raise the limit.
+        # graphs: for two branches, with and without gradients, at several sizes. So raise the limit: if it were reached
+        # between forward and recomputation, the uncompiled recomputation would draw other random numbers than the
+        # compiled forward.
         config, most = torch._dynamo.config, 64 * len(model.blocks)
         config.recompile_limit = max(config.recompile_limit, most)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
