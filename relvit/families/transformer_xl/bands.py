@@ -23,7 +23,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair
 
-# Maps what a model in bands cannot do to the reason; see `relvit.models.lack`.
+# What a model that computes in bands cannot do -> the reason; `relvit.models.lack` lists the keys.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",
@@ -35,7 +35,7 @@ class Bands(NamedTuple):
 
     Attributes:
         rows: The number of rows of patches in a band.
-        memory_rows: The number of rows of patches above a band that are remembered. None remembers all rows.
+        memory_rows: The number of rows of patches above a band that the memory holds. None: all rows.
     """
 
     rows: int
@@ -95,8 +95,8 @@ class Memory(NamedTuple):
     """Memory of earlier segments, a value that `forward_segment` takes and returns.
 
     Attributes:
-        states: The inputs of each block, (B, M, embed_dim), without gradients.
-        regions: The places of the M tokens in `states`, region after region, each in raster order.
+        states: For each block, its inputs for the M tokens that are remembered, (B, M, embed_dim), without gradients.
+        regions: The places of these M tokens: they are stored region after region, each region in raster order.
     """
 
     states: tuple[Tensor, ...]
@@ -107,9 +107,9 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     """Choose the bands in which a model computes images from now on, in place; the weights stay.
 
     In each layer tokens attend to the tokens of their own band, and to the layer's inputs for the `memory_rows` rows
-    above the band; no gradients flow through these inputs (truncated backpropagation). So the outputs equal the outputs
-    of one pass with a mask that hides from a query the rows below its band, and the rows more than `memory_rows` above
-    the band; `torch.export` uses this mask. Nothing is kept between two calls of the model.
+    above the band; no gradients flow through these inputs (truncated backpropagation). The outputs equal the outputs of
+    one pass over the whole image with a mask, which hides from a query the rows below its band, and the rows more than
+    `memory_rows` above the band. Exported graphs use this mask. Nothing is kept between two calls of the model.
 
     Examples:
         >>> model = timm.create_model("relvit_xl_small", img_size=64, depth=2).eval()
@@ -119,10 +119,10 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     Args:
         model: A `relvit_*` model with attention, without class token, registers and absolute embedding. Its position
             must depend on offsets alone: `'fire'` and `'low-rank'` also depend on the size of the image.
-        band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None computes
-            images as a whole.
-        memory_rows: The number of rows of patches above a band that are remembered. None remembers all rows, so that
-            memory grows with the image.
+        band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None: the model
+            computes whole images.
+        memory_rows: The number of rows of patches above a band that the memory holds. None: all rows, so that the need
+            of memory grows with the image.
 
     Returns:
         `model` itself.
@@ -211,14 +211,14 @@ def forward_segment(
         model: See `set_bands`; bands that were set with `set_bands` are ignored here.
         images: (B, in_chans, height, width), a segment of each of B images: a band, a tile, a frame.
         memory: The memory that the call for the previous segment returned. None: this segment is the first.
-        memory_rows: The number of rows of patches that are remembered: the rows of the latest segments, wherever these
-            rows are in the image. None remembers all rows.
-        start: Row and column of the segment's first patch, for offsets to earlier segments; any integers, also negative
-            ones, since only differences count. None puts the segment below the previous one. Tiles have their own row
-            and column; all frames have (0, 0).
+        memory_rows: The number of rows of patches that the returned memory holds: the rows of the latest segments,
+            wherever these rows are in the image. None: all rows.
+        start: Row and column of the segment's first patch, from which the offsets to earlier segments follow; any
+            integers, also negative ones, since only differences count. None puts the segment below the previous one.
+            Give each tile its own row and column, and all frames of a video (0, 0).
 
     Returns:
-        Tokens (B, N, embed_dim) after the last norm, and the memory.
+        Tokens (B, N, embed_dim) after the last norm, and the memory for the next segment.
 
     Raises:
         TypeError: `start` is no pair, or does not hold integers.
@@ -297,7 +297,8 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
         ]
     )
     grid = Grid(height, width, coords=coords[-queries:])
-    # Attention is faster if the grid is a raster than if it lists the same coordinates one by one.
+    # If the tokens fill one raster, give the keys' grid no coordinates: attention is then faster than with a list of
+    # the same coordinates.
     return grid, key_grid if len(regions) == 1 else key_grid._replace(coords=coords)
 
 

@@ -16,13 +16,14 @@ class TransformerXLPosition2d(Position):
 
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
 
-    R_ij, of width 4 F with F = head_dim num_heads // 4, holds the sines and cosines of y_i - y_j, then the sines and
-    cosines of x_i - x_j, each at F frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762,
-    section 3.5). So W_R R_ij = a(y_i - y_j) + b(x_i - x_j) exactly: a table per axis and head, computed for the grid,
-    for positive and negative offsets. If i or j is a prefix token, the product with W_R is zero.
+    Query i is in row y_i and column x_i, key j in row y_j and column x_j. R_ij has the width 4 F, with F = head_dim
+    num_heads // 4. It holds the sines and cosines of y_i - y_j, then the sines and cosines of x_i - x_j, each at F
+    frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762, section 3.5). So W_R R_ij is
+    exactly a sum a(y_i - y_j) + b(x_i - x_j) of an entry of a row table and an entry of a column table; each head has
+    such tables, which are computed for the grid. If i or j is a prefix token, the product with W_R is zero.
 
-    The terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias,
-    because the queries that the key tables are multiplied by already contain u instead of v.
+    relvit's terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias:
+    the key tables are multiplied by q_i + u, and the bias adds what is missing from q_i + v.
 
     Examples:
         >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))
@@ -32,7 +33,7 @@ class TransformerXLPosition2d(Position):
     Args:
         head_dim: width of one attention head; the scale is head_dim ** -0.5.
         num_heads: number of heads.
-        max_distance: offsets beyond this number of patches are clipped to it (`clamp_len` of the authors' code), one
+        max_distance: larger offsets are clipped to this number of patches (`clamp_len` in the authors' code), one
             number for both axes or (rows, columns); None: no offset is clipped.
         init_std: see `Position`.
 
@@ -41,8 +42,8 @@ class TransformerXLPosition2d(Position):
         content_bias, position_bias: u and v, (num_heads, head_dim) each.
 
     Raises:
-        ValueError: a clip distance or a standard deviation out of range.
-        TypeError: a clip distance that is not an integer.
+        ValueError: the clip distance or the standard deviation is out of range.
+        TypeError: the clip distance is no integer.
     """
 
     stretchable = True
@@ -79,7 +80,7 @@ class TransformerXLPosition2d(Position):
         """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
         dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.row_weight)
         rows, cols = self._table(self.row_weight, dy), self._table(self.col_weight, dx)
-        # Multiply by element, because autocast would compute a matrix product in half precision.
+        # Multiply by element and sum, because autocast would compute a matrix product in half precision.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
         return RelativeTerms(key=AxisTables(rows, cols), bias=bias, query_bias=self.content_bias)
@@ -88,7 +89,7 @@ class TransformerXLPosition2d(Position):
         """Compute W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
         number = weight.shape[1] // 2
         frequencies = 10000.0 ** (-torch.arange(number, device=offsets.device, dtype=offsets.dtype) / number)
-        # The paper's offset is i - j, query minus key; relvit's is key minus query.
+        # In the paper an offset is query minus key, in relvit key minus query.
         angles = -offsets[:, None] * frequencies
         sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)
