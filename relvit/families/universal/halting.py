@@ -14,10 +14,10 @@ class HaltingState(NamedTuple):
     """State of the halting of a batch, P patches per image, between two steps.
 
     Attributes:
-        running: (B, P) booleans, True for patches that compute the next step; False for padding.
+        running: (B, P) booleans, True for patches that compute the next step, False for halted patches and padding.
         total: (B, P), sum of the halting probabilities so far, at least float32.
-        steps: (B, P) int64, number of steps computed so far; at the end, the paper's N.
-        remainder: (B, P), the paper's R for patches that have halted, 0 for all other patches.
+        steps: (B, P) int64, number of steps computed so far; at the end, N in `AdaptiveHalting`.
+        remainder: (B, P), R in `AdaptiveHalting` for patches that have halted, 0 for all other patches.
     """
 
     running: Tensor
@@ -39,11 +39,12 @@ def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
 class AdaptiveHalting(KeepConstants, Leaf):
     """Graves' adaptive computation time (2016, arXiv 1603.08983, section 2) for every patch of an image.
 
-    At step n a patch halts with the probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in
+    At step n a patch has the halting probability h_n = sigmoid(w . x_n + b), where x_n is the input of the step, as in
     the code of the Universal Transformer (Dehghani et al. 2018, arXiv 1807.03819, appendix C). The patch computes N
-    steps: N is the first step at which h_1 + ... + h_N >= 1 - epsilon, or the model's last step. The weights of the
-    patch's states are h_1, ..., h_(N-1) and the remainder R = 1 - h_1 - ... - h_(N-1) (equations 5 to 7), which add up
-    to 1, and the patch's ponder cost is N + R (equation 11), in which only R has a gradient.
+    steps: N is the first step at which h_1 + ... + h_N >= 1 - epsilon, or the model's last step. The output of the
+    patch is the weighted sum of its states after steps 1 ... N. The weights are h_1, ..., h_(N-1) and the remainder R =
+    1 - h_1 - ... - h_(N-1) (equations 5 to 7), so they add up to 1. The patch's ponder cost is N + R (equation 11), in
+    which only R has a gradient.
 
     Examples:
         >>> model = timm.create_model("relvit_universal_tiny", img_size=64, halting="act").eval()
@@ -55,12 +56,12 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
     Args:
         dim: width of the tokens.
-        epsilon: a patch halts when its halting probabilities add up to 1 - epsilon.
-        bias_init: initial b; w starts at zero. -3 gives a probability of 0.05; with an initial b of 0 or 1 most patches
-            would halt at once and never learn to compute more steps.
+        epsilon: a patch halts when its halting probabilities add up to 1 - epsilon or more.
+        bias_init: initial b; w starts at zero. -3 gives a probability of 0.05. If b started at 0 or 1, patches would at
+            first halt after two steps, and most would never learn to compute more steps.
 
     Raises:
-        ValueError: an `epsilon` outside of 0 ... 1.
+        ValueError: `epsilon` is not between 0 and 1.
     """
 
     def __init__(

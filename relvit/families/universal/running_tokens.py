@@ -18,7 +18,8 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
     """Put `tokens` (B, M, ...) at the indices (B, M) of x (B, N, ...), or add `tokens` to the tokens there.
 
-    Without gradients x itself is changed: copying all tokens at every step would cost as much time as halting saves.
+    Without gradients x itself is changed, because copying all tokens at every step would take as much time as halting
+    saves.
     """
     flat, given = x.flatten(0, 1), (0, _flat(x, index), tokens.flatten(0, 1))
     if torch.is_grad_enabled():
@@ -48,8 +49,9 @@ def run_gathered(
         block: a block whose attention has neither masks nor windows.
         inputs: (B, K, dim), all tokens whose keys and values have changed since the last call.
         index: (B, K), the indices of these K tokens in the sequence.
-        chosen: (B, M), the positions of the chosen tokens in `inputs`; None: all K tokens.
-        memory: keys and values of the last call, (B, N, heads, head_dim) each; None: `inputs` holds all N tokens.
+        chosen: (B, M), the indices of the chosen tokens in `inputs`; None: all K tokens are chosen.
+        memory: keys and values that the last call returned, (B, N, heads, head_dim) each; None: `inputs` holds all N
+            tokens.
         query_grid: where the chosen tokens are.
         key_grid: where the N tokens are.
 

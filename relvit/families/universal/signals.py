@@ -14,7 +14,8 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 
 
-# Symbolic tracing (torch.fx) keeps a call of this function as one node: in PyTorch 2.8 `arange` takes no traced dtype.
+# Because of `wrap`, symbolic tracing (torch.fx) keeps a call of this function as one node. Tracing into the function
+# would fail in PyTorch 2.8, where `arange` takes no traced dtype.
 @torch.fx.wrap
 def sinusoids(position: Tensor, width: int, gain: Tensor) -> Tensor:
     """Compute sines, then cosines, of positions (...) at geometric wavelengths: (..., width); `width` is even.
@@ -46,10 +47,10 @@ class PositionStepSignals(KeepConstants, Leaf):
 
     Args:
         dim: width of the tokens, a multiple of 4.
-        gain_init: initial gain.
+        gain_init: initial gain of all channels.
 
     Raises:
-        ValueError: a `dim` that is no multiple of 4.
+        ValueError: `dim` is no multiple of 4.
     """
 
     def __init__(

@@ -35,7 +35,8 @@ class Pondered(NamedTuple):
     Attributes:
         logits: (B, num_classes).
         steps: (B, patches) int64, the number of steps that each patch computed, at least 1; 0 for padding.
-        cost: (B,), the ponder cost that a training adds to its loss: the mean of N + R over the patches of an image.
+        cost: (B,), the ponder cost that training adds to its loss: the mean of N + R, see `AdaptiveHalting`, over the
+            patches of an image.
     """
 
     logits: Tensor
@@ -92,14 +93,14 @@ class UniversalVisionTransformer(RelVisionTransformer):
     sinusoids of row, column and step are added to the tokens, see `PositionStepSignals`.
 
     With `halting='act'` every patch computes as many steps as it needs (Graves 2016, arXiv 1603.08983), see
-    `AdaptiveHalting`; class and register tokens compute all steps. A token that has halted keeps its last state and
-    signals, and other tokens still attend to this state. The output of a token is the sum of its states, weighted by
-    the halting probabilities. Tokens that have halted leave the batch, which saves time. Compiled, exported and traced
-    graphs, masks, windows and hooks on the block compute all tokens at all steps, with the same outputs.
+    `AdaptiveHalting`; class and register tokens compute all steps. A patch that has halted keeps its last state, with
+    the signals of the next step, and other tokens still attend to it. The output of a patch is the weighted sum of its
+    states. Patches that have halted leave the batch, which saves time. In compiled, exported and traced graphs, and
+    with masks, windows or hooks on the block, all tokens are computed at all steps, with the same outputs.
 
     timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
-    the final features are the weighted sum, and `stop_early` or pruning to t makes t the last step. `blocks` holds one
-    block, so layer decay has three levels: stem, block and head.
+    and the final features are the weighted sum. `stop_early` or pruning to step t makes t the last step. `blocks` holds
+    one block, so layer decay has three levels: stem, block and head.
 
     Args:
         depth: The number of steps; with halting, the maximum number of steps. `set_steps` changes it.
@@ -110,8 +111,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         **kwargs: See `RelVisionTransformer`.
 
     Attributes:
-        gather: Whether tokens that have halted leave the batch. False computes all tokens, with the same outputs. The
-            attribute may be set at any time.
+        gather: Whether patches that have halted leave the batch. If False, all tokens are computed at all steps, with
+            the same outputs. The attribute may be set at any time.
 
     Raises:
         ValueError: As in `RelVisionTransformer`, or `halting` is unknown, `halting_epsilon` or `halting_bias` is given
@@ -286,7 +287,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             if chosen is not None:
                 position = position.expand(batch, -1, -1)
                 x, inputs, position, index = (take_tokens(part, chosen) for part in (x, inputs, position, index))
-            # If all tokens run, every token gets a new state, so skip the selection of states to keep.
+            # If all tokens run, every token gets a new state, so there are no old states to keep.
             ran = None if least == running.shape[1] else torch.cat((first, running), dim=1)[..., None]
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
@@ -299,12 +300,12 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def _may_gather(self, x: Tensor) -> bool:
         attn = self.blocks[0].attn
-        # `run_gathered` calls the parts of `RelativeAttention` and not its `forward`, so a subclass, which may compute
-        # something else, is excluded.
+        # `run_gathered` calls the parts of `RelativeAttention` and not its `forward`. A subclass may have changed
+        # `forward`, so exclude subclasses.
         own = type(attn) is RelativeAttention
         if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
-        # `run_gathered` calls the parts of the block one by one, which would skip hooks on these modules.
+        # `run_gathered` does not call these modules as a whole, so it would skip hooks on them.
         modules = (self.blocks[0], attn, attn.attn_drop)
         return attn.window is None and not any(part._forward_hooks or part._forward_pre_hooks for part in modules)
 
