@@ -17,7 +17,7 @@ from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
 
-# A temperature that is fitted to fewer images than this may be worse than no temperature.
+# A temperature, or thresholds, fitted to fewer images than this may be worse than none: `calibrate` prints a warning.
 FEW = 200
 
 

@@ -39,7 +39,7 @@ def check_data(
     if (root is None) == (data is None):
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
     if root is not None and "://" not in root and not Path(root).is_dir():
-        # The data module's own message would name an option that the user did not give.
+        # Refuse the folder here: the data module's own message would name `--data.root`, which the user did not give.
         raise UsageError(f"{root} is no folder; give the one that holds train/<class>/<image>")
     report = inspect_data(
         ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding")

@@ -42,9 +42,9 @@ def explain(
 ) -> None:
     """Print what a model's attention layers compute, which backend, and why.
 
-    The table has the positions, the backend, the width, and the tensors that training keeps. Below the table are the
-    backends that the same layers would take on CUDA. A terminal shows one kind of layer below the other; a file or pipe
-    gets a Markdown table.
+    The table has the positions, the backend, the width of a head, and the tensors that training keeps. Below the table
+    are the backends that the same layers would take on CUDA. A terminal shows one kind of layer below the other; a file
+    or pipe gets a Markdown table.
 
     Args:
         model: The name of a model, such as relvit_small, or with `--retrofit {}` of a timm model; a checkpoint; or a
@@ -66,7 +66,8 @@ def explain(
         channels, *size = source.weights().input_size or (3,)
         net = build_model(name, 10, channels, size or None, *arguments)
     else:
-        # The plans depend neither on the weights nor on the number of classes: random weights and 10 classes will do.
+        # What `explain` reports depends neither on the weights nor on the number of classes, so random weights and 10
+        # classes will do.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size, device=device or "cpu")
     height, width = net.patch_embed.img_size if img_size is None else parse_size(img_size)

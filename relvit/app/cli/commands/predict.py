@@ -68,14 +68,15 @@ def main(given: Arguments, paths: list[str] | None = None) -> None:
         paths: Image files, folders (with all below them) and patterns such as 'photos/*.jpg'; by default the images of
             test (or val, if there is no test) of the checkpoint's training data.
     """
-    # One broken file must not stop the prediction of other files, even if the training stopped at broken files.
+    # A file that cannot be read must not stop the prediction of other files, even if such files stopped the training.
     changes: dict[str, Any] = {"on_error": "skip"}
     if not paths:
         evaluate(predict, given, **changes)
         return
     named = f"{paths[0]} (and {len(paths) - 1} more)" if len(paths) > 1 else paths[0]
     refuse_other_images(given, ("data", "data.root"), named)
-    # The import is here, because otherwise the parser's help would list the class as a choice of `--data`.
+    # Import the class only here: the parser's help lists all imported data modules as choices of `--data`, and this one
+    # is not for users.
     from relvit.app.data.modules.paths import ImagePathsData
 
     evaluate(predict, given, ImagePathsData, paths=paths, **changes)

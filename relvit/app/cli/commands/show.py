@@ -20,7 +20,7 @@ from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.shown_text import visible
 from relvit.models import Reach
 
-# The sides of an image in a figure have at most this number of pixels.
+# Larger images are reduced for a figure, so that no side has more pixels than this.
 SIDE = 400
 
 

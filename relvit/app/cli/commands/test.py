@@ -70,7 +70,8 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
     summary |= data.shape.record()
-    # Corruptions show the same images several times, so the results are not independent and get no standard errors.
+    # A test on corruptions uses each image several times, corrupted in different ways. So the results are not
+    # independent, and get no standard errors.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])
     write_summary(folder, summary, trainer)
     print_classes(found.classes, data.class_names)
@@ -114,7 +115,8 @@ def main(given: Arguments) -> None:
         evaluate(test, given)
         return
     refuse_other_images(given, ("data", "data.root", "split"), f"--robustness {root}")
-    # The import is here, because otherwise the parser's help would list the class as a choice of `--data`.
+    # Import the class only here: the parser's help lists all imported data modules as choices of `--data`, and this one
+    # is not for users.
     from relvit.app.data.modules.robustness_sets import RobustnessData
 
     evaluate(test, given, RobustnessData, root=root)

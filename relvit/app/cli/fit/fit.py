@@ -89,7 +89,8 @@ class FitCLI(RelvitCLI):
 
     Args:
         given: the command line.
-        stack: keeps the local copy of a remote checkpoint, and the lock of the run's folder, until the stack is closed.
+        stack: when it is closed, it removes the local copy of a remote checkpoint, and a new run's folder that is still
+            empty.
         resume, ckpt_path: see `main`.
     """
 
@@ -101,7 +102,7 @@ class FitCLI(RelvitCLI):
         if resume is not None:
             given = resume_arguments(given)
             self.resumes, ckpt_path = Path(resume), given.values["ckpt_path"]
-        # Options that differ from the options with which the training began, as text.
+        # A text for each option that has changed since the training began, such as 'trainer.max_epochs 10 -> 20'.
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:
@@ -114,14 +115,15 @@ class FitCLI(RelvitCLI):
                     f"{path} holds only weights (as an average does), so no training can resume from it: start a "
                     f"training from these weights with --model.pretrained {path}"
                 )
-            # These options do not come from the checkpoint: the classes are found in the images and compared with the
-            # checkpoint's classes afterwards, and a schedule is imported only if the user names one.
-            found = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
-            # The user's command line or configuration may choose which module is imported. A checkpoint may not, since
-            # it may come from anybody.
+            # Do not take these options from the checkpoint. Class names, and the model's options in `OF_THE_DATA` (such
+            # as in_chans and img_size), come from the data; the classes are compared with the checkpoint's classes
+            # later. A schedule may be the name of a function to import, so only the user may name it.
+            not_of_checkpoint = ("data.class_names", "model.schedule", *(f"model.{name}" for name in OF_THE_DATA))
+            # Import a data module of the user's only if the command line or a configuration names it: a checkpoint may
+            # come from anybody, so it must not choose which code runs.
             if (asked := data_in(given.words)) is not None:
                 import_data_module(asked)
-            known = values_of(checkpoint, asked, found)
+            known = values_of(checkpoint, asked, not_of_checkpoint)
         super().__init__(fit, given, checkpoint, known, RunConfig)
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
@@ -146,7 +148,7 @@ class FitCLI(RelvitCLI):
         """
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint, lr_find)
-        # The saved configuration names the model even if the pretrained weights have chosen the model.
+        # Name the model in the saved configuration, even if the user has given only pretrained weights, which name it.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         check_trainer_options(self.options)
@@ -157,8 +159,8 @@ class FitCLI(RelvitCLI):
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # If `__init__` has read no checkpoint, only a configuration can name one (`resumed_file`). `weights_only`
-            # reads nothing but tensors and plain types from the file.
+            # If `__init__` has read no checkpoint, a configuration may still name one (`resumed_file`). With
+            # `weights_only`, PyTorch reads only tensors and plain types from the file and runs no code of it.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
@@ -178,7 +180,7 @@ class FitCLI(RelvitCLI):
     ) -> tuple[list[Callback], History | None]:
         """Make or lock the run's folder, set the options that name the folder, and return the training's callbacks.
 
-        A trial with `fast_dev_run` has neither a folder nor a history.
+        A trial with `fast_dev_run` has neither a folder nor callbacks, and None in place of its `History`.
         """
         self.run_folder: Path | None = None
         options = self.options
@@ -218,7 +220,8 @@ class FitCLI(RelvitCLI):
             self.checkpoint = Checkpoint.read(self.checkpoint_file)
             text = f"{note}\n{text}"
         finished = self.checkpoint.finished_epochs()
-        # The run that is resumed may have been stopped after its last epoch, but before its summary was written.
+        # If the resumed run was stopped after its last epoch but before its summary was written, only the test, the
+        # figures and the summary are left to do.
         if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
             text = f"The training is complete; its test, figures and summary are left.\n{text}"
         elif epochs is not None and 0 <= epochs <= finished:
@@ -246,9 +249,9 @@ class FitCLI(RelvitCLI):
 class RunConfig(SaveConfigCallback):
     """Write `config.yaml` into the run's folder, even if loggers write elsewhere, and add to `run.json`.
 
-    Both files are written after all checks of the training and after `--lr_find`, so that the configuration holds the
-    learning rate that was found. `relvit fit --config` repeats the training from this file. A trial with `fast_dev_run`
-    writes nothing.
+    Both files are written after all checks of the training and after `--lr_find`, so that `config.yaml` holds the
+    learning rate that was found. `relvit fit --config config.yaml` repeats the training. A trial with `fast_dev_run`
+    writes neither file.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -257,7 +260,7 @@ class RunConfig(SaveConfigCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write after the search for a learning rate, which is the same hook of an earlier callback.
 
-        `FindLearningRate`, which comes earlier in the list of callbacks, searches in its own `on_fit_start`.
+        `FindLearningRate` searches in its own `on_fit_start`, and comes earlier in the list of callbacks.
         """
         if self.config.lr_find:
             self.config.lr_find = False

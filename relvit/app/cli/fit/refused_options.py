@@ -20,7 +20,7 @@ from relvit.app.cli.parser import Parser
 from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
 
-# Option of the trainer -> the refused value, and the reason with the option to use instead.
+# Option of the Trainer -> the refused value, and the reason. `TRIAL`, the option to use instead, ends the sentence.
 REFUSED: dict[str, tuple[bool, str]] = {
     "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt; a trial that writes nothing is"),
     "barebones": (True, "a run writes checkpoints, metrics and figures; a trial that writes nothing is"),
@@ -68,8 +68,8 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
         UsageError: `config.yaml` cannot hold a value.
     """
     with warnings.catch_warnings():
-        # For a value that YAML cannot hold, jsonargparse warns, and writes the text of its warning into the
-        # configuration.
+        # jsonargparse warns of a value that YAML cannot hold, and writes the text of the warning in the value's place.
+        # The search below finds this text, so the warning itself need not be shown.
         warnings.simplefilter("ignore")
         try:
             found = re.search(r"Unable to serialize instance (.*)", parser.dump(config, skip_none=False))

@@ -22,8 +22,8 @@ from relvit.app.utils.files import is_address
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.app.utils.shown_text import cut, without_secrets
 
-# These options may change when a training is resumed. `Progress.check_layout` in
-# `relvit.app.training.checkpoints.exact_resume` limits changes of batch size, accumulation and devices.
+# These options may change when a training is resumed. Batch size, accumulation and devices may change only within the
+# limits of `Progress.check_layout` in `relvit.app.training.checkpoints.exact_resume`.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
@@ -34,10 +34,10 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
-# The paths in these options may change, since files move, but no path may be added or removed.
+# The paths in these options may change, since files move. But no path may be added where there was none, or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
-# Changes of all options outside `FREE` and `PLACES` are refused. The message gives the reason that belongs to the
-# longest of these names with which the option's name begins.
+# Name of an option, or of a group of options -> the reason why it may not change, unless `FREE` or `PLACES` has it. The
+# message gives the reason of the longest name here with which the option's name begins.
 REASONS = {
     "": "a training that goes on stays as it was configured",
     "seed_everything": "order, augmentation and dropout follow from it",
@@ -86,11 +86,12 @@ def checkpoint_of_epoch_end(
 
     Args:
         checkpoint: the checkpoint from which the training was to be resumed.
-        same_run: whether the run itself is resumed; otherwise a new run starts from the checkpoint.
+        same_run: whether the run of the checkpoint is resumed in its folder; otherwise a new run goes on from it.
         batch_size, accumulated, devices: the numbers of the resumed training, see `begins_epoch_again`.
 
     Raises:
-        UsageError: there is no such checkpoint, or the optimiser steps would have another number of images.
+        UsageError: the devices cannot resume within an epoch, and the last epoch's checkpoint is missing or a new run
+            is to go on; or the optimiser steps would have another number of images.
     """
     point = checkpoint.point()
     try:
@@ -129,8 +130,9 @@ def changed_options(
 
     Args:
         path: the path of the checkpoint, for the message.
-        trained: the checkpoint's 'model', 'data' and `fit_options`; groups that the checkpoint lacks are not compared.
-        asked: the options of the resumed training, in the same groups.
+        trained: the options in the checkpoint: 'model', 'data' and the result of `fit_options`. Of these, a checkpoint
+            may lack some, which are not compared.
+        asked: the options of the resumed training, under the same names.
         given: names of the options on the command line.
 
     Raises:
@@ -141,7 +143,7 @@ def changed_options(
     changed = []
     for name in sorted({**before, **now}):
         was, wanted = before.get(name), now.get(name)
-        # Secrets may change, for example a new token for an expired one.
+        # A secret (`MASK`) may change: a user may give a new token because the old one has expired.
         if was == wanted or MASK in (was, wanted) or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))

@@ -47,7 +47,7 @@ def report_fit(
     `positions.png` shows the relative tables of the best checkpoint, if the model has relative tables.
 
     All processes call this function. `since` is the number of epochs that were trained before the training was resumed.
-    With `same_run`, these epochs belong to the same folder, and one of them may have the best checkpoint.
+    With `same_run`, these epochs were trained in the same folder, so one of them may have the best checkpoint.
     """
     model, data = trainer.lightning_module, trainer.datamodule
     score, what = model.score, SCORES[model.score]
@@ -64,7 +64,7 @@ def report_fit(
         f"val/{score}": float(checkpoints.best_model_score),
         "best_epoch": checkpoints.best_epoch,
         "train/images": len(data.dataset("train")),
-        # A training that is resumed after its last epoch runs no validation, so count the images of val instead.
+        # If the training was resumed after its last epoch, no validation has counted its images: count all of val.
         "val/images": model.evaluated_images or len(data.dataset("val")),
     }
     summary = with_errors(summary, summary["val/images"])
@@ -103,7 +103,8 @@ def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
         save_figure(draw("tables", load_classifier(best).net, image), target)
     except NotApplicableError:
         pass
-    # Memory, fonts and users' position modules may raise any exception, which must not fail a finished training.
+    # A finished training must not fail because of a figure, and drawing may raise any exception: the memory may be too
+    # small, a font missing, or a user's position module wrong.
     except Exception as error:
         rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
 
@@ -112,14 +113,15 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
     """Return commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
-    # A checkpoint cannot choose which module is imported, so the suggested commands name the user's data module.
+    # Name the user's own data module in the commands: for safety, relvit never imports a module only because a
+    # checkpoint names it.
     named = f" --data {class_path_of(type(data))}" if data.is_of_user() else ""
     lines = []
     if not data.shape.fixed:
-        # The suggested `max_tokens` is 1.5 times the trained number, in images of the same shapes.
+        # Suggest larger images of the same shapes: 1.5 times as many tokens as in the training.
         lines.append(f"  relvit validate {path} --data.max_tokens {round(1.5 * data.shape.max_tokens)}{named}")
     elif getattr(net, "dynamic_img_size", False):
-        # The suggested sides are a quarter larger, in whole patches; with much larger images accuracy would fall.
+        # Suggest images whose sides are a quarter longer, in whole patches. In much larger images accuracy would fall.
         patch = net.patch_embed.patch_size
         trained = list(data.img_size)
         larger = [max(side + p, round(1.25 * side / p) * p) for side, p in zip(trained, patch, strict=True)]

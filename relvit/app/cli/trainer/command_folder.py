@@ -31,7 +31,7 @@ SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 def new_folder(runs: str, name: str) -> Iterator[Path]:
     """Make a new folder for a run in the main process; remove the folder at the end if it is still empty.
 
-    All other processes get `runs` itself, because the main process sends them the paths of checkpoints.
+    All other processes get `runs`. They need no folder, because the main process sends them the paths of checkpoints.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -87,8 +87,8 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
     try:
         yield
     except SystemExit as stop:
-        # A signal, or Ctrl-C that Lightning has caught, causes SystemExit. After SIGTERM in an evaluation, Lightning
-        # raises `SIGTERMException`, which is a SystemExit, too.
+        # After a signal in a training, relvit raises `StoppedBySignalError`; after SIGTERM in an evaluation, Lightning
+        # raises `SIGTERMException`; after Ctrl-C, Lightning exits. All three are a SystemExit.
         number = signal.SIGTERM if isinstance(stop, SIGTERMException) else getattr(stop, "signal", signal.SIGINT)
         if trainer.interrupted and can_resume():
             why = "Stopped" if number == signal.SIGINT else f"Stopped by {number.name}"

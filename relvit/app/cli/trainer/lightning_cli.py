@@ -36,12 +36,14 @@ from relvit.app.utils.remote import local_file
 from relvit.models import Reach
 from relvit.utils.ranges import Range
 
-# These model options change how the model is computed in evaluation, but not which model it is.
+# A user may change these options of a checkpoint's model: they change how the model is computed, but not which model it
+# is.
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
 
-# relvit checks these trainer options itself: Lightning accepts any number, or its error does not name the option.
+# relvit checks the numbers of these options, because Lightning accepts any number or does not name the option in its
+# error message.
 _RANGES = {
     Range(1): (
         *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches", "num_nodes"),
@@ -73,7 +75,7 @@ class RelvitCLI(LightningCLI):
         function: a function whose arguments, except the first, become options in addition to the options of trainer,
             model and data.
         given: the command line.
-        checkpoint: the checkpoint whose data and model the options must describe.
+        checkpoint: the checkpoint whose data and model the options must describe; None: a new training.
         known: the values of options that the command line does not give, see `values_of`.
         save_config_callback: the callback that writes the configuration of a training.
         model_class: function that makes the classifier from the options of the model.
@@ -127,7 +129,7 @@ class RelvitCLI(LightningCLI):
         arguments = self.config.data.get("init_args", {})
         self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
-            # The data determine arguments of the network, so report different classes before a different network.
+            # Check the data first: if they have other classes, the network differs, too, but the classes are the cause.
             self.checkpoint.check_data(self.datamodule)
             self.checkpoint.check_network(self.model.hparams)
         self.options: dict[str, Any] = {**self.config_init.trainer}
@@ -160,7 +162,8 @@ class Evaluation(RelvitCLI):
 
     Args:
         function, given: see `RelvitCLI`.
-        checkpoint: the checkpoint, with the images that the command uses; options that are not given have its values.
+        checkpoint: the checkpoint, with the images that the command uses. It has the values of options that are not
+            given.
         file: the local file of the checkpoint, or an exported file that is evaluated instead.
         asked: the data module that the command, or its user, has chosen.
     """
@@ -206,7 +209,7 @@ class Evaluation(RelvitCLI):
         self.options["enable_checkpointing"] = False
         with self.running(callbacks, folder) as trainer:
             method = getattr(trainer, self.function.__name__)
-            # `weights_only` reads nothing but tensors and plain types from the checkpoint.
+            # With `weights_only`, PyTorch reads only tensors and plain types from the file, and runs no code in it.
             method(self.model, self.datamodule, ckpt_path=self.weights, weights_only=True, **options)
             if rank_zero_only.rank == 0:
                 report(trainer)
@@ -220,7 +223,8 @@ def evaluate(
     Args:
         function: runs the command. Its first argument is the `Evaluation`; its other arguments become options.
         given: the command line.
-        data_type: the data module that the command chooses; None means the user's choice, or the checkpoint's.
+        data_type: the data module that the command chooses. None: the one that the user names, or else the one in the
+            checkpoint.
         changes: arguments that replace arguments of the training's data module, unless the user gives them.
 
     Raises:
@@ -228,7 +232,7 @@ def evaluate(
     """
     path, asked = given.values.get("ckpt_path"), given.values.get("data")
     if path is None and any(name.endswith(("help", "help-all")) for name in given.values):
-        # The parser prints the help and exits.
+        # To print the help and exit, the parser needs no checkpoint.
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
@@ -279,8 +283,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     """
     for name, allowed in RANGES.items():
         number = options.get(name)
-        # The learning rate's schedule needs an end, so -1 (no limit) is allowed for the number of epochs or for the
-        # number of steps, but not for both.
+        # -1 means no limit. It is allowed for the number of epochs or of steps, but not for both, since the learning
+        # rate's schedule needs an end.
         ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
         endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
         if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:

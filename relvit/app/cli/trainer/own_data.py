@@ -15,9 +15,9 @@ from relvit.app.data import ImageData
 def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
     """Pass options that a user's class passes on as ``**options`` to the class only if they are given.
 
-    A parser passes every default to the class, so relvit's defaults would replace defaults that the class sets itself,
-    for example by `options.setdefault`. If jsonargparse cannot see how a class uses ``**options``, this function adds
-    the options.
+    By default, the parser passes the default of every option to the class. The defaults of relvit's class would then
+    replace defaults that the user's class sets, for example by `options.setdefault`. If jsonargparse cannot see how the
+    user's class uses ``**options``, it adds no such options to the parser, so this function adds them.
     """
     prefix = "" if key is None else f"{key}."
     actions = {action.dest: action for action in parser._actions}
