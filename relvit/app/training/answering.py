@@ -26,16 +26,16 @@ from relvit.models import Reach, set_reach
 class Answering(EpochMetrics):
     """A classifier that answers: `forward` computes logits, with the model `net` or as a subclass defines it.
 
-    Lightning's Trainer runs the steps of validation, test and prediction on any number of devices, for `relvit fit`,
-    `validate`, `test` and `predict`; the callbacks `EvaluationReport` and `PredictionTable` write down what the steps
-    return. Without a Trainer, the function `answers` loops over batches: for `relvit.load`, `embed`, `demo`,
-    `resolutions`, `probe`, `calibrate` and `export --int8`.
+    For `relvit fit`, `validate`, `test` and `predict`, Lightning's Trainer runs the steps of validation, test and
+    prediction on any number of devices. The callbacks `EvaluationReport` and `PredictionTable` write the results of
+    these steps into files. `relvit.load`, `embed`, `demo`, `resolutions`, `probe`, `calibrate` and `export --int8` have
+    no Trainer: the function `answers` loops over the batches.
 
     Attributes:
         average: The averaged weights; None in a training without averaging.
         mirror: Whether the Trainer's steps average the probabilities of each image and its mirror image.
-        absent: The classes that no image has, bool (num_classes,), which are never predicted. None: all classes may be
-            predicted.
+        absent: Bool (num_classes,), True for classes that no image has and that must never be predicted. None: all
+            classes may be predicted.
     """
 
     average: WeightAverage | None = None
@@ -77,9 +77,10 @@ class Answering(EpochMetrics):
     def logits(self, images: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute the logits (B, num_classes) of a batch on any device, which may be empty.
 
-        With `mirror` the result is float32: logits of the mean probabilities of each image and its mirror image.
+        With `mirror`, return the float32 logits of the mean of two probabilities: the image's and its mirror image's.
         """
-        # A process with fewer batches than other processes gets empty batches, which models cannot compute.
+        # If a process has fewer batches than other processes, it gets empty batches in place of the missing ones.
+        # Models cannot compute empty batches.
         if not image_count(images):
             return torch.empty(0, self.hparams.num_classes, device=self.device)
         images = move_data_to_device(images, self.device)

@@ -1,6 +1,6 @@
 """Metrics of each class (confusion matrix, precision, recall, F1, average precision) and calibration error.
 
-`labels.py` says which of these metrics belong to images of one label, and which to images of several labels.
+`labels.py` chooses among these metrics: images of one label have other metrics than images of several labels.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 def class_metrics(confusion: np.ndarray) -> ClassMetrics:
     """Compute precision, recall and F1, 2 right / (images + predictions), of each class of a confusion matrix."""
     right, count, guesses = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    # An undefined metric is 0 / 0, which NumPy computes as NaN, with a warning that is switched off here. (torchmetrics
-    # would return zero.)
+    # An undefined metric is 0 / 0, for which NumPy returns NaN and warns: switch the warning off. torchmetrics is not
+    # used here, since it returns zero for an undefined metric.
     with np.errstate(invalid="ignore"):
         return ClassMetrics(count, right / guesses, right / count, 2 * right / (count + guesses))
 
@@ -75,7 +75,8 @@ def calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int = 15)
         right: Whether the prediction was right, (N,).
         bins: The number of bins.
     """
-    # Bin m is ((m - 1) / bins, m / bins], as in the paper. torchmetrics puts a confidence of 1 into an additional bin.
+    # As in the paper, bin m = 1, 2, ... has the confidences above (m - 1) / bins, up to and including m / bins.
+    # torchmetrics is not used here, since it puts a confidence of 1 into an additional bin.
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     return float(np.abs(np.bincount(place, right - confidence, bins)).sum() / len(confidence))
 
@@ -92,8 +93,8 @@ def multi_label_metrics(
         probabilities: (N, C).
         labels: Bool (N, C).
         thresholds: One threshold for each class. None takes, for each class, the threshold with the highest F1 on these
-            images. Such a threshold is midway between the lowest score that it includes and the next lower score. Of
-            equally good thresholds the highest is taken; a class without images gets 0.5.
+            images; of equally good thresholds the highest, and 0.5 for a class without images. Such a threshold is
+            midway between the lowest probability that reaches it and the next lower probability (0 if there is none).
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
@@ -110,7 +111,7 @@ def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
         return np.nan, 0.5
     order = np.argsort(-scores, kind="stable")
     scores = scores[order]
-    # A threshold includes all images of equal scores or none, so only the last of equal scores is a candidate.
+    # Images with equal scores reach a threshold together, so of equal scores only the last is a place for a threshold.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
     found, scores = labels[order].cumsum()[last], scores[last]
     average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]
@@ -137,7 +138,7 @@ class MultiLabelScores(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the logits and labels of a batch, both (B, C)."""
-        # Empty batches are added, too, so that all processes have states to gather.
+        # Also add empty batches, so that every process has states to gather.
         self.probabilities.append(logits.float().sigmoid())
         self.labels.append(labels.view(logits.shape).to(torch.uint8))
 

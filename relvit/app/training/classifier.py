@@ -73,14 +73,15 @@ class ImageClassifier(Answering):
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
             grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
             `lr` itself.
-        layer_decay: The factor on the learning rate per layer from the classifier down to the stem. None is 1.
-        position_lr_scale: The factor on the learning rate of relative positions. New tables after a `retrofit` need a
-            higher rate than pretrained weights (factor 10 in the recipe `retrofit`).
+        layer_decay: Each layer has this times the learning rate of the layer above it, from the classifier down to the
+            stem. None is 1.
+        position_lr_scale: The learning rate of the trainable parameters of relative positions is multiplied by this.
+            New tables after a `retrofit` need a higher rate than pretrained weights (10 in the recipe `retrofit`).
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.
         min_lr: The learning rate at the end of the training.
-        schedule: The factor on the learning rate at each optimiser step: a function with the arguments of
-            `relvit.app.training.warmup_cosine`, or its name as 'module.function', which a checkpoint records.
+        schedule: A function with the arguments of `relvit.app.training.warmup_cosine`, by whose result the learning
+            rate is multiplied at each optimiser step; or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
         label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
@@ -93,23 +94,24 @@ class ImageClassifier(Answering):
         mix_switch_prob: The probability that a mixed batch uses cutmix, if both mixup and cutmix are on.
         ema_decay: The decay of a moving average of the weights, which evaluation uses instead of the weights. None
             keeps no average.
-        ema_warmup: Whether the decay of the average grows from 0, as 1 - step^(-2/3).
+        ema_warmup: Whether the decay of the average grows from 0 to `ema_decay`, as 1 - step^(-2/3).
         teacher: A trained classifier of the same classes for distillation, named as `pretrained` is (not plain
             weights). The output of the distillation token learns from the teacher; in models without this token, the
             only output learns from the teacher.
         distill: 'hard' (the target is the teacher's class) or 'soft' (the target is the teacher's probabilities).
         distill_weight: The weight of the teacher's part of the loss; DeiT has 0.5 for 'hard', 0.1 for 'soft'.
         distill_temperature: The temperature of the probabilities, with 'soft'.
-        ponder_weight: The weight of the ponder cost in the training loss, with models whose patches halt.
+        ponder_weight: The weight in the training loss of the ponder cost, which grows with the number of steps that are
+            computed for each patch; for models with adaptive halting.
         ponder_warmup_epochs: The length of the linear rise of `ponder_weight` in epochs.
         freeze_epochs: The number of epochs at the beginning in which only the classifier is trained; all other parts
             are in evaluation mode.
         nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
             'skip' the step.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
-        channels_last: Whether images and convolutions use the memory format that GPUs prefer.
-        multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); then 'ce'
-            is 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
+        channels_last: Whether images and convolutions use the memory format channels_last, which GPUs prefer.
+        multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); the loss
+            'ce' then means 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
 
     Raises:
         ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
@@ -162,16 +164,19 @@ class ImageClassifier(Answering):
         self.save_hyperparameters()
         check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
-        # `pretrained` becomes None when its weights are loaded, so that a second training does not load them again.
+        # `self.pretrained` becomes None when the weights are loaded, so that a second training does not load them
+        # again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
-        # A checkpoint has to name its model: the file of pretrained weights, which names the model here, may get lost.
+        # If no model is given, the file of pretrained weights names it. Checkpoints have to name the model, too,
+        # because this file may get lost.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
-        # Checkpoints and loggers record where the weights come from, and an address may hold a password or a signature.
+        # Checkpoints and loggers record the addresses of weights, so remove passwords and signatures from the
+        # addresses.
         public = {"pretrained": without_secrets(pretrained), "teacher": without_secrets(teacher)}
         self.save_hyperparameters(built._asdict() | public | {"schedule": schedule_name(schedule)})
         self._teacher_source: str | None = teacher
-        # The name of a schedule may come from a checkpoint that is only evaluated, so the function of this name is
-        # imported only when a training starts.
+        # Import a schedule that is given by name only when a training starts: evaluation does not need it, and the name
+        # may come from a checkpoint of anybody.
         self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
@@ -194,10 +199,11 @@ class ImageClassifier(Answering):
         self.teacher: Teacher | None = None
         self.finite: FiniteCheck = FiniteCheck(nonfinite)
         self.plan: Plan | None = None
-        # Other options of the training, in plain types, which its checkpoints record.
+        # Checkpoints record these options of the training, in plain types, beside the hyperparameters.
         self.fit_options: dict[str, Any] = {}
         self.transfer: TransferReport | None = None
-        # `FindLearningRate` sets a list while it runs, for the learning rate and loss of each batch.
+        # While `FindLearningRate` runs, this is a list with the learning rate and the loss of each batch; otherwise
+        # None.
         self.range_test: list[tuple[float, float]] | None = None
         self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
@@ -268,8 +274,8 @@ class ImageClassifier(Answering):
             self.loss.weights = weights.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Load pretrained weights only here: no earlier hook of Lightning knows whether a checkpoint has been loaded,
-        # whose weights replace the pretrained weights.
+        # Load pretrained weights only here: by now Lightning has loaded the checkpoint of a training that resumes, and
+        # `on_load_checkpoint` has set `self.pretrained` to None.
         hparams, data = self.hparams, self.trainer.datamodule
         if self.pretrained is not None:
             self.transfer = load_pretrained(self.net, self.pretrained, hparams.class_names, data)
@@ -302,7 +308,8 @@ class ImageClassifier(Answering):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze the backbone."""
         if self.backbone is not None:
-            # Freezing depends on the number of the epoch alone, so that a resumed training freezes the same epochs.
+            # Decide by the number of the epoch alone, so that a resumed training freezes the backbone in the same
+            # epochs.
             frozen = self.current_epoch < self.hparams.freeze_epochs
             self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
 
@@ -333,8 +340,8 @@ class ImageClassifier(Answering):
             self.progress.note_validation(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        # Lightning calls this hook before the callbacks that save checkpoints, and after all other callbacks. So a
-        # checkpoint already counts this epoch as complete.
+        # Lightning calls this hook before the callbacks that save checkpoints. So their checkpoints count this epoch as
+        # complete.
         super().on_train_epoch_end()
         self.progress.note_epoch(self.trainer)
 

@@ -66,7 +66,8 @@ def check_labels(data: Any, several: bool, stage: str) -> None:
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
     """Refuse data with images or labels that a model does not take.
 
-    To check the data, the model computes an image of each size. Data modules that are not relvit's are not checked.
+    To check an image size, the model computes one image of this size. The checks read the attributes `multi_label`,
+    `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not checked.
 
     Raises:
         ValueError: The data do not fit.

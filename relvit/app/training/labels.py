@@ -29,7 +29,7 @@ from relvit.app.training.class_metrics import (
     multi_label_metrics,
 )
 
-# For images of one label, a prediction names this number of classes at most, unless a user gives another number.
+# A prediction for an image of one label names at most this number of classes, unless the user gives another number.
 TOP = 5
 
 
@@ -56,9 +56,9 @@ class Labels(Protocol):
 
     Attributes:
         score: The metric that chooses the best checkpoint.
-        loss: The loss of evaluation, as `ClassificationLoss` names it.
-        activation: The Python code that turns logits into probabilities.
-        mistakes_by: The column by which a table of mistakes is sorted.
+        loss: The loss of evaluation, by its name in `ClassificationLoss`: 'ce' or 'bce'.
+        activation: Python code that turns logits into probabilities, such as 'softmax(-1)', to print for users.
+        mistakes_by: The name of the column by which a table of mistakes is sorted.
         mistakes_title: The title of the pictures of mistakes.
         thresholds: For each class, the lowest probability at which an image has the class. None: an image has its most
             probable class.
@@ -117,8 +117,9 @@ class Labels(Protocol):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         """Format names and probabilities of the classes of an image as the cells of a row."""
 
-    # The following methods keep the results of a test in an array, float64 (rows, N), with a column for each image. The
-    # processes of a test gather such arrays, and the figures of a report are computed from the gathered array.
+    # `keep` stores the results of a batch of a test in an array, float64 (rows, images), with a column for each image.
+    # The report of the test puts the arrays of all batches and processes together. All methods below `keep` compute
+    # results from the whole array.
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
         """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""
@@ -166,8 +167,8 @@ class OneLabel(Labels):
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create top-1 accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
 
-        If mixup or CutMix mixes images, the class with the larger part of an image counts as its label, and the metrics
-        are named 'acc1_mixed' and 'acc5_mixed'.
+        If mixup or CutMix mixes images, the class with the larger part of a mixed image counts as its label, and the
+        metrics are named 'acc1_mixed' and 'acc5_mixed'.
         """
         end = "_mixed" if mixed else ""
         return {
@@ -313,8 +314,8 @@ def _finite(probabilities: Tensor) -> Tensor:
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
     """List the classes of each image (B, C) that reach their thresholds, the most probable first."""
-    # A threshold may lie between two neighbouring float32 numbers, so compare in float64. Some accelerators lack
-    # float64, so compare on the CPU.
+    # Compare in float64, because a threshold may lie between two neighbouring float32 numbers; and on the CPU, because
+    # some accelerators lack float64.
     probabilities = probabilities.cpu().double()
     found = []
     for row in probabilities:

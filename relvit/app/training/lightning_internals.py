@@ -11,9 +11,9 @@ from lightning import Trainer
 def validation_due(trainer: Trainer) -> bool:
     """Return whether a validation follows the training batch that was processed last.
 
-    The answer depends on `val_check_interval` (batches, a part of the epoch, or time), `check_val_every_n_epoch`, data
-    without a length, and early stops. Lightning has no public function for this.
+    Lightning has no public function for this. The answer depends on `val_check_interval` (batches, a part of the epoch,
+    or time), on `check_val_every_n_epoch`, on whether the data have a length, and on early stops.
     """
-    # Lightning reads the argument only for training steps that fetch their batches themselves, which relvit's training
-    # step does not.
+    # The argument is the data fetcher. Lightning reads it only if a training step fetches its batches itself, as
+    # relvit's does not, so pass None.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)

@@ -45,11 +45,11 @@ REFUSED: dict[type[Callback], str] = {
     WeightAveraging: "in checkpoints its average would take the place of the weights; give --model.ema_decay 0.999, "
     "whose checkpoints hold both",
 }
-# These callbacks only write to a logger, so a training without a logger refuses them.
+# These callbacks only write to a logger. A training without a logger refuses them, since they would have no effect.
 LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 
-# These precisions keep the weights in two bytes each; the precisions that they map to keep the weights in float32.
+# Precision whose weights have two bytes each -> the similar precision whose weights are float32.
 HALF = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 # The smallest positive float16.
 LEAST_HALF = 2.0**-24
@@ -88,7 +88,7 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
 def check_callback(callback: Callback, logger: bool) -> None:
     """Refuse a callback of the table, or one that writes to a logger alone where there is none."""
     name, kinds = type(callback).__name__, type(callback).__mro__
-    # relvit's own subclass of a refused callback works with relvit's schedule.
+    # `FindLearningRate` derives from a refused callback (`LearningRateFinder`), but works with relvit's schedule.
     if isinstance(callback, FindLearningRate):
         return
     if reason := next((REFUSED[kind] for kind in kinds if kind in REFUSED), None):

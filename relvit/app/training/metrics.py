@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.labels import Labels
 
-# The key of an unfinished epoch's metrics in a checkpoint.
+# The key in a checkpoint under which it holds the metrics of an unfinished epoch.
 METRICS_KEY = "train_metrics"
 
 States = dict[str, dict[str, Any]]
@@ -47,9 +47,9 @@ def current_lr(trainer: Trainer) -> float:
 class EpochMetrics(LightningModule):
     """A LightningModule whose metrics count every image once on any number of devices.
 
-    All processes compute a metric at the same point, and log the result as a plain number. If the metric object itself
-    were logged, Lightning would compute it when something first reads it. A progress bar reads the metric only on the
-    main process, which would then wait for the other processes for ever.
+    All processes compute a metric at the same point, and log the result as a plain number. If a process logged the
+    metric object itself, Lightning would compute the metric only when something reads it. A progress bar reads it on
+    the main process alone, and the main process would wait for the other processes for ever.
 
     Attributes:
         labels: The labels of the images, one per image or several.
@@ -84,7 +84,8 @@ class EpochMetrics(LightningModule):
         of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         self._images: SumMetric = SumMetric()
-        # A training resumes from its last optimiser step, so checkpoints hold the epoch's metrics at that step.
+        # The metrics at the last optimiser step. Checkpoints hold these metrics, because a training resumes at this
+        # step.
         self._metrics_at_step: States = {}
 
     @property
@@ -94,8 +95,8 @@ class EpochMetrics(LightningModule):
 
     def log_running(self) -> None:
         """Show loss and accuracy of the epoch so far, over the images of this process, in the progress bar."""
-        # torchmetrics replaces `compute` of each object by a function that waits for the other processes, so call
-        # `compute` of the class, which does not wait.
+        # torchmetrics gives each metric object a `compute` that waits for the other processes. Call `compute` of the
+        # class instead, which does not wait.
         values = {name: type(metric).compute(metric) for name, metric in self.train_metrics.items(keep_base=True)}
         shown = {"loss": "loss", "acc1": "acc", "acc1_mixed": "acc"}
         values = {shown[name]: value for name, value in values.items() if name in shown}
@@ -111,8 +112,7 @@ class EpochMetrics(LightningModule):
 
     def restore_metrics(self, stored: list[States]) -> None:
         """Resume with the metrics of a checkpoint, in each process with its own."""
-        # If the number of processes has changed, the training resumes between epochs, where there are no metrics to
-        # restore.
+        # If the number of processes has changed, the training resumes at the beginning of an epoch, without metrics.
         self._metrics_at_step = stored[self.global_rank] if len(stored) == self.trainer.world_size else {}
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()
@@ -137,9 +137,9 @@ class EpochMetrics(LightningModule):
         self.test_metrics.reset()
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
-    # At the end of an epoch Lightning calls callbacks, which read the metrics, before the module. So the module logs
-    # the metrics with the last batch already. The module logs the metrics again at the end of the epoch, because no
-    # batch counts as the last one if a training stops early or the data have no length.
+    # Log the metrics after the last batch of an epoch, because callbacks read them, and at the end of the epoch
+    # Lightning calls callbacks before the module. Log them again at the end of the epoch: if a training stops early or
+    # the data have no length, no batch counts as the last.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
@@ -172,7 +172,7 @@ class EpochMetrics(LightningModule):
     def _is_fitting(self) -> bool:
         try:
             return self.trainer.state.fn == "fit"
-        # Without a trainer, for example in a classifier that was only loaded, Lightning raises this error.
+        # Lightning raises this error if there is no trainer, for example in a classifier that was only loaded.
         except RuntimeError:
             return False
 
@@ -180,7 +180,8 @@ class EpochMetrics(LightningModule):
         self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
 
     def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
-        # With both `sync_dist` and `rank_zero_only` Lightning does not reduce the values again, and gives no warning.
+        # The values are of all processes already. With both `sync_dist` and `rank_zero_only`, Lightning neither reduces
+        # them again nor warns that they are not reduced.
         options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
         self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
 

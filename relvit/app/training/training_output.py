@@ -11,12 +11,14 @@ from torch import Tensor
 class TrainingOutput(NamedTuple):
     """The output of a model in training mode.
 
-    A model that computes losses besides the loss of its logits lists their names in its attribute `training_losses`.
-    After `set_training_losses(True)` the model returns any object with the attributes `logits` and `losses`.
+    A model with losses besides the loss of its logits lists the names of these losses in its attribute
+    `training_losses`. After `set_training_losses(True)`, the model returns an object with the attributes `logits` and
+    `losses` in training mode.
 
     Attributes:
         logits: (B, num_classes).
-        distilled: (B, num_classes), the logits that learn from a teacher.
+        distilled: (B, num_classes), the logits that learn from a teacher; the same as `logits` in a model without a
+            distillation token.
         losses: the model's additional losses by name, scalars.
     """
 
