@@ -18,7 +18,7 @@ from relvit.app.training.checkpoints.file import EPOCH_NAME, check_disk_space
 from relvit.app.training.optim.gradients import NonFiniteLossError
 from relvit.app.utils.files import DISK_ERRORS, link_or_copy
 
-# Batch systems such as Slurm send these signals before the time of a job ends.
+# Batch systems such as Slurm send one of these signals shortly before the time of a job ends.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -40,14 +40,14 @@ class StoppedBySignalError(SystemExit):
 class RunCheckpoints(Checkpoint):
     """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
-    `epoch.ckpt` is the checkpoint of the last complete epoch. It is a hard link to `last.ckpt` until the next
-    `last.ckpt` is written within an epoch. A training can continue on other devices from `epoch.ckpt`, but not from a
-    checkpoint within an epoch.
+    `epoch.ckpt` is the checkpoint of the last complete epoch: a hard link to `last.ckpt`, or a copy on disks without
+    links, until the next `last.ckpt` is written within an epoch. From `epoch.ckpt` a training can go on with another
+    number of devices, which is impossible from a checkpoint within an epoch.
 
     If two validations have equal scores, which is frequent with few images, the validation with the lower `val/loss` is
-    better. `last.ckpt` is also written every `every_n_steps` optimiser steps, when an exception ends the run, and when
-    SIGTERM or SIGUSR1 stops the run. A signal stops the run after the next optimiser step or the next batch of a
-    validation. A training resumes exactly from each of these checkpoints.
+    better. `last.ckpt` is also written every `every_n_steps` optimiser steps, when an exception ends a run of one
+    process between two optimiser steps, and when SIGTERM or SIGUSR1 stops the run. A signal stops the run after the
+    next optimiser step or the next batch of a validation. A training resumes exactly from each of these checkpoints.
 
     Args:
         folder: The folder to write to.
@@ -71,8 +71,8 @@ class RunCheckpoints(Checkpoint):
         self._best_loss: float | None = None
         self._signal: int = 0
         self._handlers: dict[int, Any] = {}
-        # Weights, averages and schedule belong to the same step only between two optimiser steps. An exception at any
-        # other time must not save them.
+        # Weights, averages and schedule belong to the same step only between two optimiser steps. If an exception comes
+        # at any other time, no checkpoint must be written.
         self._between_steps = False
 
     @property
@@ -118,7 +118,7 @@ class RunCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between_steps = True
-        # Save only after an optimiser step. At the end of an epoch, `on_train_epoch_end` saves the checkpoint.
+        # Save only after an optimiser step, and not at the end of an epoch, where `on_train_epoch_end` saves.
         if (batch_idx + 1) % trainer.accumulate_grad_batches or is_last_of_epoch(trainer, batch_idx):
             return
         self._stop_after_signal(trainer)
@@ -143,7 +143,7 @@ class RunCheckpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
-        # A limit of steps may have ended the training within the epoch, but `epoch.ckpt` must be from a complete epoch.
+        # `epoch.ckpt` must be from a complete epoch, but a limit of steps may have ended the training within the epoch.
         done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if trainer.is_global_zero and done >= trainer.num_training_batches:
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
@@ -151,18 +151,18 @@ class RunCheckpoints(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the training if its state is consistent and not saved yet; a test or a validation changes no file."""
         if isinstance(exception, StoppedBySignalError):
-            # A launcher may send a second signal, which must not change the exit status.
+            # A second signal, which the program that started this one may send, must not change the exit status.
             ignore_stop_signals()
             return
         self._restore_handlers()
-        # Save in a training only: the test that follows a training loads the weights of the best checkpoint, which must
-        # not replace the weights in `last.ckpt`.
+        # Save only in a training. In the test that follows, the model has the weights of the best checkpoint, which
+        # must not replace the weights in `last.ckpt`.
         if trainer.state.fn != "fit":
             return
         consistent = self._between_steps or isinstance(exception, NonFiniteLossError)
         full = isinstance(exception, OSError) and exception.errno in DISK_ERRORS
-        # Saving waits for all processes. If only this process has failed, the other processes never begin to save, so
-        # save only in a run of one process.
+        # Save only in a run of one process: saving waits for all processes, and processes that have not failed never
+        # begin to save.
         if consistent and trainer.world_size == 1 and not full:
             try:
                 trainer.save_checkpoint(self.last_path)

@@ -84,8 +84,8 @@ class Checkpoint:
         model: The arguments of `ImageClassifier`.
         data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here. 'class_path'
             is '' if the images came neither from a data module of relvit nor from a class that is derived from one.
-        images: The classes and the transforms of the training's images, if the 'init_args' do not contain them.
-        fit: Other options of the training.
+        images: The classes and the transforms of the training's images, as far as the 'init_args' do not contain them.
+        fit: Other options of the training, see `ImageClassifier.fit_options`.
         versions: The versions of the packages that wrote the checkpoint.
         weights: The tensors of the classifier; the averaged ones if the training kept an average.
         temperature: The number by which logits are divided in evaluation, see `relvit.app.evaluation.calibrate`.
@@ -93,7 +93,7 @@ class Checkpoint:
             thresholds.
         resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
         epoch: The epoch in which the checkpoint was written, counted from 0.
-        resume_point: The `ResumePoint` as stored. None in checkpoints that `relvit fit` did not write.
+        resume_point: The `ResumePoint` as stored. None in checkpoints that no training wrote, such as an average.
     """
 
     path: str
@@ -157,8 +157,8 @@ class Checkpoint:
     def data_module(self, **changes: Any) -> ImageData:
         """Build the data module of the training with some arguments changed; changes that are None are ignored.
 
-        A checkpoint does not hold secrets. The data module is built without the secrets that have a default; secrets
-        without a default must be given in `changes`.
+        A checkpoint does not hold secrets. A secret argument gets its default; if it has no default, it must be given
+        in `changes`.
         """
         data_type = self.data_type
         if data_type is None:
@@ -307,8 +307,8 @@ def first_difference(
         if isinstance(ours, dict) and isinstance(theirs, dict):
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
-        # Treat empty arguments as equal to None, except in `retrofit`, where {} means a retrofit with default
-        # arguments.
+        # Empty arguments such as {} mean the same as None, except in `retrofit`: {} is a retrofit with the default
+        # arguments, and None is no retrofit.
         if ours != theirs and (ours or theirs or name == "retrofit"):
             return name, _short(repr(ours)), _short(repr(theirs))
     return None

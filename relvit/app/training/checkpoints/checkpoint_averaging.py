@@ -59,7 +59,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     checkpoint = {
         "state_dict": first.weights | mean,
         KEY: {
-            # The options of the trainings may differ, so only the arguments of the network are kept.
+            # Keep only the arguments of the network, since other options may differ between the checkpoints.
             "model": {name: first.model[name] for name in NETWORK if name in first.model},
             "data": first.data,
             "images": first.images,
@@ -67,7 +67,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
-        # If this entry were missing, Lightning would take the file for a checkpoint of its earliest versions.
+        # Lightning raises a KeyError if a checkpoint lacks this entry.
         "pytorch-lightning_version": lightning.__version__,
     }
     if all(each == first.thresholds for each in thresholds):

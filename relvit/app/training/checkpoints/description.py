@@ -17,7 +17,7 @@ from relvit.app.training.checkpoints.upgrades import FORMAT
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
 
-# These attributes of a data module describe the classes of its images and the images' transforms.
+# The attributes of a data module that describe the classes and the transforms of its images.
 IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", *AS_PATCHES)
 
 
@@ -59,8 +59,9 @@ def images_of_module(data: ImageData) -> dict[str, Any]:
 def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
     """Return the classes and the transforms, as far as they are known, of images from other loaders than relvit's.
 
-    A LightningDataModule may have attributes with the names in `IMAGES`. The transforms of plain loaders are not known:
-    then the values come from timm's description of the model, and 'assumed' lists the names of these values.
+    A LightningDataModule may have the attributes `class_names`, `mean`, `std` and `crop_pct`. If it lacks `mean`, `std`
+    or `crop_pct`, the value is not known: it comes from timm's description of the model, and the entry 'assumed' lists
+    the names of such values.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

@@ -1,10 +1,10 @@
 """Exact resume: store epoch, batch and validation in a checkpoint, and set Lightning's counters from them.
 
-Lightning stores the counters of its loops as they are when a checkpoint happens to be written, in the middle of a hook,
-and guesses the progress from these counters. A checkpoint of relvit also holds a `ResumePoint`, which describes the
-training at the last optimiser step: the weights, averages and optimiser in the checkpoint belong to this step. When a
-training resumes, the `ResumePoint` replaces the counters before Lightning reads the counters. Epoch and batch determine
-the random state, so checkpoints do not store it.
+Lightning writes the counters of its loops into a checkpoint. These counters may be inconsistent, because a checkpoint
+is written in the middle of a hook, so Lightning has to guess the progress from them. A checkpoint of relvit also holds
+a `ResumePoint`, which describes the training at the last optimiser step: the weights, averages and optimiser in the
+checkpoint belong to this step. When a training resumes, relvit sets the counters by the `ResumePoint` before Lightning
+reads them. Epoch and batch determine the random state, so checkpoints do not store it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from relvit.app.data.loading.sampler import training_position
 from relvit.app.training.lightning_internals import validation_due
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
-# The key of the `ResumePoint` in a checkpoint.
+# The key under which a checkpoint holds the `ResumePoint`.
 POINT_KEY = "position"
-# Lightning's key, in the state of the training epoch's loop, for the number of optimiser steps so far, which loggers
-# use.
+# The key under which Lightning's state of the training loop holds the number of optimiser steps so far. Loggers are
+# given this number.
 STEPS_KEY = "_batches_that_stepped"
 
 
@@ -31,9 +31,9 @@ class ResumePoint(NamedTuple):
     Attributes:
         epoch: The epoch that is under way or about to begin.
         batch: The number of batches of this epoch that each device has done.
-        layout: How an epoch is divided: batches on each device, images in a batch, batches in an optimiser step, and
+        layout: Four numbers: batches of an epoch on each device, images in a batch, batches in an optimiser step, and
             devices.
-        validated: Whether the validation that is due at this point is complete.
+        validated: Whether a validation was complete at this point; False also if none is due here.
     """
 
     epoch: int
@@ -46,8 +46,8 @@ class ResumePoint(NamedTuple):
         """Describe a running training, by the epoch and batch of the last validation and the last complete epoch."""
         done = epoch, batch = training_position(trainer)
         if batch == 0 and epoch > 0 and ended_epoch != epoch - 1:
-            # `training_position` already names the next epoch, but the validation and the end of this epoch are still
-            # to come.
+            # All batches of an epoch are done, so `training_position` returns the next epoch. But the validation at the
+            # end of the epoch may not be complete, so the epoch is still under way.
             done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
         return cls(*done, _layout(trainer), done == validated_at)
 
@@ -77,7 +77,7 @@ class Progress:
 
     def load(self, checkpoint: dict[str, Any]) -> bool:
         """Set the counters of a checkpoint by the point that it holds; return whether it holds one."""
-        # Checkpoints that `relvit fit` did not write hold no point.
+        # Checkpoints that no training wrote, such as those of `relvit average`, hold no point.
         if checkpoint.get(POINT_KEY) is None:
             return False
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
@@ -90,8 +90,8 @@ class Progress:
         """Refuse to resume with other optimiser steps than before.
 
         Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
-        and devices may change, but neither the number of images in an optimiser step, since the learning rate depends
-        on it, nor the number of steps in an epoch, since the schedule depends on it.
+        and devices may change. But the number of images in an optimiser step must not change, since the learning rate
+        depends on it, nor the number of steps in an epoch, since the schedule depends on it.
         """
         point = self._resumed
         if point is None:
@@ -122,17 +122,17 @@ class Progress:
             return
         update_rates(module.lr_schedulers())
         loop = trainer.fit_loop.epoch_loop
-        # A checkpoint holds the counters of early stopping, but not the decision to stop, so repeat the decision here.
+        # A checkpoint holds the counters of early stopping, but not whether the training has to stop: decide it again.
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # While `restarting` is True, Lightning would treat the new epoch as an interrupted epoch.
+            # `restarting` tells Lightning that the epoch was interrupted, but this epoch begins anew.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
         if validation_due(trainer):
-            # After this validation, the loop would count the step before the validation a second time, so subtract one
-            # step.
+            # The loop begins with this validation, and then counts the optimiser step before it a second time. So
+            # subtract one step from the counter.
             state = loop.on_save_checkpoint()
             loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
 
@@ -165,7 +165,7 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     for counter in (epochs["total"], epochs["current"]):
         counter["ready"] = counter["started"] = point.epoch + under_way
         counter["processed"] = counter["completed"] = point.epoch
-    # The training repeats batches whose gradients no optimiser step has used yet, so these batches do not count.
+    # Do not count batches whose gradients no optimiser step has used yet, since the resumed training repeats them.
     again = batches["current"]["processed"] - point.batch if under_way else 0
     _complete(batches["total"], batches["total"]["processed"] - again)
     _complete(batches["current"], point.batch)
@@ -177,8 +177,8 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     validation = loop["epoch_loop.val_loop.batch_progress"]
     for counter in (validation["total"], validation["current"]):
         _complete(counter, 0)
-    # Lightning resumes with a validation if the counters say that a validation has started its first batch but
-    # processed no batch. So set the counters to this state if a validation is due.
+    # If no validation was complete at the point, let Lightning resume with a validation, in case one is due: it does so
+    # if a validation has started its first batch according to the counters, but processed none.
     validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
     validation["is_last_batch"] = False
     loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]

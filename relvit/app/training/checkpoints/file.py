@@ -36,15 +36,16 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 
-# The key of the averaged weights. They have the same names as the raw weights, which are in 'state_dict'.
+# The key of the averaged weights in a checkpoint. They have the same names as the raw weights, which are under
+# 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# timm prefers the weights under this key to 'state_dict'. Under this key the weights have the model's own names,
-# without the prefix of the classifier.
+# timm reads the weights under this key, if there are some, instead of 'state_dict'. Here their names are those in the
+# timm model, without the prefix 'net.' of `ImageClassifier`.
 TIMM_KEY = "state_dict_ema"
-# The largest number of characters in the name of a class. Longer names are refused, because each row of a table of
-# predictions repeats the names.
+# The largest number of characters in the name of a class. Longer names are refused, because tables of predictions
+# repeat the names in each row and would grow huge.
 LONGEST_NAME = 10_000
-# If a user names the folder of a run, `read_checkpoint` reads this checkpoint in the folder.
+# If a user gives the folder of a run, `read_checkpoint` reads this file in the folder.
 BEST = Path("checkpoints") / "best.ckpt"
 # The file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
@@ -198,16 +199,16 @@ def _named(value: Any) -> bool:
 
 
 def _are_arguments(value: Any) -> bool:
-    # The command line's parser would read a dot in a name as a nested option, and fails at names that are no
-    # identifiers.
+    # The arguments become options of the command line. Its parser reads a dot in a name as a nested option, and fails
+    # at other names that are no identifiers.
     return _named(value) and all(name.isidentifier() for name in value)
 
 
 def timm_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights (averaged, if there is an average) with the names that they have in the model.
 
-    If the result is added to the checkpoint, the file grows only by the names, since PyTorch writes a tensor that
-    occurs twice only once.
+    If the result is added to the checkpoint, the file grows only by the names, because PyTorch writes the numbers of a
+    tensor only once, even if the tensor occurs twice.
     """
     weights = checkpoint["state_dict"] | checkpoint.get(AVERAGE_KEY, {})
     return {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
@@ -223,7 +224,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: The folder cannot be written to, or the disk is full.
     """
-    # Open the file here: if PyTorch opened the file, it would raise an error of its own instead of the system's error.
+    # Open the file here, because PyTorch would raise an error of its own in place of the system's, such as a full disk.
     with atomic_write(path) as part, open(part, "wb") as file:
         torch.save(checkpoint, file)
 
@@ -239,8 +240,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
-        # The path may be a remote address if a user's own callback saves the checkpoint. Lightning can write to remote
-        # addresses.
+        # If a user's own callback saves a checkpoint, the path may be a remote address, to which Lightning can write.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -267,8 +267,8 @@ def describe_last(folder: Path) -> str:
 def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """Refuse a disk without space for the checkpoints of a training, and remove incomplete files of killed processes.
 
-    The checkpoints are best.ckpt, last.ckpt, and a new file, which replaces best.ckpt or last.ckpt when the new file is
-    complete. On a disk without hard links epoch.ckpt is a copy, too. Existing checkpoints reduce the space that is
+    There must be space for best.ckpt, last.ckpt, and a new file, which replaces one of them when it is complete. On a
+    disk without hard links, epoch.ckpt takes space, too. Checkpoints that exist already reduce the space that is
     needed, since new checkpoints replace them. The folder need not exist yet.
 
     Raises:
@@ -276,11 +276,11 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     """
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
-    # The average does not exist yet: `ImageClassifier.on_fit_start` makes it, which Lightning calls after this
-    # function.
+    # The average of the weights does not exist yet: Lightning calls `ImageClassifier.on_fit_start`, which makes it,
+    # after this function.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
-    # Adam and similar optimisers keep two numbers for each weight.
+    # Estimate the optimiser's state as that of Adam: two numbers for each weight.
     size = weights + average + 2 * trained
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if trainer.is_global_zero:
@@ -315,7 +315,8 @@ def nearest_hint(path: Path) -> str:
     near = {entry.name: entry for entry in found if entry.is_dir() or entry.suffix in FILES}
     if name := nearest(missing.name, near):
         return f" (did you mean '{near[name]}'?)"
-    # The last part of the path may be the name of a model of timm, as in names of repositories on the Hugging Face hub.
+    # The user may mean a model of timm: in names such as 'timm/MODEL' of the Hugging Face hub, the last part is a
+    # model.
     architecture, tag = split_model_name_tag(path.name)
     name = nearest_model(architecture)
     known = f"{name}.{tag}" if name and timm.is_model_pretrained(f"{name}.{tag}") else name

@@ -18,7 +18,7 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
         ValueError: No model can be built from the checkpoint.
     """
     try:
-        # The checkpoint's weights replace the weights from which the training started.
+        # Do not read `pretrained`, the weights from which the training started: the checkpoint's weights replace them.
         classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
         classifier.load_state_dict(checkpoint.weights)
     # The file may hold any arguments, and models raise almost any type of error for wrong arguments.

@@ -14,8 +14,8 @@ def set_normalisation(
 ) -> str:
     """Normalise images with the mean and std of the weights if none are given, and return a description.
 
-    The values that are used are written into `config`, the arguments of the data module. `checkpoint` is the checkpoint
-    that a command uses; `pretrained` are the weights that a training starts from.
+    The function also writes the mean and std that it uses into `config`, the arguments of the data module. `checkpoint`
+    is the checkpoint that a command uses; `pretrained` are the weights that a training starts from.
     """
     missing = data.unset_statistics
     known, whose = Normalisation(), ""
@@ -31,11 +31,11 @@ def set_normalisation(
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
             used[name] = tuple(value)
-        # A resumed training has mean and std from its checkpoint, so `missing` is empty.
+        # With a checkpoint, mean and std are options that have the checkpoint's values, so they are not in `missing`.
         if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
             reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")
-    # A user's data module may have made its own transforms, so `normalise_by` is called only if a value changes.
+    # `normalise_by` replaces the transforms, which may be a user's own, so call it only if a value changes.
     if used != {name: getattr(data, name) for name in used}:
         data.normalise_by(**used)
     for name in used:

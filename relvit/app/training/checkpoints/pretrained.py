@@ -34,8 +34,8 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
     "'vit_small_patch16_224.augreg_in21k'"
 )
-# A difference of means or standard deviations up to this number hardly matters, for images in the range 0..1, so no
-# note is printed.
+# Print a note if means or standard deviations, of images in the range 0..1, differ by more than this. A smaller
+# difference hardly matters.
 TOLERANCE = 0.05
 
 
@@ -97,7 +97,7 @@ class Pretrained:
                 if zipfile.is_zipfile(path):
                     check_archive(path)
                 state = load_state_dict(str(path))
-            # timm and PyTorch raise errors of almost any type for broken files, such as TypeError or
+            # For broken files, timm and PyTorch raise errors of almost any type, such as TypeError or
             # UnicodeDecodeError.
             except Exception as error:
                 raise ValueError(

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Every operation of PyTorch supports these dtypes, unlike quantised dtypes and floats of 8 bits or less.
+# relvit's checks and conversions work with these dtypes, but not with quantised tensors or floats of 8 bits or less.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# All tensors of a file together may have at most MOST_NAMES times as many bytes as the file stores, plus SMALL bytes.
-# They may have more bytes than the file, because shared weights are stored once under several names.
+# All tensors of a file together may have at most MOST_NAMES times as many bytes as the file stores for tensors, plus
+# SMALL bytes. More bytes than are stored are usual for shared weights, which are stored once and have several names.
 MOST_NAMES, SMALL = 16, 2**24
 
 
 def check_tensors(content: Any, path: str) -> None:
     """Refuse tensors that are not plain tensors in memory, or that stand for many more bytes than are stored.
 
-    A tensor may repeat one stored number any number of times (`Tensor.expand`), so that a file of some kilobytes
-    stands for more values than any memory holds, and the first operation would take that memory.
+    A tensor may repeat one stored number any number of times (`Tensor.expand`). So a file of some kilobytes may
+    describe a tensor with more values than any memory holds, and the first operation on it would fail or exhaust the
+    memory.
 
     Args:
         content: nested dictionaries, lists and tuples with tensors in them.
@@ -65,7 +66,7 @@ def check_finite(weights: Mapping[str, Tensor], path: str) -> None:
         numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         if not numbers.is_floating_point() or not numbers.numel():
             continue
-        # If any number is NaN, the extremes are NaN, and every comparison with NaN is false.
+        # NaN is refused, too: if any number is NaN, the extremes are NaN, and comparisons with NaN are false.
         if not all(abs(extreme.item()) <= most for extreme in numbers.aminmax()):
             raise ValueError(
                 f"{path} holds values in {name} that are infinite or not a number: take another checkpoint"

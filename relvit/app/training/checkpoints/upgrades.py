@@ -12,12 +12,11 @@ KEY = "relvit"
 # The format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
 # checkpoints.
 FORMAT = 1
-# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format. A function that
-# renames parameters renames them in 'state_dict' and 'ema_state_dict' (keys: 'net.' and timm's name) and in
-# 'state_dict_ema' (keys: timm's name). Folders that `relvit publish` writes do not pass through these functions.
-# Weights of `relvit_*` models, also AFT's, pass through `checkpoint_filter_fn` of `relvit/models/weights/convert.py`.
-# Weights of retrofitted models pass through `retrofitted` in `relvit/models/retrofit/registered.py`, so this function
-# needs the new names, too.
+# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format. To rename
+# parameters, change 'state_dict' and 'ema_state_dict' (keys: 'net.' and the name in the model) and 'state_dict_ema'
+# (keys: the name in the model). Folders that `relvit publish` writes do not pass through these functions, so rename
+# parameters also where these are loaded: in `checkpoint_filter_fn` of `relvit/models/weights/convert.py` for `relvit_*`
+# models, and in `retrofitted` of `relvit/models/retrofit/registered.py` for retrofitted models.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 
@@ -25,7 +24,7 @@ def upgrade(content: dict[str, Any], path: str) -> None:
     """Bring the content of a checkpoint to the format of this version, in place.
 
     Args:
-        content: The content of the file, which is only known to contain a description.
+        content: The content of the file, with a description under `KEY`; nothing else in it has been checked.
         path: The file, for messages.
 
     Raises:
