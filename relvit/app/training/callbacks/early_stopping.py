@@ -10,13 +10,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 class Patience(EarlyStopping):
     """Stop a training after this number of validations in a row without a better value of `monitor`.
 
-    A resumed training uses the patience that the user gives now; Lightning's own callback would restore the patience of
-    the checkpoint.
+    A resumed training uses the patience that the user gives when resuming. Lightning's own callback would restore the
+    patience in the checkpoint instead.
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        # Check after validations only: an epoch that a limit of steps cuts short ends without a validation, so
-        # `monitor` has no new value then.
+        # Check after validations only. If a limit of steps ends an epoch early, there is no validation and no new value
+        # of `monitor` at its end.
         super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

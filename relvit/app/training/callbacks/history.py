@@ -41,7 +41,7 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        # Only the main process draws curves, so the legend of the training curve stays None in all other processes.
+        # The legend of the training curve. It stays None in all processes but the main one, which alone draws curves.
         self._legend: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class History(Callback):
             log = self.folder / "tensorboard"
             if log.exists():
                 shutil.rmtree(log)
-            # The import takes a while, so only a training with a TensorBoard log imports the package.
+            # Import the package only for a training with a TensorBoard log, since the import takes a while.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log)
@@ -75,7 +75,7 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # `compute` waits for all processes, so every process has to call `compute`.
+        # Call `compute` in every process, because it waits for all processes.
         computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
         row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
         self._add(trainer, row | self.telemetry.measured(trainer))
@@ -84,7 +84,7 @@ class History(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # On a full disk, closing the log raises an OSError, which must not keep other callbacks from saving a
+        # On a full disk, closing the log raises an OSError. Suppress it, so that other callbacks still save a
         # checkpoint.
         with suppress(OSError):
             self._close()

@@ -40,7 +40,7 @@ class TrainingProgressBar(RichProgressBar):
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The title is as wide as the title of a validation, so that the bar does not move when a validation begins.
+        # Pad the title to the width of a validation's title, so that the bar does not move when a validation begins.
         self._title.text = f"Epoch {numbered_epoch(trainer)}".ljust(len(self.validation_description))
         super().on_train_epoch_start(trainer, pl_module)
 
@@ -66,8 +66,8 @@ class TrainingProgressBar(RichProgressBar):
 class EpochTitle(TextColumn):
     """Column of a progress bar that shows `text` in the place of Lightning's description "Epoch 0/9".
 
-    Rich draws in its own thread, so Rich could draw Lightning's description before a callback has replaced the
-    description.
+    It is not enough that a callback replaces Lightning's description: Rich draws in a thread of its own, perhaps before
+    the callback runs.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,8 @@ def progress_callbacks(config: dict[str, Any], history: History | None, quiet: b
         config["enable_progress_bar"] = False
         config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, ProgressBar)]
         return []
-    # In a file, a bar would be a long series of control characters, so output to a file has a bar only if a user asks
-    # for it (`enable_progress_bar`).
+    # In a file, a bar would be a long series of control characters. So output to a file has a bar only if the user asks
+    # for one, by `enable_progress_bar` or a callback.
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     own_bar = any(isinstance(callback, ProgressBar) for callback in config["callbacks"])
     if config["enable_progress_bar"] is None:

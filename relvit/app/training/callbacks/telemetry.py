@@ -12,13 +12,14 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 
-# Lightning calls `Checkpoint` callbacks last, so the time that other callbacks take does not count as waiting for data.
+# Derive from `Checkpoint`, because Lightning calls such callbacks last: so the time of other callbacks does not count
+# as waiting for data.
 class Telemetry(Checkpoint):
     """Measure each training epoch, without its validation.
 
     - `system/images_per_second`: The number of images per second over all devices.
-    - `system/data_wait`: The share of the time in which the main process waited for the next batch. Every optimiser
-      step waits until the GPU has finished, so a high share means that the GPU itself waits for images.
+    - `system/data_wait`: The share of the time in which the main process waited for the next batch. At every optimiser
+      step the process waits until the GPU has finished, so a high share means that the GPU, too, waits for images.
     - `system/memory_gb`: The peak memory in units of 1e9 bytes: memory allocated on this process's GPU, or, on the CPU,
       memory of the process.
     """
@@ -46,7 +47,7 @@ class Telemetry(Checkpoint):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning does not call `on_train_epoch_start` for an epoch that was interrupted and is resumed.
+        # If an interrupted epoch is resumed, Lightning does not call `on_train_epoch_start`, so call it here.
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,8 +42,8 @@ class TrainingImages(Callback):
                 pictures, names = zip(*islice(_training_pictures(data), SHOWN), strict=True)
             mixed = ", before mixing" if pl_module.mixing is not None else ""
             plot_sheet(pictures, names, self.path, title=f"training images as the model sees them{mixed}")
-        # Files, transforms and fonts may fail with errors of any type. If an error also affects the training, the
-        # training reports it.
+        # Files, transforms and fonts may raise errors of any type. Only note the error here: if it matters to the
+        # training, the training itself will raise it.
         except Exception as error:
             rank_zero_print(f"Note: {self.path.name} could not be drawn: {one_line(error)}")
 

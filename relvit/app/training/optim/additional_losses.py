@@ -18,7 +18,7 @@ def check_losses(
 
     Args:
         given: The arguments of `ImageClassifier`.
-        defaults: The defaults of these options.
+        defaults: Option of a loss, see `loss_options` -> its default.
         net: The network.
         models: Name of a loss -> a description of the models that return this loss.
 

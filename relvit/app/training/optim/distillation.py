@@ -90,7 +90,7 @@ class Teacher:
                 f"it lacks {listing(report.new, 2)}; take a teacher with all these classes"
             )
         self.net.eval().requires_grad_(False)
-        # A factor and an offset per channel turn the student's normalisation into the teacher's.
+        # The images have the student's normalisation: multiplied by `scale`, plus `offset`, they have the teacher's.
         self.scale: Tensor = torch.ones(1)
         self.offset: Tensor = torch.zeros(1)
         if mean and std and weights.mean and weights.std:

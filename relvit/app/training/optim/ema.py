@@ -11,12 +11,12 @@ from torch import Tensor, nn
 class WeightAverage:
     """A copy of a network whose weights are a moving average of the network's weights (timm's `ModelEmaV3`).
 
-    After step t = 1, 2, ...: average = d_t average + (1 - d_t) weights. With the warm-up d_t = min(decay, 1 -
-    t^(-2/3)); without warm-up d_1 = 0 and then d_t = decay. So the average starts as the weights after the first step.
-    Buffers are copied, never averaged.
+    After each optimiser step t = 1, 2, ... the average becomes d_t average + (1 - d_t) weights. With warm-up, d_t is
+    min(decay, 1 - t^(-2/3)). Without warm-up, d_1 = 0, and then d_t = decay. So in both cases the average starts as the
+    weights after the first step. Buffers are copied, never averaged.
 
-    The copy is not a submodule, so the network's state dict, gradients and optimiser do not contain it. The copy and
-    the network never exchange their weights.
+    The copy is not a submodule, so the network's state dict, gradients and optimiser do not contain it. It never takes
+    the place of the network: the training goes on with the network's own weights.
 
     Args:
         net: The network.

@@ -27,8 +27,9 @@ class Backbone:
     def set_frozen(self, frozen: bool, without_gradients: bool = True) -> None:
         """Freeze or unfreeze; frozen parts are in evaluation mode: no dropout, drop path or update of statistics.
 
-        `without_gradients=True` saves the time to compute gradients of the frozen parts. DDP waits for the gradients of
-        all parameters, so with DDP pass False, and call `drop_gradients` before each optimiser step.
+        With `without_gradients=True`, PyTorch computes no gradients of the frozen parts, which saves time. DDP waits
+        for the gradients of all parameters, so with DDP pass False, and call `drop_gradients` before each optimiser
+        step.
         """
         if frozen == self.frozen:
             return

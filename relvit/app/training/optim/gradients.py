@@ -29,7 +29,7 @@ class FiniteCheck:
 
     def note(self, loss: Tensor) -> None:
         """Remember the first loss since the last optimiser step that is not finite."""
-        # `torch.where` decides on the device; an `if` would wait for the GPU.
+        # Use `torch.where`, because an `if` would make the CPU wait for the GPU.
         loss = loss.detach()
         self._loss = loss if self._loss is None else torch.where(self._loss.isfinite(), loss, self._loss)
 
@@ -40,8 +40,8 @@ class FiniteCheck:
             NonFiniteLossError: A loss or gradient is not finite, and `nonfinite` is 'stop'.
         """
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        # With precision bf16-true and 16-true the gradients are two-byte numbers, whose sum would be rounded, so
-        # convert them to float32.
+        # With precision bf16-true or 16-true the gradients have two bytes each. A norm in such numbers would be rounded
+        # or overflow, so convert the gradients to float32.
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) for parameter in parameters]
         )
@@ -76,8 +76,8 @@ class FiniteCheck:
 def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients at an optimiser step the mean over the batches that were accumulated for this step.
 
-    Lightning divides every loss by `accumulate_grad_batches`, although the last step of an epoch may have fewer
-    batches. The number of batches in a step is known only at the optimiser step.
+    Lightning divides every loss by `accumulate_grad_batches`, but the last step of an epoch may have fewer batches. Its
+    gradients are then too small, which is corrected here: only at an optimiser step is the number of its batches known.
     """
     planned = trainer.accumulate_grad_batches
     accumulated = trainer.fit_loop.epoch_loop.batch_idx % planned + 1

@@ -48,9 +48,10 @@ class ClassificationLoss(KeepConstants):
     classes: gamma is 1 for present classes and 4 for absent classes, and the probabilities of absent classes are
     lowered by the margin 0.05.
 
-    With class weights w the sum over images of `-sum_c w_c t_c log p_c` is divided by the number of images, not by the
-    sum of their weights. So the mean over the batches of several devices or accumulated steps equals the loss of one
-    larger batch.
+    With class weights w_c, the cross-entropy of an image with targets t_c and probabilities p_c is
+    `-sum_c w_c t_c log p_c`. The sum over the images is divided by their number, not by the sum of their weights as
+    with labels in PyTorch. So the mean over the batches of several devices, or over accumulated batches, equals the
+    loss of one larger batch.
 
     Args:
         num_classes, kind, class_weights, multi_label: See `ImageClassifier`, where `kind` has the name `loss`.
@@ -98,7 +99,7 @@ class ClassificationLoss(KeepConstants):
         self.smoothing = smoothing
         self.threshold = threshold
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-        # The buffer is not persistent, because checkpoints already hold the class weights as an argument.
+        # Keep this buffer out of the state dict: checkpoints already hold the class weights as an argument.
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

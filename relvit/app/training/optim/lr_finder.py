@@ -15,8 +15,8 @@ from tqdm import tqdm
 from relvit.app.utils.progress import rank_zero_print
 
 LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
-# A Gaussian smooths the losses over neighbouring rates. Its standard deviation is this number of steps, a third of a
-# decade.
+# The losses are smoothed over neighbouring rates by a Gaussian, whose standard deviation is this number of steps of the
+# test: a third of a decade of rates.
 WIDTH = 5
 # If the smoothed loss falls by less than this number of standard deviations, the fall counts as noise.
 CLEAR = 5.0
@@ -25,14 +25,14 @@ CLEAR = 5.0
 class FindLearningRate(LearningRateFinder):
     """Set the learning rate to the result of `steepest_fall` after a range test before the training.
 
-    The test tries rates from 1e-7 to 1 in 100 steps, then weights and random state are restored. If no rate above
-    `min_lr` is found, the configured rate stays. The rate is found for the present batch size, and is converted to
-    `lr_base_batch` images if `lr_base_batch` is given. During the test all layers have the same rate, whatever
+    The test tries rates from 1e-7 to 1 in 100 steps, then restores weights and random state. If it finds no rate above
+    `min_lr`, the configured rate stays. The rate that it finds is for the present batch size; if `lr_base_batch` is
+    given, `lr` becomes the rate for `lr_base_batch` images. During the test all layers have the same rate, whatever
     `layer_decay` and `position_lr_scale` are.
 
-    Lightning's own callback does not work here: it changes only the optimiser's rate, which the schedule overwrites at
-    its next step. Lightning's callback also looks for the steepest fall per rate instead of per order of magnitude, and
-    hardly smooths the losses at small rates, so with few images it takes noise for a fall.
+    Lightning's own callback does not work here, because it changes only the optimiser's rate, which the schedule
+    overwrites at its next step. It also divides the fall of the loss by the difference of the rates, not of their
+    logarithms, and hardly smooths the losses at small rates. So with few images it takes noise for a fall.
 
     Attributes:
         rates: The learning rate of each batch of the test.
@@ -59,12 +59,13 @@ class FindLearningRate(LearningRateFinder):
             pl_module.range_test = None
             lightning_lr_finder.tqdm = tqdm
             trainer.fit_loop.max_epochs = epochs
-        # Every process has seen different losses, so all processes take the rate of the main process.
+        # Each process has computed a rate from the losses of its own images, so let all take the main process's rate.
         found = trainer.strategy.broadcast(steepest_fall(self.rates, self.losses))
         pl_module.train_metrics.reset()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr
         if found is not None and found > min_lr:
-            # Loggers would not see an assignment to `hparams.lr`, so call `save_hyperparameters`.
+            # Loggers record the initial hyperparameters, which `save_hyperparameters` changes, too; an assignment to
+            # `hparams.lr` would not.
             pl_module.save_hyperparameters({"lr": configured * found / pl_module.plan.lr})
             rank_zero_print(f"learning rate found: {found:.3g}, as --model.lr {pl_module.hparams.lr:.3g}")
         else:
@@ -93,11 +94,12 @@ def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | No
     if len(x) < 4 * WIDTH:
         return None
     y = np.bincount(index, np.asarray(losses)[finite]) / np.bincount(index)
-    # The value of an exploding loss has no meaning, and would dominate the smoothed losses: limit it.
+    # At high rates the loss explodes, and its values would dominate the smoothed losses: limit them.
     y = np.minimum(y, 2 * y[: len(y) // 4].mean())
     smooth = gaussian_filter1d(y, WIDTH, mode="nearest")
     lowest = int(smooth.argmin())
-    # This is the standard deviation of a smoothed loss: the Gaussian averages 2 sqrt(pi) WIDTH independent losses.
+    # Estimate the standard deviation of a smoothed loss. Differences of independent losses have sqrt(2) times the
+    # standard deviation of a loss, and smoothing is like the mean of 2 sqrt(pi) WIDTH losses.
     scatter = np.diff(y[: lowest + 1]).std() / np.sqrt(2) / np.sqrt(2 * np.sqrt(np.pi) * WIDTH) if lowest > 1 else 0.0
     if smooth[: lowest + 1].max() - smooth[lowest] <= CLEAR * scatter:
         return None

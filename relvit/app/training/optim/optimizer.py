@@ -28,20 +28,20 @@ def make_optimizer(
     """Build an optimiser of `timm.optim` over all parameters of a network.
 
     Norms, biases and the parameters that the network's `no_weight_decay()` names (tables of relative positions,
-    embeddings, tokens) take no decay. Muon only optimises matrices, and leaves these parameters and the classifier to
-    its fallback optimiser.
+    embeddings, tokens) have no weight decay. With Muon, which is for matrices, a fallback optimiser takes all
+    parameters without weight decay, and the classifier.
 
     Args:
         net: A timm model.
         opt, weight_decay, opt_kwargs: See `ImageClassifier`; `timm.optim.list_optimizers()` lists the names.
-        lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`.
-        layer_decay: See `ImageClassifier`; 0 < layer_decay <= 1; the network's `group_matcher` defines the layers
-            (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
+        lr: The learning rate of the last layer; without a `layer_decay`, of all layers.
+        layer_decay: See `ImageClassifier`; above 0, up to 1. The network's `group_matcher` says which parameters belong
+            to which layer (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
         position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.
 
     Raises:
         ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, `layer_decay` is
-            out of range, or `position_lr_scale` is for a model without relative positions.
+            out of range, or the model has no relative positions to which `position_lr_scale` could apply.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}
@@ -80,6 +80,6 @@ def _arguments(opt: str) -> set[str]:
     try:
         optimizer_class = get_optimizer_class(opt, bind_defaults=False)
     except (AssertionError, ImportError) as error:
-        # The optimisers of apex and bitsandbytes need a GPU and these packages.
+        # timm's optimisers from apex and bitsandbytes need these packages and a GPU.
         raise ValueError(f"optimiser {opt!r} cannot be used here: {error}") from error
     return set(inspect.signature(optimizer_class).parameters) - TAKEN

@@ -13,19 +13,19 @@ from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# A function with the arguments of `warmup_cosine`: the optimiser step, and `total`, `warmup` and `floor` by name.
+# A function that is called as `warmup_cosine`: `schedule(step, total=..., warmup=..., floor=...)`.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
-# A note is printed if the learning rate for the training's batch is at least this many times smaller than the option
-# `lr`.
+# Print a note if `lr_base_batch` reduces the learning rate to an eighth (1 / SMALL) of the option `lr`, or less.
 SMALL = 8
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
     """Compute the factor on the learning rate at an optimiser step: a linear rise, then half a cosine down to `floor`.
 
-    The first step has 1 / (warmup + 1) of the full rate, step `warmup` has the full rate, and step `total - 1` is one
-    step before `floor`. DeiT has this schedule per epoch (Touvron et al. 2021, arXiv 2012.12877, table 9).
+    Step 0 has 1 / (warmup + 1) of the full rate, and step `warmup` has the full rate. The rate would reach `floor` at
+    step `total`, one step after the last. DeiT has the same schedule, with a new rate for each epoch instead of each
+    step (Touvron et al. 2021, arXiv 2012.12877, table 9).
 
     Args:
         step: The optimiser step, counted from 0.
@@ -107,8 +107,8 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     1706.02677); if `base_batch` is None, `lr` does not change. The warm-up takes at most half of the steps, so that the
     full rate is reached and used.
     """
-    # The warm-up in epochs needs the length of the data. With --trainer.max_steps, Lightning would not set up the data
-    # here, because `estimated_stepping_batches` does not need their length.
+    # Set up the data, because a warm-up in epochs needs their length. With --trainer.max_steps, Lightning does not need
+    # their length for `estimated_stepping_batches`, and would not set them up here.
     trainer.fit_loop.setup_data()
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
@@ -126,7 +126,7 @@ def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
         raise ValueError(f"the data has no length, so the steps of {name} {epochs:g} cannot be counted: give {name} 0")
-    # The last step of an epoch may have fewer batches, but counts as a step, so round up.
+    # Round up, because the last step of an epoch counts as a step, even if it has fewer batches.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
 
@@ -145,8 +145,8 @@ def batch_size_of(trainer: Trainer) -> int:
 def update_rates(scheduler: LambdaLR) -> None:
     """Set the optimiser's learning rates by the scheduler's step.
 
-    A checkpoint holds the rates of the schedule with which it was written. If the training has become longer since, the
-    schedule and its rates are different.
+    Lightning restores the rates in a checkpoint. They are wrong if the user has made the training longer or shorter
+    since, because the schedule then has other rates at this step.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
@@ -177,7 +177,7 @@ def describe(
             f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches, or give a higher "
             "--model.lr"
         )
-    # If the loader does not know its length, the number of steps in the frozen epochs is unknown.
+    # The number of steps in the frozen epochs is known only if the loader knows its length.
     known = freeze_epochs and math.isfinite(trainer.num_training_batches)
     if known and steps_of(trainer, "freeze_epochs", freeze_epochs) >= plan.steps:
         text += (

@@ -19,14 +19,14 @@ from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.shown_text import printable, visible, visible_lines
 
-# Without a folder to write to, at most this number of unreadable images is printed.
+# If there is no folder for `unreadable.csv`, at most this number of unreadable images is printed.
 SHOWN = 5
 
 
 class DataRecord(Callback):
     """Record the images of a run in files and in checkpoints, and print the number of training images of each class.
 
-    - `images.csv.gz` (split, name, content, label) lists all images of train and val.
+    - `images.csv.gz` (split, name, content, label) lists all images of train and val, if the data module can list them.
     - `val_split.csv` (path, label) lists images of train that are held out for validation, if there are some.
     - `unreadable.csv` (split, path, reason) lists images that were skipped, if there are some. Their number is printed.
 
@@ -37,8 +37,10 @@ class DataRecord(Callback):
         folder: The folder to write to. None: no file is written, and only the first unreadable images are printed.
 
     Attributes:
-        digests: The digests of the images of train and val, in a training and on the main process.
-        unreadable: The unreadable images reported so far and the reasons, by split, on the main process.
+        digests: The digests of the images of train and val; empty outside a training and in other processes than the
+            main one.
+        unreadable: Split -> path of an unreadable image -> the reason, for all images that have been reported; empty in
+            other processes than the main one.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -69,8 +71,8 @@ class DataRecord(Callback):
         Raises:
             ValueError: The images of train or val differ.
         """
-        # The search for a learning rate also loads a checkpoint, a temporary one without a path, but resumes no
-        # training.
+        # Only a training that resumes has a checkpoint with a path. The search for a learning rate also loads a
+        # checkpoint, which is temporary.
         resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
         if not resumes or not isinstance(trainer.datamodule, ImageData):
             return
@@ -99,8 +101,8 @@ class DataRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write `images.csv.gz`."""
-        # With some strategies Lightning loads the checkpoint, and `on_load_checkpoint` compares the images, only when
-        # the training starts. So write the file after this comparison.
+        # Write the file only in this hook. When Lightning calls `on_load_checkpoint`, which compares the images with
+        # the old file, depends on the strategy, but it is always before this hook.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

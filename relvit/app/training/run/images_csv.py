@@ -17,12 +17,12 @@ from relvit.app.utils.files import atomic_write
 from relvit.utils.messages import listing
 
 FILE = "images.csv.gz"
-# The images of test take no part in the training, so a run does not record them.
+# A run records the images of these splits, but not of test, which take no part in the training.
 SPLITS: tuple[Split, ...] = ("train", "val")
 # File names need not be UTF-8; 'surrogateescape' keeps their bytes.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 
-# Split -> the number of images, and a hash of the images' names, contents and labels in order.
+# Split -> 'images', the number of images, and 'digest', a hash of the images' names, contents and labels in order.
 Digests = dict[str, dict[str, Any]]
 
 

@@ -21,12 +21,12 @@ from relvit.app.utils.devices import cores
 from relvit.app.utils.exceptions import LostProcessError
 from relvit.utils.messages import did_you_mean
 
-# gloo and NCCL raise errors with these words if a process has ended.
+# If another process of the group has ended, gloo and NCCL raise errors with one of these texts.
 LOST = r"(?i)connection (was )?(closed|reset|refused)|remote worker|broken pipe|remote process exited|timed out"
 OUT_OF_MEMORY = ", as the system does where memory runs out"
-# A job of Slurm that is an interactive shell has one of these names.
+# A job of Slurm that is an interactive shell has one of these names by default.
 SHELLS = ("bash", "interactive")
-# The number of seconds that the main process has to end by itself if another process fails.
+# If another process fails, the main process gets this many seconds to end by itself, before Lightning kills it.
 PATIENCE = 60
 
 
@@ -46,11 +46,12 @@ class Launch(NamedTuple):
 class SrunTasks(SLURMEnvironment):
     """The tasks of srun as Lightning's cluster environment, without Lightning's way to queue the job again.
 
-    A run saves a checkpoint and ends when Slurm sends a signal; the script of the job then queues the job again.
+    When Slurm sends a signal, a run of relvit saves a checkpoint and ends. To go on, the job's script queues the job
+    again.
     """
 
     def __init__(self) -> None:
-        # Lightning always reads SLURM_NTASKS_PER_NODE, but Slurm sets it only if the job's options contain
+        # Lightning needs the variable SLURM_NTASKS_PER_NODE, but Slurm sets it only if the job has the option
         # --ntasks-per-node.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
         super().__init__(auto_requeue=False)
@@ -71,8 +72,8 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     strategy = options["strategy"]
     start = strategy if isinstance(strategy, str) else getattr(strategy, "_start_method", None) or ""
     if re.search("spawn|fork|notebook", start):
-        # If processes start from copies of the run's objects, the results stay in the copies, and the main process does
-        # not get them.
+        # With these strategies each process works on a copy of the run's objects, so the main process would not get the
+        # results, which are in the copies.
         raise ValueError(
             f"--trainer.strategy {start} copies the main process, which relvit does not support: give ddp, which runs "
             "the command again for each device"
@@ -101,7 +102,7 @@ def launched() -> Launch | None:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
     tasks, nodes = _tasks(), _nodes()
-    # The tasks of srun have no terminal, but a shell that `srun --pty` has started has a terminal.
+    # A shell that `srun --pty` has started has a terminal, which other tasks of srun do not have.
     in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
     if tasks < 2 or in_shell:
         return None
@@ -117,15 +118,15 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # By default, Lightning in a Slurm job waits for all tasks of the job, even if only this process runs. With
-    # LightningEnvironment it does not wait.
+    # In a job of Slurm, Lightning by default waits for all tasks of the job, even if this process is the only one. With
+    # `LightningEnvironment` it does not wait.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 
 def check_devices(accelerator: Any, devices: Any) -> None:
     """Refuse a kind of device that this machine does not have, and a wrong number of devices.
 
-    Lightning would refuse wrong devices, too, but Lightning's errors do not name the options.
+    Lightning refuses such devices, too, but its errors do not name the options.
 
     Raises:
         ValueError: The machine has no such device, or `devices` is no number of devices.
@@ -134,7 +135,7 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
     found += ["gpu"] if {"cuda", "mps"} & set(found) else []
     if isinstance(accelerator, str) and accelerator not in ("auto", *found):
-        # A name that Lightning knows is spelt right: the device is missing, and another name would be no help.
+        # Suggest another name only if Lightning does not know the given name: if it does, the device itself is missing.
         hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, ("auto", *found))
         raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
     if accelerator == "cpu" or found == ["cpu"]:
@@ -210,8 +211,8 @@ def _started(trainer: Trainer) -> list[Any]:
 def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
     """Replace the error of a broken connection by one about the process that has ended; return other errors unchanged.
 
-    A process that has failed has printed its reason, so the present process ends with the same exit status and prints
-    no more. `hint` says how to resume if a signal has ended the other process.
+    If another process has failed, it has printed the reason, so the present process ends with the same exit status and
+    prints nothing more. `hint`, which says how to resume, is for a process that a signal has ended, or that is unknown.
     """
     if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
         return error
@@ -232,8 +233,8 @@ def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Ex
 def leave_processes() -> None:
     """Leave the group of processes at the end of a run; Lightning does so only with NCCL.
 
-    A C++ thread of gloo that is still running when the interpreter ends aborts the process: "terminate called without
-    an active exception".
+    If a thread of gloo still runs when the interpreter ends, C++ aborts the process: "terminate called without an
+    active exception".
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()

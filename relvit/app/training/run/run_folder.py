@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-# If a run fails before it has written one of these files or folders, its folder is removed.
+# The folder of a run that ends without one of these files or folders is removed.
 ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
 
 
@@ -43,8 +43,8 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / self.NAME, "w")  # noqa: SIM115 (open as long as the lock is held)
         try:
-            # Dataloader workers may outlive this process for a moment. They would inherit a lock of `flock` and keep
-            # the folder locked, but they do not inherit a lock of `lockf`.
+            # Use `lockf`, since workers of a dataloader do not inherit its lock. They may outlive this process for a
+            # moment, and with a lock of `flock`, which they would inherit, the folder would stay locked.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
@@ -68,6 +68,6 @@ def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
         return
     shutil.rmtree(folder)
     for parent in made:
-        # A folder in which another run has been started is not empty, and stays.
+        # If another run has started in this folder meanwhile, `rmdir` fails, because the folder is not empty: it stays.
         with contextlib.suppress(OSError):
             parent.rmdir()
