@@ -86,8 +86,9 @@ def multi_label_metrics(
 ) -> MultiLabelMetrics:
     """Compute the metrics of each class where images have several labels.
 
-    Average precision is the sum over the scores s_n, from high to low, of (R_n - R_(n-1)) P_n, with precision P_n and
-    recall R_n at the threshold s_n, as scikit-learn's `average_precision_score` computes it.
+    Let s_1, s_2, ... be the different probabilities of a class, from high to low, and P_n and R_n precision and recall
+    at the threshold s_n, with R_0 = 0. Average precision is the sum over n of (R_n - R_(n-1)) P_n, as in scikit-learn's
+    `average_precision_score`.
 
     Args:
         probabilities: (N, C).

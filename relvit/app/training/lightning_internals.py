@@ -1,6 +1,7 @@
 """Private attributes of Lightning (with a leading underscore): no other file of the package uses any.
 
-A new minor version of Lightning may change them. `tests/app/training/test_lightning_internals.py` then fails first.
+A new minor version of Lightning may change them. `tests/app/training/test_lightning_internals.py` then fails first. An
+exception is `_start_method` of strategies, which `run/processes.py` reads only if it exists.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def explain(
     or pipe gets a Markdown table.
 
     Args:
-        model: The name of a model, such as relvit_small, or with `--retrofit {}` of a timm model; a checkpoint; or a
+        model: The name of a model, such as relvit_small, or of a timm model with `--retrofit {}`; a checkpoint; or a
             published folder or hf-hub:OWNER/NAME.
         img_size: The size of the images in pixels, such as 384 or [256,384]; by default the model's size.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.

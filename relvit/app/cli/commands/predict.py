@@ -27,8 +27,8 @@ def predict(
 
     Args:
         evaluation: The checkpoint's classifier and the images.
-        step_maps: Draw the number of steps of each patch, and add each image's mean to the table; for models that halt:
-            relvit_universal_* trained with --model.model_kwargs.halting act.
+        step_maps: Draw the number of steps of each patch, and add each image's mean to the table; for models with
+            adaptive halting: relvit_universal_* trained with --model.model_kwargs.halting act.
     """
     evaluation.set_reach(reach)
     model = evaluation.model

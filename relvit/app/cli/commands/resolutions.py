@@ -56,8 +56,8 @@ def resolutions(
         ckpt_path: The checkpoint, or several of the same classes and images.
         sizes: The image sizes in pixels, such as [24,32,48] or [[32,48],64].
         widths: The widths in pixels of a grid of image sizes, such as [24,32,48]. sizes are then the heights of the
-            grid, and the figure is a heat map. Images that are not square are also squashed to the square with the same
-            number of patches.
+            grid, and the figure is a heat map. Sizes that are not square are evaluated a second time, with the images
+            squashed to a square of nearly the same number of patches.
         protocol: How images get their size. resize squashes the whole image to the size, so that objects grow; crop
             resizes by the crop ratio and crops, as timm does; field keeps the scale of objects as in training, so that
             the model sees more or less of the image.

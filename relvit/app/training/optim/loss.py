@@ -49,9 +49,9 @@ class ClassificationLoss(KeepConstants):
     lowered by the margin 0.05.
 
     With class weights w_c, the cross-entropy of an image with targets t_c and probabilities p_c is
-    `-sum_c w_c t_c log p_c`. The sum over the images is divided by their number, not by the sum of their weights as
-    with labels in PyTorch. So the mean over the batches of several devices, or over accumulated batches, equals the
-    loss of one larger batch.
+    `-sum_c w_c t_c log p_c`. The sum over the images is divided by their number. (PyTorch divides it by the sum of the
+    weights, if targets are labels.) So the mean over the batches of several devices, or over accumulated batches,
+    equals the loss of one larger batch.
 
     Args:
         num_classes, kind, class_weights, multi_label: See `ImageClassifier`, where `kind` has the name `loss`.

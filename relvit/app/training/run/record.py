@@ -26,8 +26,8 @@ PACKAGES = ("torchvision", "timm", "lightning", "torchmetrics", "numpy", "pillow
 def record_run(folder: Path, command: Sequence[str], seed: int | bool | None, trainer: Trainer) -> None:
     """Write `run.json`, or add a session to the file if a training is resumed.
 
-    The file holds a list `sessions`. Each session has `started` (UTC), `command` (as typed), `seed`, `git` (see
-    `git_state`, for the working folder), `versions`, `devices` and `deterministic`.
+    The file holds a list `sessions`. Each session has `started` (UTC), `command` (as typed, in which the caller has
+    masked secrets), `seed`, `git` (see `git_state`, for the working folder), `versions`, `devices` and `deterministic`.
     """
     path = folder / "run.json"
     sessions = _read_sessions(path)

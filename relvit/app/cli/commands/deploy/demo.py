@@ -35,8 +35,8 @@ def demo(
     The page works without internet. Uploaded images are removed, at the latest when the command ends.
 
     Args:
-        host: The address of this machine to listen at; with any address but 127.0.0.1, other machines can open the
-            page.
+        host: The address of this machine to listen at. Other machines cannot open the page at 127.0.0.1 or localhost;
+            at other addresses they can.
         port: The port to listen at; 0 takes any free port.
         max_mb: The largest size of an uploaded file, in MB of 2^20 bytes.
         max_total_mb: The largest size of all uploads and pictures of the page together, in MB of 2^20 bytes.

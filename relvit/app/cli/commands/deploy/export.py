@@ -30,7 +30,7 @@ def export(
 ) -> None:
     """Write an ONNX file or torch.export program, and compare its outputs at two image sizes.
 
-    The file takes any number of normalised images of any size that the model takes, with two patches or more on each
+    The file takes any number of normalised images, of any size that the model takes, with 2 to 256 patches on each
     side. The file also contains class names and transforms.
 
     Args:
@@ -41,7 +41,7 @@ def export(
         int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
         aot: Compile a .pt2 for the CPU by AOTInductor, which needs a C++ compiler and about a minute.
         calibration: With --int8, a folder of images similar to the training's images, which fix the ranges of
-            activations. Without this option the ranges are computed for each image at run time.
+            activations. Without this option, the ranges are computed at run time.
     """
     check_export(output, int8, aot, calibration)
     data_type = named_data_module(data)
