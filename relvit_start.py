@@ -2,7 +2,7 @@
 
 Importing `relvit` loads PyTorch and timm, which takes seconds. So this module stands beside the package, and answers
 `--help`, `--version` and unknown commands without importing the package: it only runs single files of it, see `_read`.
-All other commands are run by `relvit.app.cli`. `python -m relvit` uses the functions of this module, too.
+`relvit.app.cli` runs the commands. `python -m relvit` uses the functions of this module, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 _COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
 # Key: the command. Value: the module that runs it, and its line in `relvit --help`. The module has a function of the
-# command's name: its arguments are the options, and its docstring begins with the line of help. Only `fit` is
-# Lightning's command line. A new command also needs a line of use in `LINES` of tests/app/cli/test_usage.py.
+# command's name: its arguments are the options, and its docstring begins with the line of help. Only `fit` differs: it
+# is Lightning's command line. A new command also needs a line of use in `LINES` of tests/app/cli/test_usage.py.
 COMMANDS = {
     "fit": ("relvit.app.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
     "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),
@@ -69,8 +69,8 @@ ELSEWHERE = {
     "": "cross-validate cross-validation",
 }
 
-# How often a waiting thread repeats its waiting loop, see `prepare_environment`. With this limit PyTorch is as fast as
-# without a limit on an idle machine, and several times as fast on a busy machine (measured by tools/speed/busy.py).
+# How often a waiting thread repeats its loop before it sleeps, see `prepare_environment`. With this limit PyTorch is as
+# fast as without a limit on an idle machine, and several times as fast on a busy machine (see tools/speed/busy.py).
 SPIN_COUNT = "20000"
 
 # This environment variable holds the id of the main process, for the processes that Lightning starts beside it.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from relvit.version import __version__, check_versions
 
-# Check versions before the other imports (hence E402): with an old PyTorch or timm these imports, or models later on,
-# would fail with errors that say nothing about versions.
+# Check versions before the other imports, which therefore are not at the top (E402): with an old PyTorch or timm these
+# imports, or models later on, would fail with errors that say nothing about versions.
 check_versions()
 
 from relvit import families, layers, models, ops  # noqa: E402
