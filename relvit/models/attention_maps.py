@@ -24,8 +24,9 @@ class AttentionMaps(NamedTuple):
     """The attention weights of a model for some images.
 
     Attributes:
-        weights: one tensor per layer, float32 (B, heads, N, N), or (heads, N, N) for a single image: rows are queries,
-            columns keys, and rows sum to 1. The `prefix` tokens come first, then the patches, row by row.
+        weights: one tensor per layer, float32: (B, heads, N, N) from `attention_maps`, (heads, N, N) from
+            `relvit.app.evaluation.Predictor.attention`. Rows are queries, columns are keys, and rows sum to 1. The
+            `prefix` tokens come first, then the patches, row by row.
         grid: numbers of rows and columns of patches. `weights[-1][..., 0, prefix:].unflatten(-1, grid)` shows the last
             layer's weights of the first token on all patches, as one map per head.
         prefix: number of tokens that are no patches: class token, registers.
@@ -166,8 +167,8 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     """Compute attention rollout, (B, N, N): the share of each input token (columns) in each output token (rows).
 
     The rollout is the product over the layers of (W + I) / 2, where W is the mean over heads of a layer's attention
-    weights and I the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020 (arXiv 2005.00928), section 3,
-    eq. 1.
+    weights, and I is the identity matrix, for the residual connection; rows sum to 1. Source: Abnar & Zuidema 2020
+    (arXiv 2005.00928), section 3, eq. 1.
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()

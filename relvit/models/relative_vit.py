@@ -44,7 +44,7 @@ class RelVisionTransformer(GridVisionTransformer):
             also gets `layer=(index, depth)`.
         rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` the rotary embedding is the only position.
-        prefix_bias: learned biases between prefix tokens and patches, see `PrefixBias`.
+        prefix_bias: whether to learn biases of the pairs that contain a prefix token, see `PrefixBias`.
         max_distance: clip distance in patches, one number for both axes or (rows, columns); only for the positions
             'tables', 'slopes', 'slopes-euclidean' and 'xl'. None: the default of the position: 7 for 'tables', and no
             clipping for the others.

@@ -28,8 +28,9 @@ class Absent:
 class Before(NamedTuple):
     """A module before it was retrofitted, or what has changed since.
 
-    `members` has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values`
-    holds the buffers that the module cannot compute again.
+    `snapshot` puts everything into it, `record_changes` only the former values of what has changed. `members` has an
+    entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values` holds the buffers
+    that the module cannot compute again.
     """
 
     kind: type[nn.Module]

@@ -41,8 +41,8 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
-    # `GridForward` needs these attributes of timm's `VisionTransformer`, which BEiT and `vit_relpos_*` lack. The other
-    # two are read by `pool`, and by `pool_native`, relvit's pooling of padded batches.
+    # BEiT and `vit_relpos_*` lack these attributes of timm's `VisionTransformer`. `GridForward` calls `pool`, or
+    # `pool_native` for padded batches, and both read `attn_pool` and `pool_include_prefix`.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False
