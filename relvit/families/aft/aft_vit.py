@@ -35,7 +35,7 @@ OWN: dict[str, set[str]] = {
     "conv": {"kernel_size"},
 }
 
-# Names of the tensors that only attention-free mixers have.
+# Pattern of the names of tensors that only attention-free mixers have.
 MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 
 

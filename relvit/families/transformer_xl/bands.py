@@ -2,7 +2,7 @@
 
 Source: Dai et al. 2019 (arXiv 1901.02860), section 3.2. A segment is a band of rows of patches (or a tile, or a frame
 of a video). Every layer keeps its inputs from earlier segments, before its norm and without gradients, as additional
-tokens to attend to. An image of any height therefore needs only the memory for one band.
+tokens to attend to. If only a limited number of rows is kept, the need of memory does not grow with the image's height.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
             must depend on offsets alone: `'fire'` and `'low-rank'` also depend on the size of the image.
         band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None: the model
             computes whole images.
-        memory_rows: The number of rows of patches above a band that the memory holds. None: all rows, so that the need
-            of memory grows with the image.
+        memory_rows: The number of rows of patches above a band that the memory holds. None: all rows, which take more
+            of the computer's memory for a higher image.
 
     Returns:
         `model` itself.

@@ -165,7 +165,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
     def set_training_losses(self, enable: bool = True) -> None:
         """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.
 
-        Training calls `set_training_losses(True)` on every model that has additional losses.
+        relvit's training calls `set_training_losses(True)` on every model that has `training_losses`.
         """
         if enable and self.halting is None:
             raise ValueError("there is no ponder cost without halting='act': build the model with it")
