@@ -22,8 +22,8 @@ def at_size(
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
     The copy shares the files or images of val or test with `data`, which finds or loads them only once. It shares those
-    of train only if `data` has built this dataset already. If the images of `data` keep their shapes (`native`), the
-    images of the copy nevertheless all have the one size `img_size`.
+    of train only if `data` has built the dataset of train already. If the images of `data` keep their shapes
+    (`native`), the images of the copy nevertheless all have one size.
 
     Args:
         data: a data module, whose `img_size` is the size in training. The loaders of `data` itself do not change.

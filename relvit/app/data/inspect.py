@@ -49,7 +49,7 @@ def check_data(
 
     Args:
         data: A data module of image files.
-        processes: Processes that decode; None: one for each core.
+        processes: Number of processes that decode images; None: one for each core.
         progress: A function that shows progress: it takes the iterable of results and their number, and yields the
             results.
 

@@ -77,9 +77,10 @@ class ResizeToCover(v2.Transform):
         x0, x1 = (edge * inpt.width / width for edge in (left, left + made[1]))
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
-            # The middle must be equal to the middle of the whole enlarged image, which Pillow would resize horizontally
-            # first. As the middle has fewer rows than the given image, Pillow 13 would resize it vertically first, and
-            # so clip other intermediate values to 0...255. So resize horizontally here.
+            # The middle must be equal to the middle of the whole enlarged image. Pillow resizes in one direction, clips
+            # the values to 0...255, then resizes in the other direction, so the order matters. It would enlarge the
+            # whole image horizontally first. But Pillow 13 would begin vertically with the middle, which has fewer rows
+            # than the given image, so resize horizontally here.
             inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 
@@ -202,8 +203,8 @@ def train_transform(
                               probability 0.25 (DeiT, Touvron et al. 2021, arXiv 2012.12877, table 9)
     ``'three-augment'``       ``'resized-crop'``, then one of greyscale, solarisation and Gaussian blur, and colour
                               jitter 0.3 (DeiT III, Touvron et al. 2022, arXiv 2204.07118, section 3)
-    ``'three-augment-crop'``  ``'three-augment'`` with DeiT III's simple random crop, which keeps most of the image:
-                              instead of a random part: cover ``size``, pad by four mirrored pixels, crop at random
+    ``'three-augment-crop'``  ``'three-augment'``, but with DeiT III's simple random crop, which keeps most of the
+                              image: cover ``size``, pad by four mirrored pixels, crop at random
     ========================  ======================================================================================
 
     Random numbers come from PyTorch's generator. Only RandAugment and the three augmentations of DeiT III, which timm
@@ -303,8 +304,8 @@ class BatchTransform:
         padding: The number of columns that are added at the left and again at the right, and the number of rows that
             are added at the top and again at the bottom, before a random crop; None: the centre is cropped.
         flip: Probability that an image is mirrored.
-        mean: Mean of red, green and blue, in units of pixels, (3, 1, 1).
-        std: Standard deviation of red, green and blue, in units of pixels, (3, 1, 1).
+        mean: Mean of red, green and blue, in units of the range 0..255, (3, 1, 1).
+        std: Standard deviation of red, green and blue, in the same units, (3, 1, 1).
     """
 
     resized: tuple[int, int]

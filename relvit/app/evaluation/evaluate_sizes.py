@@ -43,7 +43,7 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "crop": "as timm: resized by crop_pct, then a centre crop; objects grow with the size",
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
-"""For each protocol: what grows with the image, and the kind of positions that relies on this."""
+"""A description of each protocol: how images get their size, and which kind of positions is made for this."""
 # These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used, so
 # checkpoints with different values can be compared.
 LOADING = ("on_error", "cache", "download")

@@ -37,7 +37,8 @@ class _Opened(NamedTuple):
 class ExportedClassifier(Answering):
     """A classifier in a file of `relvit export`; it only computes logits, on the CPU.
 
-    PyTorch reads a .pt2 with `torch.export.load`, which may run code that the file contains.
+    PyTorch reads a .pt2 file with `torch.export.load`, which may run code that the file contains, so only open files
+    that you trust.
 
     Args:
         path: The .onnx or .pt2 file.

@@ -143,7 +143,8 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
 
     Args:
         name: name of the model.
-        arguments: arguments of the model; for `retrofitted` they hold the name of another model.
+        arguments: arguments of the model; if `name` is 'retrofitted', they contain the name of the model that was
+            retrofitted.
         source: where the arguments come from, for the message.
 
     Raises:

@@ -59,7 +59,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         # The table lacks some losses, so ignore all losses here, and mark the first of the best scores.
         losses = [(0, 0.0)] * len(scores)
     best, _ = max(zip(scores, losses, strict=True), key=lambda pair: (pair[0][1], -pair[1][1]), default=(None, None))
-    # `Figure` is used without pyplot, which would keep global state.
+    # Use `Figure` without pyplot, because pyplot would keep the figure in its global state.
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     for axes, (label, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for column, (name, colour) in curves.items():

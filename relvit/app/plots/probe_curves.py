@@ -16,7 +16,7 @@ PROBES = {"linear": ("linear", "-"), "knn": ("k-NN", "--")}
 def plot_probes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw two curves per model into a PNG: top-1 accuracy of the linear probe and of k-NN by the share of labels.
 
-    Bars are standard errors.
+    Error bars show standard errors.
 
     Args:
         rows: the rows that `relvit.app.evaluation.probe_models` returns.

@@ -32,7 +32,7 @@ def seeded(*key: int) -> Iterator[None]:
     """Context in which the generators of Python, NumPy and PyTorch's CPU are seeded by `key`.
 
     Afterwards the three generators get their earlier states back. A DataLoader worker leaves this out, because nothing
-    else draws random numbers there, and it would take longer than loading a small image.
+    else draws random numbers there, and setting three generators back takes longer than loading a small image.
     """
     if get_worker_info() is not None:
         _seed_host(_hash(key))

@@ -75,7 +75,7 @@ class ImageData(RecordedArguments, ABC):
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         mean: Mean of each channel by which the images are normalised, in units of the range 0..1; None: the mean of the
             data; if it is unknown, ImageNet's mean for three channels, otherwise 0.5. If `relvit fit` starts from
-            pretrained weights, None is the mean that was used in their pretraining.
+            pretrained weights, None means the mean of their pretraining.
         std: Standard deviation of each channel, in the same units; None: as for `mean`.
         batch_size: Images per batch (and per device).
         num_workers: Processes that load images; 0 loads them in the main process.
@@ -86,9 +86,10 @@ class ImageData(RecordedArguments, ABC):
             loss.
         repeats: Copies of an image in a training batch, each augmented differently. An epoch keeps its length, so it
             shows only 1 / `repeats` of the images (repeated augmentation, see :class:`relvit.app.data.TrainSampler`).
-        train_sizes: Image sizes to train at, each one number or (height, width). In each optimiser step all images, on
-            all devices, have one of these sizes, and the number of images is such that they have about as many pixels
-            as `batch_size` images of `img_size`. None: only `img_size`. Evaluation uses `img_size`.
+        train_sizes: Image sizes to train at, each one number or (height, width). All images of an optimiser step, on
+            all devices, have the same size, which is one of these. The number of images in a batch is chosen so that
+            they have about as many pixels as `batch_size` images of `img_size`. None: only `img_size`. Evaluation uses
+            `img_size`.
         size_schedule: 'random': every size equally often, in random order, and each image about once per epoch;
             'progressive': small sizes first, each for an equal part of the training (see
             :class:`relvit.app.data.SizePlan`).

@@ -98,8 +98,8 @@ class CIFARData(ImageData):
         Raises:
             ValueError: A file is damaged, or the images are missing and may not be downloaded.
         """
-        # If an intact archive is there already, torchvision only unpacks it, so call torchvision even if `download` is
-        # False.
+        # If an intact archive is there already, torchvision only unpacks it, so let torchvision do this even if
+        # `download` is False.
         may_repair = self.download or check_integrity(self._archive, self.dataset_class.tgz_md5)
         if self.download and not os.path.exists(self._folder) and not os.path.exists(self._archive):
             print(f"{self._title} is not in {self.root}: downloading {self.dataset_class.url}", flush=True)

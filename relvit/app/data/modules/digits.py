@@ -47,7 +47,7 @@ class DigitsData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or other class names.
+        ValueError: An argument out of its range, or class names that are not '0' to '9'.
     """
 
     # Mean and standard deviation of the 1,257 training images.

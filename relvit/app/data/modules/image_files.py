@@ -37,7 +37,7 @@ class ImageFilesData(ImageData):
         split_seed: Another seed puts other images aside. The seed of the training does not matter here.
         on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' continues: a
             training takes the next image instead, and an evaluation leaves the image out. The attribute
-            :attr:`unreadable` then has its path and the reason.
+            :attr:`unreadable` then has the path of the file and the reason.
         cache: Whether the images of train and val are decoded once, when train is first used, and kept in memory at
             their own sizes, with 8 bits per channel. If all images of a split have the size `img_size`, the
             augmentations 'none', 'shift' and 'crop-flip' then work on whole batches. Workers share this memory, but the

@@ -27,7 +27,7 @@ from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.shown_text import one_line
 from relvit.models import patch_grid
 
-# Images with more patches than this are refused, because their attention weights would take gigabytes.
+# The page refuses image sizes with more patches than this, because their attention weights would take gigabytes.
 MOST_PATCHES = 4096
 # The longer side of the picture that the user clicks on, in pixels.
 SIDE = 480

@@ -78,10 +78,11 @@ def _with_heads(table: Tensor, dims: int) -> Tensor:
 def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Compute the position part of a query's scaled logits for each offset: where a head prefers to look.
 
-    The term k is computed for the mean query of all patches, or for the query of one patch; the term q for the mean key
-    of all patches. Free channels (`RelativeTerms.channels`) depend on places, not only on offsets. So their part at an
-    offset is the mean over all pairs of patches with this offset (with `patch`, over the pairs whose query is that
-    patch), and NaN if there is no such pair.
+    The term k depends on the query: it is computed for the mean query of all patches, or for the query of one patch.
+    The term q depends on the key: it is computed for the mean key of all patches. Free channels
+    (`RelativeTerms.channels`) depend on places, not only on offsets. So their part at an offset is the mean over all
+    pairs of patches with this offset (with `patch`, over the pairs whose query is that patch), and NaN if there is no
+    such pair.
 
     Args:
         model: in evaluation mode, a relvit model with attention, or one that `relvit.retrofit` has changed.
