@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    # Leave the option in the arguments of `relvit demo`, which has an option of this name with a smaller default.
+    # Leave `--max_pixels` to the function of `relvit demo`, which has an option of this name with a smaller default.
     if arguments[:1] != ["demo"]:
         arguments, pixels = _without(arguments, "--max_pixels")
         if pixels is not None:

@@ -141,8 +141,8 @@ def _leaves(
 def _class_named(hint: Any, value: Any) -> type | None:
     """Return the class that a value names; after a module, only a class that the module has.
 
-    The class of a value with a module, such as 'my_module.Mine', is found only if the module is imported already: to
-    explain a mistake, no further code should run.
+    If the value names a module, as 'my_module.Mine' does, the class is found only if the module is imported already, so
+    that no code of a user runs only to explain a mistake.
     """
     if not isinstance(value, str):
         return None
@@ -213,8 +213,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # Compare the typed name also with names in other libraries. If one of these is the typed name itself, compare with
-    # no other: the name is not misspelt. Names of up to three letters must be exact, since many are similar.
+    # Compare the typed name also with names of options in other libraries. If one of these is exactly the typed name,
+    # it is not misspelt: leave out all others. Leave out names of up to three letters, too, since many are similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.labels import Labels
 
-# The key in a checkpoint under which it holds the metrics of an unfinished epoch.
+# The key under which a checkpoint holds the metrics of an unfinished epoch.
 METRICS_KEY = "train_metrics"
 
 States = dict[str, dict[str, Any]]

@@ -130,8 +130,8 @@ def changed_options(
 
     Args:
         path: the path of the checkpoint, for the message.
-        trained: the options in the checkpoint: 'model', 'data' and the result of `fit_options`. Of these, a checkpoint
-            may lack some, which are not compared.
+        trained: the options in the checkpoint: 'model', 'data' and the result of `fit_options`. An entry that the
+            checkpoint lacks is not compared.
         asked: the options of the resumed training, under the same names.
         given: names of the options on the command line.
 
@@ -172,7 +172,7 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, Mapping) and value and "class_path" not in value:
             yield from _leaves(value, f"{name}.")
         else:
-            # An empty mapping means the same as None.
+            # Yield None for an empty mapping: both mean the same, so they must not count as a change.
             yield name, None if value == {} else _plain(value)
 
 

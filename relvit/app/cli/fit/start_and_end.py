@@ -78,7 +78,7 @@ def report_fit(
         f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
         f"{baseline(class_counts(data, 'val'))}"
     )
-    # These lines are printed before the test, because an unreadable test image stops the test.
+    # Print these lines before the test, because a test image that cannot be read may end the command.
     rank_zero_print("\n".join(lines))
     lines = []
     if data.has_test:

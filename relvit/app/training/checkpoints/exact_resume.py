@@ -20,8 +20,8 @@ from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
 # The key under which a checkpoint holds the `ResumePoint`.
 POINT_KEY = "position"
-# The key under which Lightning's state of the training loop holds the number of optimiser steps so far. Loggers are
-# given this number.
+# The key of the number of optimiser steps so far, in Lightning's state of the training loop. Lightning gives this
+# number to loggers as the step.
 STEPS_KEY = "_batches_that_stepped"
 
 
@@ -58,7 +58,8 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # The point at which a checkpoint resumes the training; None once the resumed training has started.
+        # The point in the checkpoint from which the training resumes. None for a new training, and as soon as a resumed
+        # training has started.
         self._resumed: ResumePoint | None = None
 
     def note_validation(self, trainer: Trainer) -> None:
