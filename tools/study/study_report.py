@@ -23,15 +23,15 @@ Written by `python tools/study/study_report.py`.
 [What the figures say](README.md).
 
 A table begins with a model without relative positions: accuracy in percent, mean over seeds ± standard error (none for
-one seed). Other rows are differences to it in points, between runs of the same seed and precision. All sizes: the mean
-over log2(size) from 16 to 64 px. `resize` scales the image, `field` keeps the scale of objects: CIFAR-10's images are
-continued by reflection, photographs show more.
+one seed). Other rows are differences to it in points, paired by seed and precision. All sizes: the mean over log2(size)
+from 16 to 64 px. `resize` scales the image, `field` keeps the scale of objects: CIFAR-10's images are continued by
+reflection, photographs show more.
 
 # CIFAR-10
 
-{images[train]:,} training images and 8 epochs, in the long trainings 50,000 and 25; {images[test]:,} test images, in
-the long ones 9,800; {gpu} of {runs} runs on a GPU. Models of patches of 4 px have width 128, depth 4, 4 heads, average
-pooling, no class token. Trained at 20 to 44 px: each step takes one of the sizes 20, 24 ... 44.
+{images[train]:,} training and {images[test]:,} test images, 8 epochs; the long trainings 50,000, 9,800 and 25; {gpu} of
+{runs} runs on a GPU. Models of patches of 4 px have width 128, depth 4, 4 heads, average pooling, no class token. Trained
+at 20 to 44 px: each step at one of 20, 24 ... 44.
 """
 PHOTOGRAPHS = {"imagenette": "Imagenette", "cifar10": "Fine-tunings on CIFAR-10"}
 
