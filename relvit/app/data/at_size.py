@@ -21,8 +21,8 @@ def at_size(
 ) -> ImageData:
     """Return a copy of a data module whose `test_dataloader` has a split at another size.
 
-    The copy shares the files or images of val or test with `data`, which finds or loads them only once. It shares those
-    of train only if `data` has built the dataset of train already. If the images of `data` keep their shapes
+    The copy shares the files or images of val or test with `data`, which finds or loads them only once. The copy shares
+    the training images only if `data` has built the dataset of train already. If the images of `data` keep their shapes
     (`native`), the images of the copy nevertheless all have one size.
 
     Args:

@@ -126,7 +126,7 @@ def draw(
         image: (in_chans, height, width) as the model takes it, normalised; 'tables' and 'aft-windows' only use its
             size.
         picture: the image as uint8 (height, width, 3), on which maps are drawn, see `relvit.app.plots.picture_of`;
-            None: grey.
+            None: maps are drawn on plain grey.
         patch: row and column of the query, from 0. None: for 'logits' the patch in the middle; for 'attention' and
             'rollout' the class token if the classifier reads it, otherwise the mean over all patches; for 'kernels' and
             'aft-windows' the mean over all patches. 'cam' draws a frame around the patch.

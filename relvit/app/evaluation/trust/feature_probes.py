@@ -61,7 +61,7 @@ def probe_models(
         shares: shares of the labels of train. Each class keeps its proportion, and at least one image; a larger share
             contains the images of the smaller shares.
         k: number of neighbours.
-        seed: seed of the choice of images for a share, and of random weights.
+        seed: another seed chooses other images for each share, and gives other random weights.
         pretrained: whether a model given by name gets its pretrained weights; otherwise its weights are random, as a
             baseline.
         batch_size: images per batch; None: the batch size of the data.
