@@ -11,6 +11,8 @@ import torch
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    # Inductor would start processes that compile beside it, each of which imports PyTorch first.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:

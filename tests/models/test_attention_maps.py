@@ -87,6 +87,7 @@ def test_chosen_layers():
         relvit.attention_maps(model, x, layers=[0, 3])
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointing_models():
     model, x = small(depth=1).eval(), images()
     expected = relvit.attention_maps(model, x)

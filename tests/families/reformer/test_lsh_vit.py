@@ -54,11 +54,12 @@ def test_compiled_exported_and_onnx(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = build(depth=1)
     compiled = torch.compile(model, dynamic=True)
-    for size in [(24, 16), (16, 40)]:
-        assert_same(compiled(images(*size)), model(images(*size)), atol=1e-5)
+    with torch.no_grad():
+        for size in [(24, 16), (16, 40)]:
+            assert_same(compiled(images(*size)), model(images(*size)), atol=1e-5)
     exported = torch.export.export(model, (images(),))
     assert_same(exported.module()(images()), model(images()), atol=1e-6)
-    torch.onnx.export(model, (images(),), tmp_path / "model.onnx", dynamo=True)
+    torch.onnx.export(exported, (images(),), tmp_path / "model.onnx", dynamo=True)
     (out,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": images().numpy()})
     assert_same(torch.from_numpy(out), model(images()).detach(), atol=1e-5)
 

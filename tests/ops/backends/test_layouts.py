@@ -82,7 +82,7 @@ class NaflexAttention(torch.nn.Module):
         return relative_attention(x, x, x, self.terms, grid_from_naflex(patch_coord, patch_valid, 3, 4))
 
 
-@pytest.mark.parametrize("how", ["compile", "export"])
+@pytest.mark.parametrize("how", [pytest.param("compile", marks=pytest.mark.slow), "export"])
 def test_a_graph_does_not_read_coordinates(how):
     generator = torch.Generator().manual_seed(0)
     x = draw(generator, 2, HEADS, 6, DIM)
