@@ -15,7 +15,7 @@ from relvit.app.cli.mistakes import required
 from relvit.app.cli.option_types import choices, item_type, takes_one
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.lightning_cli import TRAINER_DEFAULTS
-from relvit.app.cli.typed_words import parameters, positionals, short_names, type_hints
+from relvit.app.cli.typed_words import PRECISIONS, parameters, positionals, short_names, type_hints
 from relvit.app.data import ImageFolderData
 from relvit.app.data.registry import data_modules
 from relvit.app.training import ImageClassifier
@@ -54,7 +54,7 @@ TEXTS: dict[str, str] = {
     "model.retrofit.X": "An argument X of relvit.retrofit for timm's ViTs: rel_terms ...",
     "trainer.devices": "The number of devices (GPUs or CPU processes) to use. Default: auto.",
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
-    "trainer.precision": "The number format: 32-true, bf16-mixed or 16-mixed. Default: 32-true.",
+    "trainer.precision": f"The number format. One of {', '.join(PRECISIONS)}. Default: 32-true.",
 }
 # Last part of an option's name, alone or after its command -> the word that the help shows for the option's value, such
 # as DIR in `--root DIR`. For all other options the help shows N, X, BOOL or NAME, by their types.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import timm
 from jsonargparse import Namespace
@@ -20,7 +21,7 @@ from jsonargparse import Namespace
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.option_types import accepts, choices, in_words, subclasses
-from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, SYNONYMS
+from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, PRECISIONS, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
 from relvit.app.utils.shown_text import cut
@@ -170,9 +171,11 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     relvits = [cls for cls in data_modules() if not cls.is_of_user()]
     if group == "data" in known and (owners := sorted(cls.__name__ for cls in relvits if last in cls.argument_names())):
         return f"{shown}: {listing(owners)} {'has' if len(owners) == 1 else 'have'} it; name the data by --data NAME"
-    if group == "model" and any(last in model_arguments(model) for model in timm.list_models("relvit*_small")):
-        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{last}"
     of_fit = "resume" in known
+    of_models = {each for model in timm.list_models("relvit*_small") for each in model_arguments(model)}
+    of_model = f"{shown}: arguments of the model itself are {dashes}model.model_kwargs."
+    if group == "model" and last in of_models:
+        return of_model + last
     # Commands other than `fit` take the model from the checkpoint and do not train, so suggest no options of the model
     # or the training to their users.
     names = {
@@ -191,11 +194,13 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     words = [*INSTEAD, *lasts, *SYNONYMS]
     if of_fit and (instead := INSTEAD.get(nearest(name.rpartition(".")[2], words, parts=False) or "")):
         return f"{shown}: {instead}"
-    of_model = nearest(name, [*lasts, *SYNONYMS], parts=False) is None
-    if of_fit and of_model and any(name in model_arguments(model) for model in timm.list_models("relvit*_small")):
-        return f"{shown}: arguments of the model itself are {dashes}model.model_kwargs.{name}"
+    if of_fit and name in of_models and nearest(name, [*lasts, *SYNONYMS], parts=False) is None:
+        return of_model + name
     if (found := _meant(f"{dashes}{name}", names)) is not None:
         return f"{shown} (did you mean {found!r}?)"
+    # Only `fit` takes arguments of the model.
+    if of_fit and (found := nearest(name.removeprefix("model."), sorted(of_models), parts=False)) is not None:
+        return of_model + found
     return shown
 
 
@@ -245,6 +250,9 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     classes = subclasses(hint)
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
+    if name == "data" and os.sep in value:
+        lists = "a list by --data ImageListData --data.train FILE"
+        return f"--data{place} must be a kind of data, got {cut(value)}: give class folders by --root DIR, {lists}"
     if classes and "." not in value:
         # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
         others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
@@ -258,9 +266,11 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
-    hinted, allowed = "", choices(hint)
+    hinted, allowed, wanted = "", choices(hint), in_words(hint)
+    if name == "trainer.precision":
+        allowed, wanted = list(PRECISIONS), in_words(Literal[PRECISIONS])
     if isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
-    return f"--{name}{place} must be {in_words(hint)}, got {cut(value)}{hinted}"
+    return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}"

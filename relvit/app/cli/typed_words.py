@@ -30,6 +30,8 @@ OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
 ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
+# Lightning also takes numbers, whose meaning has changed, and formats that need further packages.
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 # `fit --model` takes the name of a model, or a file of the model's options whose name ends in one of these suffixes.
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 

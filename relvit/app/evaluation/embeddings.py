@@ -90,7 +90,7 @@ def check_format(output: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: the name does not end in .npz, .csv or .parquet.
-        FileNotFoundError: the folder of the file does not exist.
+        NotADirectoryError: a part of the path is a file.
         ModuleNotFoundError: the name ends in .parquet, and pyarrow is not installed.
     """
     if check_output(output, FORMATS) == ".parquet":
@@ -105,7 +105,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
     - .parquet: columns path, class, features (a list of float32 of fixed length).
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: see `check_format`.
+        ValueError, NotADirectoryError, ModuleNotFoundError: see `check_format`.
     """
     check_format(output)
     columns: dict[str, list[str]] = {"path": [printable(path) for path in embeddings.paths]}

@@ -43,12 +43,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     Even if the writing is interrupted, `path` holds either the old content or all of the new content.
 
     Args:
-        path: the file, in a folder that exists. An existing file is replaced.
+        path: the file, which is replaced if it exists. Its folder is made if it does not exist.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # The temporary file is in the same folder, because renaming is a single step only within one file system.
     part = _part_of(path)
     try:
@@ -290,34 +291,31 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def check_output(
-    output: str | os.PathLike[str], formats: Sequence[str], makes_folder: bool = False, replaces: bool = True
-) -> str:
-    """Return the suffix of an output file, checked together with the file's folder.
+def check_output(output: str | os.PathLike[str], formats: Sequence[str], replaces: bool = True) -> str:
+    """Return the suffix of an output file, checked together with the file's folder, which need not exist.
 
     Args:
         output: the file.
         formats: the suffixes that the file may have.
-        makes_folder: whether the file's folder may be missing, because it will be made if possible.
         replaces: whether the file may exist.
 
     Raises:
-        ValueError: a suffix that is not in `formats`, a remote address, or, without `replaces`, an existing file.
-        FileNotFoundError: the folder does not exist.
-        NotADirectoryError: with `makes_folder`, a part of the path is a file.
+        ValueError: a folder, a suffix that is not in `formats`, a remote address, or, without `replaces`, an existing
+            file.
+        NotADirectoryError: a part of the path is a file.
     """
     if is_address(output):
         raise ValueError(f"output {output} is a remote address: give a file of this machine")
     path = Path(output)
+    if path.is_dir() or not path.suffix:
+        found = "is a folder" if path.is_dir() else "is a name without an ending"
+        raise ValueError(f"output {output} {found}: give a file whose name ends in {' or '.join(formats)}")
     if path.suffix not in formats:
         hint = did_you_mean(path.suffix, formats)
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
-    if makes_folder:
-        present = next(parent for parent in path.absolute().parents if parent.exists())
-        if not present.is_dir():
-            raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
-    elif not path.parent.is_dir():
-        raise FileNotFoundError(f"output {output} is in a folder that does not exist; make it first")
+    present = next(parent for parent in path.absolute().parents if parent.exists())
+    if not present.is_dir():
+        raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
     if not replaces and path.exists():
         raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
     return path.suffix

@@ -9,6 +9,7 @@ from command_line import write_checkpoint_like
 from photos import TINY
 
 from relvit.app.cli import COMMANDS, main
+from relvit.app.cli.typed_words import PRECISIONS
 
 FIT = ["fit", "--data=ImageFolderData", "--trainer.max_epochs=1", *TINY]
 
@@ -32,6 +33,11 @@ def fit(copy, tmp_path):
         (["--trainer.max_epoch=3"], r"unknown option --trainer.max_epoch \(did you mean '--trainer.max_epochs'\?\)"),
         (["--data.img_size=64,96"], r"--data.img_size must be a whole number or a pair such as '\[64,96\]', got 64,96"),
         (["--data.batch_size=many"], "--data.batch_size must be a whole number, got many"),
+        (["--data=lists/train.csv"], "must be a kind of data, got lists/train.csv: give class folders by --root DIR"),
+        (
+            ["--trainer.precision=half"],
+            f"--trainer.precision must be one of {', '.join(map(repr, PRECISIONS))}, got half",
+        ),
         (["--data=FolderData"], r"unknown data 'FolderData' \(did you mean 'ImageFolderData'\?\)"),
         (["--lr"], "--lr needs a value"),
         (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: relvit writes runs into another folder"),
@@ -47,6 +53,10 @@ def fit(copy, tmp_path):
         (
             ["--model.reversible=true"],
             "unknown option --model.reversible: arguments of the model itself are --model.model_kwargs.reversible",
+        ),
+        (
+            ["--model.depht=3"],
+            "unknown option --model.depht: arguments of the model itself are --model.model_kwargs.depth",
         ),
         (["--model.model_kwargs.reversible=maybe"], "reversible must be True or False, got 'maybe'"),
         (["--data.balance=sampels"], r"--data.balance must be one of .*, got sampels \(did you mean 'sampler'\?\)"),

@@ -8,8 +8,10 @@ import pytest
 import torch
 from onnx import helper
 from onnx_files import DESCRIPTION, classifier_of, save
+from PIL import Image
 
 import relvit
+from relvit.app.cli import main
 from relvit.app.evaluation.exported import ExportedClassifier
 
 
@@ -71,7 +73,25 @@ def test_commands_that_need_the_checkpoint_say_so(tmp_path, monkeypatch, fails, 
 def test_commands_that_need_images_say_how_to_give_them(program, fails, command):
     message = fails([command, program])
     assert "a.pt2 is an exported file, which does not say where the images of the training are: give" in message
-    assert "--data ImageFolderData --root DIR; relvit predict takes images by their paths, too" in message
+    assert (
+        "class folders by --root DIR, or other images by --data NAME; relvit predict takes images by their paths, too"
+        in message
+    )
+
+
+@pytest.mark.parametrize("command", ["test", "validate", "predict"])
+def test_a_folder_alone_holds_class_folders(program, tmp_path, command, capsys):
+    colours = {"cat": "red", "dog": "lime", "owl": "blue"}
+    for number, (name, colour) in enumerate(colours.items()):
+        for split in ("train", "val", "test"):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for each in range(number + 1):
+                Image.new("RGB", (24, 16), colour).save(folder / f"{each}.png")
+    options = ["--root", str(tmp_path / "photos"), "--runs", str(tmp_path / "runs")]
+    assert main([command, str(program), *options[: 2 if command == "validate" else 4]]) == 0
+    out = capsys.readouterr().out
+    assert ("owl/2.png: owl" if command == "predict" else "1.0000") in out, out
 
 
 def test_a_compiled_program_is_refused(tmp_path):

@@ -310,8 +310,9 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
         ("hf-hub:me/owls", "timm.create_model('hf-hub:me/owls', pretrained=True)"),
         ("my_model", "timm.create_model('local-dir:my_model', pretrained=True) loads what is published"),
         ("runs", "give the checkpoint, such as runs/2026_small/checkpoints/best.ckpt"),
+        ("runs/2026_small/checkpoints", "such as runs/2026_small/checkpoints/best.ckpt"),
     ):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             relvit.load(name)
-    with pytest.raises(FileNotFoundError, match=r"of_transformers/checkpoints/best\.ckpt$"):
+    with pytest.raises(FileNotFoundError, match=r"such as runs/RUN/checkpoints/best\.ckpt$"):
         relvit.load("of_transformers")

@@ -1,5 +1,6 @@
 """Paths as tables name them and as checkpoints keep them; folders that are replaced in one step."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, from_here
+from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, from_here, write_json
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,11 @@ def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_on
     assert {("old", -signal.SIGKILL), ("new", -signal.SIGKILL)} <= {*found}
     # A process that ends leaves nothing beside the folder.
     assert len(list(tmp_path.glob(".*"))) < count
+
+
+def test_the_folder_of_a_file_is_made(tmp_path):
+    write_json(tmp_path / "a" / "b" / "report.json", [1])
+    assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == [1]
 
 
 def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.outputs import print_table
 from relvit.app.data import ImageData, ImageFolderData
 from relvit.app.data.inspect import check_data as inspect_data
-from relvit.app.utils.files import write_json
+from relvit.app.utils.files import check_output, write_json
 from relvit.app.utils.number_types import PositiveInt
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import visible
@@ -41,6 +41,8 @@ def check_data(
     if root is not None and "://" not in root and not Path(root).is_dir():
         # Refuse the folder here: the data module's own message would name `--data.root`, which the user did not give.
         raise UsageError(f"{root} is no folder; give the one that holds train/<class>/<image>")
+    if output is not None:
+        check_output(output, (".json",))
     report = inspect_data(
         ImageFolderData(root) if data is None else data, processes, partial(with_bar, what="decoding")
     )

@@ -239,6 +239,8 @@ def evaluate(
     # Give Lightning the local copy: for an http address, Lightning would read an older download of the same name.
     with local_file(path) as file:
         checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
+        if asked is None:
+            data_type = data_type or checkpoint.data_of_root(given.values.get("data.root"))
         checkpoint = checkpoint.with_data(data_type or import_data_module(asked or ""), **changes)
         asked = asked if data_type is None else checkpoint.data["class_path"]
         evaluation = Evaluation(function, given, checkpoint, file, asked)

@@ -141,7 +141,7 @@ def check_export(
     output: str | os.PathLike[str], int8: bool = False, aot: bool = False, calibration: str | None = None
 ) -> None:
     """Check beforehand that a model can be written to a file of this name; errors as in `export_model`."""
-    suffix = check_output(output, EXPORTED, makes_folder=True)
+    suffix = check_output(output, EXPORTED)
     for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
         if given and suffix != needed:
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")

@@ -19,7 +19,7 @@ import timm
 import torch
 from torch import Tensor
 
-from relvit.app.data import ImageData, ImageFilesData, parse_size
+from relvit.app.data import ImageData, ImageFilesData, ImageFolderData, parse_size
 from relvit.app.data.registry import class_path_of, imported_data_module
 from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
@@ -36,6 +36,9 @@ from relvit.version import __version__
 OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_label")
 # These arguments of `ImageClassifier` determine the network.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
+
+# The data of a checkpoint or exported file that does not say where the images of the training are.
+UNNAMED = ("", "relvit.app.data.DatasetData")
 
 
 class Architecture(NamedTuple):
@@ -161,6 +164,8 @@ class Checkpoint:
         in `changes`.
         """
         data_type = self.data_type
+        if data_type is None and (by_root := self.data_of_root(changes.get("root"))) is not None:
+            return self.with_data(by_root).data_module(**changes)
         if data_type is None:
             raise ValueError(self.unknown_data())
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -186,14 +191,18 @@ class Checkpoint:
                 f"{an(data_type.__name__)} cannot be built as {self.path} describes it: {error}"
             ) from error
 
+    def data_of_root(self, root: str | None) -> type[ImageData] | None:
+        """Return what a folder alone means where the file names no images: class folders; None if it names images."""
+        return ImageFolderData if root is not None and self.data["class_path"] in UNNAMED else None
+
     def unknown_data(self) -> str:
         """Explain that the data module of the training is not known here, and what to do."""
         name, paths = self.data["class_path"], "relvit predict takes images by their paths, too"
-        if name in ("", "relvit.app.data.DatasetData"):
+        if name in UNNAMED:
             why = "was trained on datasets in Python, which a checkpoint does not hold"
             if is_exported(self.path):
                 why = "is an exported file, which does not say where the images of the training are"
-            return f"{self.path} {why}: give images by --data NAME, such as --data ImageFolderData --root DIR; {paths}"
+            return f"{self.path} {why}: give class folders by --root DIR, or other images by --data NAME; {paths}"
         return f"{self.path} was trained with the data module {name}: import it, or give --data {name}; {paths}"
 
     def with_data(self, data_type: type[ImageData] | None = None, **changes: Any) -> Checkpoint:

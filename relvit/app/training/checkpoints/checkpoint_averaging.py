@@ -39,7 +39,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         output: The file to write, which ends in .ckpt and does not exist yet.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint, or no folder to write to.
+        FileNotFoundError: There is no such checkpoint.
+        NotADirectoryError: A part of the output's path is a file.
         ValueError: There are fewer than two checkpoints, or a checkpoint is given twice; the models, classes or
             transforms differ; weights are not finite; or the output exists or does not end in .ckpt.
     """

@@ -80,9 +80,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if file.is_dir():
         published, runs = is_published(file), sorted(file.glob(f"*/{BEST}"))
         instead = f"; timm.create_model('{FOLDER}{path}', pretrained=True) loads what is published" if published else ""
-        raise FileNotFoundError(
-            f"{path} is a folder; give the checkpoint, such as {runs[-1] if runs else file / BEST}{instead}"
-        )
+        such = next((each for each in (file / BEST.name, *runs[::-1]) if each.is_file()), Path("runs", "RUN", BEST))
+        raise FileNotFoundError(f"{path} is a folder; give the checkpoint, such as {such}{instead}")
     check_is_file(file)
     if not file.is_file():
         named = str(path).startswith((HUB, FOLDER)) or timm.is_model(split_model_name_tag(str(path))[0])
@@ -219,7 +218,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
 
     Args:
         checkpoint: The content, which `torch.save` can write.
-        path: The file, in a folder that exists. An existing file is replaced.
+        path: The file, see `atomic_write`.
 
     Raises:
         OSError: The folder cannot be written to, or the disk is full.

@@ -64,9 +64,15 @@ def check_report(report, root):
         assert {image["class"] for image in group} == {"cat", "dog"}
 
 
+def test_an_output_is_checked_before_the_images(flawed, fails):
+    assert "output report.txt ends in '.txt'; allowed are .json" in fails(
+        ["check-data", flawed, "--output", "report.txt"]
+    )
+
+
 @pytest.mark.parametrize("how", [["--root={}"], ["--data=ImageFolderData", "--data.root={}"]])
 def test_command(flawed, tmp_path, how, capsys):
-    output = tmp_path / "report.json"
+    output = tmp_path / "made" / "report.json"
     arguments = [argument.format(flawed) for argument in how]
     assert main(["check-data", *arguments, f"--processes={len(how)}", f"--output={output}"]) == 1
     check_report(json.loads(output.read_text()), flawed)

@@ -82,12 +82,12 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
     root = shutil.copytree(photos / "test" / "cat", tmp_path / "flat")
     (root / "1.jpg").write_bytes(b"nothing")
     (root / "4.jpg").write_bytes(b"")
-    assert embed(best, root, tmp_path / "e.npz", "--batch_size=2") == 0
-    content = np.load(tmp_path / "e.npz")
+    assert embed(best, root, tmp_path / "new" / "e.npz", "--batch_size=2") == 0
+    content = np.load(tmp_path / "new" / "e.npz")
     assert sorted(content) == ["features", "path"]
     assert content["path"].tolist() == [f"{root}/{i}.jpg" for i in (0, 2, 3, 5)]
     np.testing.assert_allclose(content["features"], by_hand(best, content["path"]), rtol=1e-5, atol=1e-6)
-    listed = (tmp_path / "e.unreadable.csv").read_text().splitlines()
+    listed = (tmp_path / "new" / "e.unreadable.csv").read_text().splitlines()
     assert listed == [
         "path,reason",
         f'{root}/1.jpg,"it is not an image, or of an unknown format"',
@@ -110,7 +110,9 @@ def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
 
     wrong = "ends in '.parket'; allowed are .npz, .csv, .parquet (did you mean '.parquet'?)"
     assert wrong in message(output=tmp_path / "e.parket")
-    assert "is in a folder that does not exist" in message(output=tmp_path / "none" / "e.npz")
+    named = "give a file whose name ends in .npz or .csv or .parquet"
+    assert f"output {tmp_path} is a folder: {named}" in message(output=tmp_path)
+    assert f"features is a name without an ending: {named}" in message(output=tmp_path / "features")
     assert "root nowhere is no folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")

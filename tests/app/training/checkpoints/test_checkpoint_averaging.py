@@ -145,7 +145,7 @@ def test_files(three, tmp_path, monkeypatch):
         ([a, tmp_path / "link.ckpt"], output, ValueError, f"also as {a}"),
         ([a, b], a, ValueError, "--output"),
         ([a, b], tmp_path / "mean.pth", ValueError, "allowed are .ckpt"),
-        ([a, b], tmp_path / "none" / "mean.ckpt", FileNotFoundError, "none"),
+        ([a, b], tmp_path / "foreign.ckpt" / "mean.ckpt", NotADirectoryError, "foreign.ckpt, which is no folder"),
         ([a, "none.ckpt"], output, FileNotFoundError, "none.ckpt"),
         ([a, tmp_path / "foreign.ckpt"], output, ValueError, "foreign.ckpt"),
     ):

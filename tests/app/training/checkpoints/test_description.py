@@ -38,8 +38,11 @@ def test_loaders_of_ones_own(tmp_path):
     images = next(iter(loader))[0]
     torch.testing.assert_close(found.model(images), module.average.net(images), atol=0, rtol=0)
     assert found.predict(Image.new("RGB", (30, 20))).name in NAMES
-    with pytest.raises(ValueError, match=r"was trained on datasets in Python, .* --data ImageFolderData --root DIR"):
+    with pytest.raises(ValueError, match=r"was trained on datasets in Python, .* class folders by --root DIR"):
         Checkpoint.read(path).data_module()
+    for number in range(7):
+        (tmp_path / "photos" / f"class {number}").mkdir(parents=True)
+    assert Checkpoint.read(path).data_module(root=str(tmp_path / "photos")).class_names == NAMES
 
 
 def test_classes_without_names_have_their_numbers(tmp_path):

@@ -34,8 +34,7 @@ def export(
     side. The file also contains class names and transforms.
 
     Args:
-        output: The file to write: its name ends in .onnx or .pt2 (torch.export). The folder is created if it does not
-            exist.
+        output: The file to write: its name ends in .onnx or .pt2 (torch.export).
         img_size: The image size in pixels, such as 288 or [256,384], for models that take only one size; by default as
             in training.
         int8: Quantise the weights of an .onnx to int8, and print the accuracy before and after on images of val.
