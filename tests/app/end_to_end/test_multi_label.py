@@ -49,7 +49,10 @@ def trained(tmp_path_factory):
     lists = [f"--data.{split}={root / split}.csv" for split in ("train", "test")]
     arguments = ["fit", "--data=ImageListData", *lists, "--data.label_separator=;", f"--runs={root / 'runs'}", *TINY]
     arguments += ["--data.img_size=[16,24]", "--data.augment=none", "--data.crop_pct=1"]
-    assert main([*arguments, "--epochs", "12", "--lr", "2e-2", "--patience", "12", "--data.val_fraction=0.3"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*arguments, "--epochs", "12", "--lr", "2e-2", "--patience", "12", "--data.val_fraction=0.3"]) == 0
+    # The run suggests no command that refuses images with several labels.
+    assert "relvit show, calibrate, embed, export, publish" in printed.getvalue()
     return root, only(root / "runs")
 
 

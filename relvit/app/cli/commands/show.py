@@ -9,6 +9,7 @@ import torch
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.data.batches import images_of
+from relvit.app.data.images.decode import IMAGE_ENDINGS
 from relvit.app.data.images.folders import find_images
 from relvit.app.evaluation import Predictor, Size
 from relvit.app.evaluation.pictures import KINDS, Kind, NotApplicableError, draw
@@ -51,6 +52,8 @@ def show(
             layer.
         output: The folder to write to, beside pictures that are already there.
     """
+    if output.lower().endswith(IMAGE_ENDINGS) and not Path(output).is_dir():
+        raise UsageError(f"output {output} is the name of an image: give a folder, in which each picture has a name")
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))
     paths = find_images(images or [])
     if not paths and (needs := [name for name in kind or () if name not in OF_THE_MODEL]):

@@ -129,4 +129,5 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         lines.append(f"  relvit validate {path} --img_size {second}{named}")
         lines.append(f"  relvit resolutions {path} --sizes {first} {second}{named}")
     lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
-    return [*lines, "Also of a checkpoint: relvit show, calibrate, probe, embed, export, publish; each has --help"]
+    commands = f"show, calibrate, {'' if data.multi_label else 'probe, '}embed, export, publish"
+    return [*lines, f"Also of a checkpoint: relvit {commands}; each has --help"]

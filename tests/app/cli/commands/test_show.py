@@ -97,6 +97,7 @@ def test_without_images(place, capsys):
         (["owls", "--patch", "2", "0"], "patch (2, 0): give a row from 0 to 1 and a column from 0 to 1"),
         (["owls", "--patch", "2"], "--patch must be a pair such as"),
         (["owls", "--layer", "2", "--kind", "logits"], "layer is 2, the model has 2: give a number from 0 to 1"),
+        (["owls", "--output", "owl.png"], "output owl.png is the name of an image: give a folder"),
         (["owls/7.jpg"], "no file or folder 'owls/7.jpg'"),
         (
             ["owls", "--img_size", "24", "--reach", "windows", "--kind", "kernels"],
