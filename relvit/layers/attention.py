@@ -155,6 +155,8 @@ class GridAttention(Mixer):
         Args: see `RelativeAttention.forward` and, for `rotate`, `attend_with`.
         """
         if exceeds_window(grid, self.window, attn_mask, is_causal):
+            if memory is not None:
+                raise ValueError("attention in windows takes no memory: leave memory and key_grid out")
             windows, inner = to_windows(x, grid, self.window)
             return from_windows(self.attend(windows, inner, None, False, rotate), grid, self.window)
         projected = self.project(x if memory is None else torch.cat((memory, x), dim=1))
@@ -290,7 +292,10 @@ class RelativeAttention(GridAttention, Attention):
             x: the tokens.
             grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`.
-            memory: (B, M, dim), further tokens to attend to, before the tokens of `x`; not together with windows.
+            memory: (B, M, dim), further tokens that `x` attends to; their keys come before the keys of `x`.
             key_grid: places of the tokens in `memory` and `x`; None: `grid`.
+
+        Raises:
+            ValueError: `memory`, a mask or causality on a grid that is larger than the attribute `window`.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

@@ -188,7 +188,7 @@ def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _D
         fits = terms.key is terms.value is None and (mask is None or mask.is_floating_point())
     else:
         fits = packed and mask is None
-    # Under autocast norms return queries and keys in float32, the projection values in half: no plan takes both dtypes.
+    # Under autocast norms return float32 queries and keys, but values are in half precision: no plan takes two dtypes.
     if not (fits and inputs.query.dtype == inputs.value.dtype and backend in ("auto", "fused" if joint else "lean")):
         return _Decision(backend, None)
     decision, filled = _decision(inputs, backend), completed(inputs)

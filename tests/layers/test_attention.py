@@ -90,6 +90,16 @@ def test_position_and_backend_may_be_set_later():
         layer(x, grid)
 
 
+def test_windows_take_no_memory():
+    layer = RelativeAttention(12, num_heads=2)
+    layer.window = (2, 2)
+    x, grid, keys = torch.randn(1, 8, 12), make_grid(2, 4), make_grid(4, 4)
+    with pytest.raises(ValueError, match="windows takes no memory: leave memory and key_grid out"):
+        layer(x, grid, memory=x, key_grid=keys)
+    layer.window = (2, 4)
+    assert layer(x, grid, memory=x, key_grid=keys).shape == x.shape
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"unknown backend 'tield' \(did you mean 'til"):
         RelativeAttention(12, 2, backend="tield")

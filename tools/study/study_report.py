@@ -29,9 +29,9 @@ reflection, photographs show more.
 
 # CIFAR-10
 
-{images[train]:,} training and {images[test]:,} test images, 8 epochs; the long trainings 50,000, 9,800 and 25; {gpu} of
-{runs} runs on a GPU. Models of patches of 4 px have width 128, depth 4, 4 heads, average pooling, no class token. Trained
-at 20 to 44 px: each step at one of 20, 24 ... 44.
+{images[train]:,} training and {images[test]:,} test images, 8 epochs; the long trainings 50,000, 9,800 and 25; {gpu}
+of {runs} runs on a GPU. Models of patches of 4 px have width 128, depth 4, 4 heads, average pooling, no class token.
+Trained at 20 to 44 px: each step at one of 20, 24 ... 44.
 """
 PHOTOGRAPHS = {"imagenette": "Imagenette", "cifar10": "Fine-tunings on CIFAR-10"}
 

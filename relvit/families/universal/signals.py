@@ -37,8 +37,8 @@ class PositionStepSignals(KeepConstants, Leaf):
     rows from columns. The signals exist for every grid and every number of steps. Prefix tokens have no position and
     get only the signal of the step.
 
-    In pre-norm blocks nothing normalises the sum of states and signals over the steps, so a learned gain per channel
-    scales both signals.
+    The signals are added to the states again at every step, and pre-norm blocks do not normalise the states that they
+    pass on, so the added signals accumulate. A learned gain per channel therefore keeps the signals small.
 
     Examples:
         >>> signals = PositionStepSignals(192)

@@ -130,8 +130,8 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
         interpolation.
     """
     # The same expression computes `position` for size <= n and for size > n, without a condition, so that one graph
-    # works for all sizes. `position` is an integer in units of 1 / `step`, so that vectors of the table are returned
-    # exactly.
+    # works for all sizes. The place in the table is `position` / `step`, both integers: for size <= n it is exactly
+    # `index`, the weight is exactly 0, and the table's own vectors are returned without rounding.
     number = table.shape[0]
     length = larger(size, number)
     step = 2 * length

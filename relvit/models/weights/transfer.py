@@ -100,9 +100,9 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     - `relvit.models.checkpoint_filter_fn`, or timm's function for an architecture of timm, adapts sizes: absolute
       embeddings, patch sizes, axial tables, clip distances.
     - Input channels are repeated or summed up, as timm does.
-    - If both classifiers have the same class names, the rows of the weights are put into the order of the model's
-      classes. If the names differ, the model's classifier stays as initialised. If one side has no names, the rows are
-      loaded as they are, unless the numbers of classes differ.
+    - If `weights` and `net` have the same class names, the rows of the last layer are put into the order of `net`'s
+      classes. If the names differ, `net`'s last layer stays as initialised. If one of both has no names, the rows are
+      loaded in their order, or, if the numbers of classes differ, `net`'s last layer stays as initialised.
     - Relative tables that the checkpoint lacks are zero in relvit's models. In retrofitted models they are as
       initialised, or zero if the checkpoint has tables for other terms.
 

@@ -350,5 +350,5 @@ def sum_by_entry(entries: Entries, numbers: Tensor, dtype: torch.dtype) -> Tenso
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor that has another dtype."""
-    # A call of `Tensor.to` takes as long as an operation, even if the dtype is right already.
+    # Calling `Tensor.to` costs as much time as launching a small operation, even if the dtype is right already.
     return x if x.dtype == dtype else x.to(dtype)

@@ -1,10 +1,9 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
-For a joint bias between rasters the CPU has a faster backend, `tiled`; see `pair_bias`.
-
 Joint tables do not split into rows and columns, so no other fast backend takes them as key, query and value terms.
 Besides, `torch.func` can transform only plain operations, such as the operations here, which have derivatives of any
-order.
+order. In one case the CPU has a faster backend, `tiled`: a bias is the only joint table, and no grid has `coords`; see
+`pair_bias`.
 
 One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the logit of
 its offset. Each tile forms its logits against all keys, and backward recomputes them, so no N x N tensor is stored

@@ -161,8 +161,8 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     (batch, heads, tokens, width), device = query.shape, query.device
     axes, by_token = _axes(inputs), (batch, tokens, heads)
 
-    # Sums, of marginals and of gradients of logits, are computed in float32 at least, and rounded once: in half
-    # precision a GPU would round after each addition.
+    # `sum_by_entry` adds up marginals or gradients of logits for each table entry, in float32 at least, and rounds the
+    # sum once: in half precision a GPU would round after each addition.
     single = torch.promote_types(query.dtype, torch.float32)
 
     def entries(tables: AxisTables | None) -> Entries | None:

@@ -105,8 +105,9 @@ def backward_queries(
 
     The axes of tensors are as in `forward`: `grad` and `out` have the axes of the result of `forward`, and
     `grad_position` has the axes of `position`. `entries`, (B, Nq, heads, KEY_ENTRIES), are the gradients of the
-    products with the key table. This kernel stores numbers that `backward_keys` reads: D in `means`, (B, heads, Nq),
-    and the `logits` and the `products` with the value table for each row and column, (B, heads, Nq, H + W) each.
+    products with the key table. This kernel stores numbers that `backward_keys` reads: in `means`, (B, heads, Nq), the
+    dot product of each query's result and its gradient; in `logits` and `products`, (B, heads, Nq, H + W) each, the
+    relative logit of each query for each row and column, and the product of `grad` with the value table.
     `sums`, (BLOCK_M, H + W) float32, is the workspace of one Triton program.
     """
     axes = height + width
