@@ -173,8 +173,8 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
         if visible(name) != name:
             fault, cure = "has control characters", "rename it"
             if re.search("[\ud800-\udfff]", name):
-                # If the locale is not UTF-8, Python cannot decode a UTF-8 name and keeps the name's bytes as
-                # surrogates.
+                # Surrogates stand for bytes that Python could not decode: the name is not UTF-8, or only the locale is
+                # not, which PYTHONUTF8=1 cures.
                 read = sys.getfilesystemencoding()
                 fault = f"is not {'UTF-8' if read == 'utf-8' else read}"
                 cure = cure if read == "utf-8" else f"{cure}, or set PYTHONUTF8=1 where names are UTF-8"

@@ -230,10 +230,7 @@ def _evaluate(
 
 
 def _square_of(net: torch.nn.Module, size: Size) -> int | None:
-    """Return the side of the square of whole patches with most nearly as many patches; None for a square.
-
-    The side is in pixels; the square has about as many patches as an image of `size`.
-    """
+    """Return the side in pixels of the square of whole patches with about as many patches as `size`; None: a square."""
     height, width = parse_size(size)
     if height == width:
         return None

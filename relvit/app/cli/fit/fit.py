@@ -159,9 +159,10 @@ class FitCLI(RelvitCLI):
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # If `__init__` has read no checkpoint, a configuration may still name one (`resumed_file`). With
-            # `weights_only`, PyTorch reads only tensors and plain types from the file and runs no code of it.
+            # `__init__` reads only a checkpoint that the command line names; `resumed_file` is one that a configuration
+            # file names.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
+            # With `weights_only`, PyTorch reads only tensors and plain types from the file, and runs no code in it.
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
 

@@ -236,7 +236,7 @@ def evaluate(
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-    # Give Lightning the local copy: for an http address, Lightning would read an older download of the same name.
+    # Give Lightning the local copy: if a file of the same name was downloaded before, Lightning reads that.
     with local_file(path) as file:
         checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
         if asked is None:

@@ -85,7 +85,8 @@ def model_card(
         predictor: the model.
         name: the name that `timm.create_model` takes.
         license: identifier of the licence of the weights; None: the card says that no licence is given.
-        curve: rows of `relvit.app.evaluation.evaluate_sizes`.
+        curve: the model's results by image size, as `relvit.app.evaluation.evaluate_sizes` returns them, for a table of
+            the accuracy by size; without rows the card has no such table.
     """
     checkpoint, hparams = predictor.checkpoint, predictor.classifier.hparams
     names = [f"`{each}`" for each in predictor.class_names[:SHOWN]]

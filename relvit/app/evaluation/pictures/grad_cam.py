@@ -53,8 +53,8 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     if label is None:
         with torch.no_grad():
             label = int(model(image[None]).argmax())
-    # The library would clear the parameters' gradients and compute new ones, so no parameter may require a gradient
-    # here.
+    # The library clears the parameters' gradients, so store them here and restore them below. Until then no parameter
+    # requires a gradient, so that the library computes no new ones.
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     cam = GradCAM(model, [norms[where]], reshape_transform)
     try:
