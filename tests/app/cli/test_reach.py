@@ -91,18 +91,13 @@ def test_embed(best, photos, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("reach", ["stretch-logn", "bands"])
 def test_export_computes_the_same_at_all_sizes(best, reach, tmp_path):
+    """PyTorch makes an .onnx of the same program that a .pt2 holds."""
     model = relvit.load(best, reach=reach).model
-    for ending in ("pt2", "onnx"):
-        output = tmp_path / f"model.{ending}"
-        assert main(["export", best, f"--output={output}", f"--reach={reach}"]) == 0
-    found = {"relvit.json": ""}
-    program = torch.export.load(tmp_path / "model.pt2", extra_files=found).module()
+    assert main(["export", best, f"--output={tmp_path / 'model.onnx'}", f"--reach={reach}"]) == 0
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for description in (found["relvit.json"], session.get_modelmeta().custom_metadata_map["relvit"]):
-        assert json.loads(description)["reach"] == reach
+    assert json.loads(session.get_modelmeta().custom_metadata_map["relvit"])["reach"] == reach
     for height, width in ((8, 8), (64, 24), (16, 72)):
         images = torch.randn(2, 1, height, width, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(program(images), model(images), rtol=0, atol=1e-4)
         (logits,) = session.run(["logits"], {"images": images.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=0, atol=1e-4)
 

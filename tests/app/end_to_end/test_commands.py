@@ -39,7 +39,7 @@ COMMANDS = {
         [f"curves/resolutions.{suffix}" for suffix in ("csv", "json", "png")],
     ),
     "embed best.ckpt photos/test --output features.npz": (["18 images, 16 features each, in"], ["features.npz"]),
-    "export best.ckpt --output model.onnx": (["model.onnx computes what the model does"], ["model.onnx"]),
+    "export vit.ckpt --output model.onnx": (["model.onnx computes what the model does"], ["model.onnx"]),
     "show best.ckpt more/owl.gif photos/test/cat/0.jpg --img_size [24,40]": (
         ["pictures/owl-kernels.png", "pictures/0-rollout.png", "left out: aft-windows: RelVisionTransformer has no"],
         ["pictures/tables.png", *(f"pictures/owl-{kind}.png" for kind in ("logits", "attention", "rollout"))],

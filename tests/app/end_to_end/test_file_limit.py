@@ -34,6 +34,9 @@ COMMANDS = {
     "average": (["average", "best.ckpt", "last.ckpt", "--output=mean.ckpt"], "mean.ckpt"),
     "check-data": (["check-data", "photos", "--output=old/a.json"], "old/a.json"),
     "publish": (["publish", "best.ckpt", "--to=published"], "published"),
+    "export to .pt2": (["export", "vit.ckpt", "--output=old/a.pt2"], "old/a.pt2"),
+    "export to .onnx": (["export", "vit.ckpt", "--output=old/a.onnx"], "old/a.onnx"),
+    "export --aot": (["export", "vit.ckpt", "--output=old/a.pt2", "--aot"], "old/a.pt2"),
 }
 OLD = ["resolutions.csv", "resolutions.json", "probe.json", "tables.png"]
 OLD += ["a.npz", "a.csv", "a.parquet", "a.onnx", "a.pt2", "a.json"]
@@ -65,7 +68,11 @@ def place(run, photos, tmp_path, monkeypatch):
         (tmp_path / "published" / name).write_text('{"relvit": "older"}')
     classifier_of(tmp_path / "tiny.onnx")
     kwargs = {"halting": "act", "patch_size": 8}
-    write_checkpoint_like(run / "checkpoints" / "best.ckpt", tmp_path / "halting.ckpt", "test_relvit_universal", kwargs)
+    best = tmp_path / "best.ckpt"
+    write_checkpoint_like(best, tmp_path / "halting.ckpt", "test_relvit_universal", kwargs)
+    # A model of one size is exported in seconds.
+    kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
+    write_checkpoint_like(best, tmp_path / "vit.ckpt", "test_vit", kwargs, img_size=[16, 16])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -74,16 +81,9 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-SLOW = {
-    "export to .pt2": (["export", "best.ckpt", "--output=old/a.pt2"], "old/a.pt2"),
-    "export to .onnx": (["export", "best.ckpt", "--output=old/a.onnx"], "old/a.onnx"),
-    "export --aot": (["export", "best.ckpt", "--output=old/a.pt2", "--aot"], "old/a.pt2"),
-}
-
-
-@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
-    arguments, named = (COMMANDS | SLOW)[name]
+    arguments, named = COMMANDS[name]
     before = contents(place)
     with file_limit(LIMIT):
         status = main(arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import QUIET, evaluate, only, rows, summary, without_figures
+from command_line import QUIET, evaluate, only, rows, summary, without_figures, write_checkpoint_like
 from photos import TINY
 
 from relvit.app.cli import main
@@ -170,11 +170,12 @@ def test_images_of_other_classes_are_refused(best, photos, fails):
     assert "known are 'ant', 'bee', 'cat'" in fails(["test", best("Defaults"), *folder, *QUIET])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cls", ["Typed", "Nothing"])
 def test_export(cls, best, tmp_path, capsys):
     """A class without an argument `img_size` is not asked to take one."""
-    file, data = str(best(cls)), f"--data={NAME}.{cls}"
+    kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
+    file = str(write_checkpoint_like(best(cls), tmp_path / "vit.ckpt", "test_vit", kwargs))
+    data = f"--data={NAME}.{cls}"
     capsys.readouterr()
     assert main(["export", file, data, "--output", str(tmp_path / "m.onnx"), "--int8"]) == 0
     assert "on 12 images of val" in capsys.readouterr().out

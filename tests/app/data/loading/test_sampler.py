@@ -205,8 +205,9 @@ def test_eval_shards_have_every_image_once_in_equally_many_batches(count, world)
         data.trainer = SimpleNamespace(world_size=world, global_rank=rank)
         for loader in (data.val_dataloader(), data.test_dataloader()):
             batches.add(len(loader))
-            assert len(list(loader)) == len(loader)
-            for pixels, labels in loader:
+            read = list(loader)
+            assert len(read) == len(loader)
+            for pixels, labels in read:
                 assert pixels.shape[1:] == (3, 8, 12)
                 assert len(pixels) == len(labels) <= 4
                 seen += data.indices(pixels)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import QUIET, only, rows, summary
+from command_line import QUIET, only, rows, summary, write_checkpoint_like
 from photos import TINY
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
@@ -169,12 +169,18 @@ def test_load_uses_it(calibrated):
     assert found == pytest.approx(expected.sort(descending=True).values.tolist(), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_export_uses_it(calibrated, tmp_path):
-    """All formats have the same wrapper of the model."""
-    assert main(["export", str(calibrated[1]), f"--output={tmp_path / 'model.pt2'}"]) == 0
+    """All formats have the same wrapper of the model, which is around a model of any kind."""
+    path, temperature = tmp_path / "best.ckpt", Checkpoint.read(calibrated[1]).temperature
+    kwargs = {"dynamic_img_size": False, "patch_size": 4, "embed_dim": 16, "depth": 1}
+    write_checkpoint_like(calibrated[1], path, "test_vit", kwargs, img_size=[8, 8])
+    content = torch.load(path, weights_only=True)
+    del content[AVERAGE_KEY]
+    torch.save(content, path)
+    assert main(["export", str(path), f"--output={tmp_path / 'model.pt2'}"]) == 0
     pixels = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    expected = relvit.load(calibrated[0]).model(pixels) / Checkpoint.read(calibrated[1]).temperature
+    expected = relvit.load(path).model(pixels) / temperature
+    assert temperature != 1
     found = torch.export.load(tmp_path / "model.pt2").module()(pixels)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
