@@ -37,8 +37,10 @@ def write_checkpoint_like(path, target, model, model_kwargs, **data):
     """Write `target` like the checkpoint `path`, of another model with random weights, and of data changed so."""
     # Not above, as `tests/conftest.py` imports this file: Lightning takes seconds.
     from relvit.app.training import ImageClassifier
+    from relvit.app.training.checkpoints.file import AVERAGE_KEY
 
     content = torch.load(path, weights_only=True)
+    content.pop(AVERAGE_KEY, None)
     size = {"img_size": data["img_size"]} if "img_size" in data else {}
     content["relvit"]["model"] |= {"model": model, "model_kwargs": model_kwargs, **size}
     content["relvit"]["data"]["init_args"] |= data

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 from command_line import only, rows
-from processes import Ranks, as_torchrun, finish, in_terminal, run, start
+from processes import Ranks, as_torchrun, in_terminal, run
 
 # Two epochs of a small model: the digits are 1,437 images to train on and validate.
 SMALL = ["--config", "digits", "--trainer.accelerator=cpu", "--model.model_kwargs.depth=1"]
@@ -93,9 +93,9 @@ def test_two_processes_at_several_sizes_in_a_terminal_and_on_into_a_file(tmp_pat
     assert status == 0, text
     assert all(text.count(words) == 1 for words in RESULT), text
     assert re.search(r"━━|\d%\|", text)
-    status, out, err = finish(start(["fit", f"--resume={only(tmp_path / 'runs')}", "--trainer.max_epochs=2"], tmp_path))
-    assert status == 0, err
-    check_lines(out, tmp_path, [2], 2)
+    ranks = Ranks(["fit", f"--resume={only(tmp_path / 'runs')}", "--trainer.max_epochs=2"], tmp_path, as_torchrun())
+    assert ranks.finish() == [0, 0], ranks.text()
+    check_lines(ranks.text(), tmp_path, [2], 2)
     assert [row["epoch"] for row in table(tmp_path)] == ["0", "1"]
 
 

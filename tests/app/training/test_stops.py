@@ -66,9 +66,8 @@ def check_resume(uninterrupted, folder):
     assert PROOF.differences(uninterrupted, run_of(folder)) == []
 
 
-@pytest.mark.parametrize("place", ["mid-epoch", "validation"])
-def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
-    struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
+def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path):
+    struck = {PROOF.PLACE: "validation", PROOF.END: "SIGTERM"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
     assert ranks.finish() == [143, 143], ranks.text()
     assert len(set(steps(tmp_path, "steps"))) == 1
@@ -85,6 +84,7 @@ def test_the_signal_of_slurm_before_the_end_saves_once_and_ends_with_138(images,
     environments = [each | path for each in counting(tmp_path, "steps", as_srun, **struck)]
     ranks = Ranks(flags(images, tmp_path), tmp_path, environments)
     assert ranks.finish() == [128 + signal.SIGUSR1] * 2, ranks.text()
+    assert len(set(steps(tmp_path, "steps"))) == 1
     assert sorted(path.name for path in run_of(tmp_path).rglob("*.ckpt")) == ["best.ckpt", "epoch.ckpt", "last.ckpt"]
     assert "effective batch 4 (2 x 1 x 2: batch, accumulation, devices)" in ranks.text()
     assert not (tmp_path / "called").exists()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from photos import TINY
 from small_training import Record, build, train
 
 import relvit
@@ -42,14 +43,8 @@ def test_by_name_on_the_command_line(tmp_path, monkeypatch, capsys, fails):
     (tmp_path / "never.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    fit = [
-        "fit",
-        "--data=DigitsData",
-        "--model=test_relvit",
-        "--model.model_kwargs.patch_size=4",
-        "--trainer.logger=false",
-    ]
-    fit += ["--trainer.accelerator=cpu", "--batch_size=256", "--lr_find=false", "-q"]
+    fit = ["fit", "--data=DigitsData", *(option for option in TINY if not option.startswith("--data."))]
+    fit += ["--model.model_kwargs.patch_size=4", "--batch_size=256", "--lr_find=false", "-q"]
     assert main([*fit, "--model.schedule=rates_of_mine.falling", "--epochs=1"]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     assert main(["fit", "--resume", str(run), "--epochs=2"]) == 0
