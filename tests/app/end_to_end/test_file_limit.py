@@ -81,7 +81,9 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("export") else ()) for name in COMMANDS]
+)
 def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
     arguments, named = COMMANDS[name]
     before = contents(place)

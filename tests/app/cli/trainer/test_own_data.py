@@ -170,6 +170,7 @@ def test_images_of_other_classes_are_refused(best, photos, fails):
     assert "known are 'ant', 'bee', 'cat'" in fails(["test", best("Defaults"), *folder, *QUIET])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ["Typed", "Nothing"])
 def test_export(cls, best, tmp_path, capsys):
     """A class without an argument `img_size` is not asked to take one."""
