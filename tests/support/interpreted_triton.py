@@ -58,7 +58,9 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
     ],
 )
 def test_equals_the_reference_with_gradients(size, prefix, which, dim):
-    q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim)
+    # One sample where the tokens are many, as the time of the interpreter grows with both.
+    batch = 2 if prefix + size[0] * size[1] < 40 else 1
+    q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim, batch=batch)
     compare((q, k, v), terms, grid)
 
 
@@ -67,7 +69,7 @@ def test_equals_the_reference_with_gradients(size, prefix, which, dim):
     [
         # Tiles of one row as wide as the grid, in several strips, beside several of prefix tokens; of several rows.
         ((3, 18), 1, "kvb", 32, True),
-        ((4, 18), 0, "kvb", 16, False),
+        ((2, 18), 0, "kvb", 16, False),
         ((2, 40), 19, "kv", 64, True),
         ((3, 14), 1, "k", 16, False),
         ((3, 14), 1, "v", 16, True),
@@ -217,7 +219,7 @@ def test_autocast_empty_batches_and_second_derivatives():
 
 
 def test_large_logits():
-    q, k, v, terms, grid = draw_case(3, 18, 1, which="kv", dim=16, batch=1)
+    q, k, v, terms, grid = draw_case(2, 18, 1, which="kv", dim=16, batch=1)
     tables = AxisTables(*(100 * table for table in terms.key))
     compare((q, k, v), terms._replace(key=tables), grid, atol=(1e-3, 0.1))
 

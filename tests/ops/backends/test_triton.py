@@ -23,9 +23,9 @@ VERSION = pytest.importorskip("triton").__version__
 
 @pytest.mark.skipif(Version(VERSION) < Version("3.7"), reason="interpreters before Triton 3.7 do not know NumPy 2.4")
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["interpreted_triton.py", "interpreted/joint_bias.py"])
-def test_in_the_interpreter(tests):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUPPORT / tests)]
+def test_in_the_interpreter():
+    tests = [str(SUPPORT / name) for name in ("interpreted_triton.py", "interpreted/joint_bias.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stdout[-6000:]
