@@ -17,7 +17,7 @@ from relvit.models.depth import lack
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
 from relvit.ops.checks import check_model
-from relvit.utils.messages import an, listing
+from relvit.utils.messages import an, listing, part_of
 
 
 class AttentionMaps(NamedTuple):
@@ -196,7 +196,8 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
     check_model(model)
     blocks = list(getattr(model, "blocks", ()))
     if not blocks:
-        raise _unknown(model, "it has no blocks")
+        parts = [part_of(name) for name, part in model.named_modules() if getattr(part, "blocks", None)]
+        raise _unknown(model, f"it has no `blocks`{f', {parts[0]} has: give this part' if parts else ''}")
     for index, block in enumerate(blocks):
         attention = getattr(block, "attn", None)
         if hasattr(attention, "lacks") and (why := lack_of(attention, "weights")):
@@ -211,8 +212,8 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
 def _unknown(model: nn.Module, why: str) -> TypeError:
     timms = listing([cls.__name__ for cls in TIMM_ATTENTIONS])
     return TypeError(
-        f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes relvit's models, those "
-        f"that relvit.retrofit has changed, and those of timm with {timms}"
+        f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes models with `blocks`: "
+        f"relvit's, those that relvit.retrofit has changed, and timm's with {timms}"
     )
 
 

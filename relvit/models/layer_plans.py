@@ -60,7 +60,7 @@ def explain(
         )
     if embed is None:
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
-        hint = f": explain {part_of(parts[0])}, which has one" if parts else ""
+        hint = f": explain {part_of(parts[0])}, which has one" if parts else ": take a model that has one"
         raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image{hint}")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:

@@ -40,5 +40,8 @@ def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
         if value is None or isinstance(value, str):
             continue
         numbers = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(number, Real) and number not in allowed for number in numbers):
-            raise ValueError(f"{name} must be {allowed}, got {value}")
+        wrong = [number for number in numbers if isinstance(number, Real) and number not in allowed]
+        if wrong:
+            # Infinity would be a positive number.
+            finite = "" if all(map(math.isfinite, wrong)) else "finite and "
+            raise ValueError(f"{name} must be {finite}{allowed}, got {value}")

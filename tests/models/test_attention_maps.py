@@ -116,11 +116,16 @@ class Silent(RelativeAttention):
         return x
 
 
+def test_a_model_within_another_is_named():
+    with pytest.raises(TypeError, match=r"Sequential: it has no `blocks`, model\[0\] has: give this part; it takes"):
+        relvit.attention_maps(torch.nn.Sequential(timm.create_model("test_vit")), torch.randn(1, 3, 160, 160))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
         ("test_relvit_aft", {}, "AFTVisionTransformer has no attention weights: its AFTConv2d is attention-free"),
-        ("test_resnet", {}, "ResNet: it has no blocks; it takes relvit's models.* 'AttentionRope', 'EvaAttention'"),
+        ("test_resnet", {}, "ResNet: it has no `blocks`; it takes models with `blocks`.* 'EvaAttention'"),
         ("cait_xxs24_224", {"depth": 1}, "blocks.0.attn is a timm.models.cait.TalkingHeadAttn; it takes"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, r"blocks.0 is a timm\.models\..*\.ParallelThingsBlock"),
     ],

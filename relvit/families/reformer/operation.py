@@ -255,7 +255,6 @@ def check_bias_alone(terms: RelativeTerms) -> None:
     others = [name for name in ("query", "key", "value", "channels", "query_bias") if getattr(terms, name) is not None]
     if others:
         raise ValueError(
-            f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: tokens of one bucket are "
-            "scattered over the image, so products with tables would be computed pair by pair; use rel_terms='b' or "
-            "position='slopes'"
+            f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: build models with "
+            "rel_terms='b' or position='slopes', and give lsh_attention RelativeTerms(bias=...)"
         )

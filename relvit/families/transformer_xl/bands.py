@@ -320,7 +320,8 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
     """
     if model.global_pool != "avg":
         raise ValueError(
-            f"bands are classified with global_pool 'avg' alone, got {model.global_pool!r}: build the model with it"
+            f"bands are classified with global_pool 'avg' alone, got {model.global_pool!r}: build the model with "
+            "global_pool='avg', as relvit_xl_* are by default"
         )
     total, count = None, 0
     for tokens in band_features(model, bands, memory_rows):

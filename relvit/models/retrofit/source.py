@@ -139,7 +139,10 @@ class OwnPositions(Retrofitted):
             ValueError: the tensors cannot be computed.
         """
         for key in shapes:
-            raise ValueError(f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}")
+            raise ValueError(
+                f"{type(self).__name__} cannot be restored: abs_pos='drop' has removed {key}; build the original model "
+                "again, and retrofit it with another abs_pos to restore it later"
+            )
         return {}
 
 

@@ -46,10 +46,10 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     # Set the padding to zero, because it may hold NaN, and NaN times an attention weight of zero would be NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
     if patches.shape[2] != weight.shape[1]:
-        (height, width), channels = model.patch_embed.patch_size, weight.shape[1]
+        (height, width), values = model.patch_embed.patch_size, weight.shape[1]
         raise ValueError(
-            f"patches have {patches.shape[2]} values each, the model takes {channels}: cut patches of "
-            f"{height} x {width} px"
+            f"patches have {patches.shape[2]} values each, the model takes {values}: cut patches of "
+            f"{height} x {width} px with {values // (height * width)} channels"
         )
     x = model.patch_embed.norm(F.linear(patches, weight, model.patch_embed.proj.bias))
     prefix = model.num_prefix_tokens

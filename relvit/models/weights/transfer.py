@@ -159,8 +159,9 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     ]
     if not loaded:
         raise ValueError(
-            f"nothing in {weights.source} fits this {type(net).__name__}: it holds {listing(list(given), 3)}, "
-            f"the model {listing(list(own), 3)}; give the architecture of the weights"
+            f"nothing in {weights.source} fits this {type(net).__name__}: it holds {listing(list(given), 3) or 'none'}"
+            f", the model {listing(list(own), 3)}; if only a prefix of the names differs, remove it, otherwise "
+            "give the architecture of the weights"
         )
     net.load_state_dict(fitting, strict=False)
     return TransferReport(

@@ -30,7 +30,7 @@ def test_what_is_in_range(given):
     ("given", "message"),
     [
         ({"a": -0.1}, "a must be in 0 <= x <= 1, got -0.1"),
-        ({"a": math.nan}, "a must be in 0 <= x <= 1, got nan"),
+        ({"a": math.nan}, "a must be finite and in 0 <= x <= 1, got nan"),
         ({"b": 1}, "b must be in 0 <= x < 1, got 1"),
         ({"c": [3, 2]}, r"c must be in 2 < x <= 5, got \[3, 2\]"),
     ],

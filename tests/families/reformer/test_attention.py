@@ -64,7 +64,7 @@ def test_made_without_memory_and_filled_later():
         ({"bucket_size": 0}, "bucket_size must be an integer, at least 1, got 0"),
         ({"rounds": 0}, "rounds must be an integer, at least 1, got 0"),
         ({"position": ParabolicPosition2d(4, 3)}, "LSH attention takes no position .*, got ParabolicPosition2d"),
-        ({"position": RelativePosition2d(4, 3)}, "takes a bias alone, got relative terms on key and value"),
+        ({"position": RelativePosition2d(4, 3)}, "alone, got relative terms on key and value: build models with"),
     ],
 )
 def test_refused(arguments, message):

@@ -224,7 +224,7 @@ REFUSED = [
     (lambda: build(band_rows=2)(photos(), is_causal=True), "takes no attn_mask and is not causal"),
     (lambda: build(band_rows=2).forward_intermediates(photos()), "features of single blocks: they are computed in"),
     (lambda: attention_maps(build(band_rows=2), photos()), "there are no N x N weights in bands"),
-    (lambda: classify_bands(build(global_pool="max"), [photos()]), "with global_pool 'avg' alone, got 'max'"),
+    (lambda: classify_bands(build(global_pool="max"), [photos()]), "'avg' alone, got 'max': build the model with"),
     (lambda: classify_bands(build(), []), "no band is given"),
     (of_another_batch, "this segment is of 3 images, and the segments before it are of 2: all segments need the same"),
     (lambda: classify_bands(build(), [photos(), photos(batch=3)]), "this segment is of 3 images, and the segments"),

@@ -228,7 +228,7 @@ RESTORED = {
     **{
         f"{case} dropped": (
             lambda case=case: relvit.retrofit(build(case), abs_pos="drop"),
-            "cannot be restored: abs_pos='drop' has removed pos_embed",
+            "cannot be restored: abs_pos='drop' has removed pos_embed; build the original model again",
         )
         for case in ("sam absolute", "beit both")
     },

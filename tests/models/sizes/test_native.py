@@ -148,7 +148,7 @@ def test_models_without_native_batches(message):
 def test_more_errors():
     model = small(patch_size=PATCH)
     batch = native_batch(images(torch.float32), PATCH)
-    with pytest.raises(ValueError, match=r"patches have 64 values each, the model takes 96: cut patches of 8 x 4 px"):
+    with pytest.raises(ValueError, match="64 values each, the model takes 96: cut patches of 8 x 4 px with 3 channels"):
         model(batch | {"patches": torch.zeros(5, batch["patches"].shape[1], 64)})
     for name in ("patches", "patch_coord", "patch_valid"):
         rest = {other: tensor for other, tensor in batch.items() if other != name}

@@ -8,7 +8,7 @@ from timm_versions import needs_timm
 from transfers import SIZE, make, pictures, weights_of
 
 from relvit.models import retrofit
-from relvit.models.weights.transfer import transfer_weights
+from relvit.models.weights.transfer import Weights, transfer_weights
 
 KWARGS = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 PLAIN = {"class_token": True, "global_pool": "token", "pos_embed": "learn"}
@@ -145,6 +145,8 @@ def test_another_width_or_nothing_in_common_is_refused():
         transfer_weights(here, weights_of(make(embed_dim=32)))
     with pytest.raises(ValueError, match=r"nothing in there fits this RelVisionTransformer: it holds .conv1.0.weight."):
         transfer_weights(here, weights_of(timm.create_model("test_resnet")))
+    with pytest.raises(ValueError, match=r"it holds none, the model .*; if only a prefix of the names differs"):
+        transfer_weights(here, Weights("there", {}))
     torch.testing.assert_close(dict(here.state_dict()), own, rtol=0, atol=0)
 
 
