@@ -243,7 +243,7 @@ def test_jit_traces_serve_other_sizes(case):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", [EACH[0], *(pytest.param(case, marks=pytest.mark.slow) for case in EACH[1:])])
 def test_jit_traces_of_added_positions(case):
     model = retrofitted(build(case))
     assert_equal({"": torch.jit.trace(model, images(), check_trace=False)(images())}, {"": model(images())}, 1e-10)

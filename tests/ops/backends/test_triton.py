@@ -27,7 +27,7 @@ def test_in_the_interpreter():
     tests = [str(SUPPORT / name) for name in ("interpreted_triton.py", "interpreted/joint_bias.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100)
     assert run.returncode == 0, run.stdout[-6000:]
 
 
