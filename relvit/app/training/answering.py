@@ -129,7 +129,10 @@ def finite_features(net: nn.Module, images: ImageBatch, device: torch.device | s
     """
     features = pooled_features(net, move_data_to_device(images, device)).float()
     if not features.isfinite().all():
-        raise ValueError("the model computes features that are not finite: its weights, or mean and std are broken")
+        raise ValueError(
+            "the model computes features that are NaN or infinite: check its weights, mean and std (no std may be 0), "
+            "and the images"
+        )
     return features
 
 

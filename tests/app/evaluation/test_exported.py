@@ -135,7 +135,8 @@ def test_a_description_in_the_file(tmp_path):
 def test_a_description_with_a_wrong_part_is_refused(tmp_path, change, wrong):
     path = classifier_of(tmp_path / "a.onnx", DESCRIPTION | change)
     with pytest.raises(
-        ValueError, match=rf"a\.onnx is no file of relvit export: {wrong} is missing or has a wrong value"
+        ValueError,
+        match=rf"a\.onnx is no file .*: {wrong} is missing or has a wrong value; write it anew by relvit export",
     ):
         ExportedClassifier(path)
 

@@ -303,6 +303,8 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
     Path("of_transformers/config.json").write_text('{"architectures": ["SamModel"]}')
     Path("runs/2026_small/checkpoints").mkdir(parents=True)
     Path("runs/2026_small/checkpoints/best.ckpt").write_bytes(b"")
+    Path("first/checkpoints").mkdir(parents=True)
+    Path("first/checkpoints/last.ckpt").write_bytes(b"")
     for name, message in (
         ("bset.ckpt", "did you mean 'best.ckpt'?"),
         ("vit_smal_patch16_224", "did you mean 'vit_small_patch16_224'?"),
@@ -311,8 +313,12 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
         ("my_model", "timm.create_model('local-dir:my_model', pretrained=True) loads what is published"),
         ("runs", "give the checkpoint, such as runs/2026_small/checkpoints/best.ckpt"),
         ("runs/2026_small/checkpoints", "such as runs/2026_small/checkpoints/best.ckpt"),
+        ("first", "such as first/checkpoints/last.ckpt"),
+        ("first/checkpoints", "such as first/checkpoints/last.ckpt"),
     ):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             relvit.load(name)
-    with pytest.raises(FileNotFoundError, match=r"such as runs/RUN/checkpoints/best\.ckpt$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"without a \.ckpt; give one, such as runs/RUN/checkpoints/best\.ckpt$"
+    ):
         relvit.load("of_transformers")

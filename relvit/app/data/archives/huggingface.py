@@ -157,11 +157,13 @@ class HuggingFace(Reader):
     def _labels(self, datasets: ModuleType, table: Any) -> tuple[list[str | None], list[str] | None]:
         """Read the label of each row, and the names of the classes where the column has them."""
         feature = self._feature(table, self.target_key, "target_key")
+        column = f"column {self.target_key!r} of hfds/{self.path}"
+        allowed = (
+            "labels are a ClassLabel, texts or whole numbers; give such a column by --data.target_key, the columns are "
+            f"{listing(sorted(table.features))}"
+        )
         if not isinstance(feature, datasets.ClassLabel | datasets.Value):
-            raise ValueError(
-                f"column {self.target_key!r} of hfds/{self.path} holds {feature}, no classes: give another by "
-                "--data.target_key"
-            )
+            raise ValueError(f"{column} holds no classes, its type is {type(feature).__name__}: {allowed}")
         values = table.select_columns([self.target_key]).with_format("arrow")[:][self.target_key].to_pylist()
         if isinstance(feature, datasets.ClassLabel) and feature.names:
             known = dict(enumerate(feature.names))
@@ -169,7 +171,7 @@ class HuggingFace(Reader):
         try:
             return [as_label(value) for value in values], None
         except TypeError as error:
-            raise ValueError(f"column {self.target_key!r} of hfds/{self.path} holds no classes: {error}") from error
+            raise ValueError(f"{column} holds no classes, its type is {feature.dtype}: {error}; {allowed}") from error
 
 
 def _datasets() -> ModuleType:

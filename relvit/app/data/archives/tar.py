@@ -73,7 +73,8 @@ def members(file: str, nested: bool = False) -> list[Member]:
             archive.
     """
     if not os.path.isfile(file):
-        raise FileNotFoundError(f"no archive at {file}; correct the name")
+        problem = f"{file} is a folder, no archive" if os.path.isdir(file) else f"no archive at {file}"
+        raise FileNotFoundError(f"{problem}; correct the name as given or in _info.json, or copy the archive there")
     left_out: list[str] = []
     try:
         with open(file, "rb") as stream:

@@ -91,7 +91,10 @@ class SkipUnreadable(Dataset[Any]):
                 failed.append(Unreadable(error.path, error.reason))
         if self.replace:
             path, reason = failed[0]
-            raise ValueError(f"none of the {len(self)} training images can be read; {path}: {reason}")
+            raise ValueError(
+                f"none of the {len(self)} training images can be read; the first tried is {path}: {reason}; "
+                "relvit check-data lists the reasons of all"
+            )
         return None, failed
 
 

@@ -42,7 +42,7 @@ class ImageNetData(ImageFolderData):
     def __init__(
         self, root: str, wnids: list[str] | None = None, class_names: list[str] | None = None, **options: Any
     ) -> None:
-        place = kept_path(root)
+        place, kind = kept_path(root), "wnids"
         if wnids is None:
             folders = find_splits(place)
             if not folders:
@@ -50,13 +50,14 @@ class ImageNetData(ImageFolderData):
                     f"neither train nor val in {place}; make them with tools/prepare_imagenet.py, or give wnids "
                     "(a checkpoint knows them)"
                 )
-            wnids = class_folders(folders.get("train") or folders.get("val") or folders["test"])
+            parent = folders.get("train") or folders.get("val") or folders["test"]
+            wnids, kind = class_folders(parent), f"the class folders in {parent}"
         if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
             raise ValueError(
                 f"{listing(others)} are no WordNet ids such as 'n01440764': for other class folders use ImageFolderData"
             )
         if class_names is not None and len(class_names) != len(wnids):
-            raise ValueError(f"class_names holds {len(class_names)} names; give {len(wnids)}, one for each of wnids")
+            raise ValueError(f"class_names holds {len(class_names)} names; give {len(wnids)}, one for each of {kind}")
         self.wnids: list[str] = list(wnids)
         super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
 

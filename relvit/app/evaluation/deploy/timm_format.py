@@ -138,7 +138,8 @@ def save_model(
 
     Raises:
         ValueError: the number of class names differs from the number of the model's classes.
-        PublishError: timm cannot build the model from the files, or the outputs differ.
+        PublishError: timm cannot save the model or build it from the files, or the outputs differ.
+        OSError: the files cannot be written.
     """
     if len(class_names) != model.num_classes:
         raise ValueError(
@@ -159,9 +160,12 @@ def save_model(
             # config.json.
             shutil.copymode(part / "config.json", part / "model.safetensors")
             again = timm.create_model(f"{FOLDER}{part}", pretrained=True).eval()
-        # Catch everything, since timm and the models raise errors of almost any type.
+        except OSError:
+            raise
+        # Catch everything else, since timm and the models raise errors of almost any type. For a full disk, safetensors
+        # raises an error of its own, so the message does not blame the model.
         except Exception as error:
-            raise PublishError(f"timm cannot save and build this model: {one_line(error)}") from error
+            raise PublishError(f"timm could not save the model and build it again: {one_line(error)}") from error
         images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             expected, found = model(images), again(images)

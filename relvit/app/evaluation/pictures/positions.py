@@ -98,7 +98,11 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         ValueError: a model in training mode, a patch outside the grid.
     """
     if all(getattr(layer, "position", None) is None for layer in _mixers(model).values()):
-        raise NotApplicableError(f"{type(model).__name__} has no attention with relative terms")
+        raise NotApplicableError(
+            f"{type(model).__name__} has no attention with relative positions, so there is nothing to draw here: train "
+            "a model that has them, such as relvit_small or one of timm after relvit.retrofit; other pictures, such as "
+            "'cam', need none"
+        )
     return {name: _kernel(given, patch) for name, given in _logit_inputs(model, image).items()}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,10 +62,14 @@ class Normalisation(NamedTuple):
         try:
             found = cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
             if not all(map(math.isfinite, (*(found.mean or ()), *(found.std or ())))):
-                raise ValueError(f"got mean {found.mean}, std {found.std}")
+                raise ValueError("not finite")
             return found
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{source}: mean and std must be lists of finite numbers ({error})") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            mean, std = (reprlib.repr(values.get(name)) for name in cls._fields)
+            raise ValueError(
+                f"{source}: mean and std must be lists of finite numbers, got mean {mean} and std {std}; correct them "
+                "in its config.json, or if it is a checkpoint take another one"
+            ) from error
 
 
 class Transforms(NamedTuple):
@@ -181,7 +186,7 @@ class Checkpoint:
             name = data_type.__name__
             options = " ".join(f"--data.{each}" for each in names)
             raise ValueError(
-                f"{self.path} was trained with {listing(names)} of {name}, which no checkpoint holds: give {options} "
+                f"{self.path} was trained with {listing(names)} of {name}; secrets are not saved: give {options} "
                 f"(in Python data_module({names[0]}=...)), or let {name} read it from the environment by default"
             )
         try:

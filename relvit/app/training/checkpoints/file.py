@@ -47,6 +47,8 @@ TIMM_KEY = "state_dict_ema"
 LONGEST_NAME = 10_000
 # If a user gives the folder of a run, `read_checkpoint` reads this file in the folder.
 BEST = Path("checkpoints") / "best.ckpt"
+# The names of the checkpoint that an error message suggests where a folder is given, the best suggestion first.
+SUGGESTED = (BEST.name, "last.ckpt", "*.ckpt")
 # The file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
 # timm's prefixes for repositories of the Hugging Face hub and for folders, and the suffixes of files that hold weights.
@@ -78,9 +80,12 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if file.is_dir() and (file / BEST).is_file():
         return read_checkpoint(Path(path) / BEST, file / BEST, averaged)
     if file.is_dir():
-        published, runs = is_published(file), sorted(file.glob(f"*/{BEST}"))
+        published = is_published(file)
         instead = f"; timm.create_model('{FOLDER}{path}', pretrained=True) loads what is published" if published else ""
-        such = next((each for each in (file / BEST.name, *runs[::-1]) if each.is_file()), Path("runs", "RUN", BEST))
+        patterns = (f"{place}{name}" for place in ("", "checkpoints/", "*/checkpoints/") for name in SUGGESTED)
+        found = (each for pattern in patterns for each in sorted(file.glob(pattern), reverse=True) if each.is_file())
+        if (such := next(found, None)) is None:
+            raise FileNotFoundError(f"{path} is a folder without a .ckpt; give one, such as runs/RUN/{BEST}{instead}")
         raise FileNotFoundError(f"{path} is a folder; give the checkpoint, such as {such}{instead}")
     check_is_file(file)
     if not file.is_file():
@@ -98,7 +103,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         # refuses such tensors.
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except DamagedError as error:
+    except ArchiveError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     # PyTorch raises errors of almost any type for broken files, such as TypeError, IndexError or AttributeError.
     except Exception as error:
@@ -137,29 +142,30 @@ def check_is_file(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: it is no file but a pipe, a socket or a device")
 
 
-class DamagedError(ValueError):
-    """The bytes of a file have changed since they were written."""
+class ArchiveError(ValueError):
+    """A ZIP archive is damaged, or is none of `torch.save`."""
 
 
 def check_archive(path: Path) -> None:
     """Refuse a file of PyTorch (a ZIP archive) that is damaged or would take more memory than the file has bytes.
 
-    PyTorch never compresses entries, so a compressed entry is refused. The CRC of each entry is compared, unless the
-    file was written without CRCs (`torch.serialization.set_crc32_options(False)`).
+    `torch.save` never compresses entries, so a compressed entry is refused. The CRC of each entry is compared, unless
+    the file was written without CRCs (`torch.serialization.set_crc32_options(False)`).
 
     Raises:
-        DamagedError: A CRC differs.
-        ValueError: The archive is not one of PyTorch.
+        ArchiveError: A CRC differs, or the archive is none of `torch.save`.
         zipfile.BadZipFile: The file is no archive.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("a compressed entry")
+            raise ArchiveError(
+                "it has compressed entries, as TorchScript but never torch.save writes them; give a checkpoint"
+            )
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("entries that are larger than the file")
+            raise ArchiveError("the entries of its ZIP archive claim to be larger than the file; take another copy")
         if any(entry.CRC for entry in entries) and (damaged := archive.testzip()) is not None:
-            raise DamagedError(f"it is damaged, the checksum of {damaged} in it is wrong; take another copy")
+            raise ArchiveError(f"it is damaged, the checksum of {damaged} in it is wrong; take another copy")
 
 
 def _wrong_part(content: dict[Any, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -20,7 +21,15 @@ from relvit.app.models import check_model_size, described_model
 from relvit.app.models.hub import hub_access
 from relvit.app.models.model_names import model_hint
 from relvit.app.training.checkpoints.checkpoint import Architecture, Checkpoint, Normalisation
-from relvit.app.training.checkpoints.file import FILES, FOLDER, HUB, check_archive, check_is_file, nearest_hint
+from relvit.app.training.checkpoints.file import (
+    FILES,
+    FOLDER,
+    HUB,
+    ArchiveError,
+    check_archive,
+    check_is_file,
+    nearest_hint,
+)
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.utils.files import is_address
 from relvit.app.utils.nested_values import check_bounds
@@ -31,8 +40,8 @@ from relvit.models import TransferReport, Weights, transfer_weights
 from relvit.utils.messages import did_you_mean, listing
 
 ALLOWED = (
-    "a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as "
-    "'vit_small_patch16_224.augreg_in21k'"
+    "a checkpoint of relvit fit, a file or folder of weights, the address of a file such as https://..., or a model of "
+    "timm such as 'vit_small_patch16_224.augreg_in21k' or 'hf-hub:OWNER/NAME'"
 )
 # Print a note if means or standard deviations, of images in the range 0..1, differ by more than this. A smaller
 # difference hardly matters.
@@ -69,7 +78,10 @@ class Pretrained:
         if self._checkpoint is not None:
             return self._checkpoint.architecture()
         if self._file is not None:
-            raise ValueError(f"{self._file} does not say which model it is of: give --model.model as well")
+            raise ValueError(
+                f"{self._file} does not say which model it is of: give --model.model as well; a teacher must be a "
+                "checkpoint of relvit fit, a folder of weights or a model of timm"
+            )
         if self._config is None:
             return Architecture(self._timm_name)
         return self._config[1]
@@ -97,6 +109,8 @@ class Pretrained:
                 if zipfile.is_zipfile(path):
                     check_archive(path)
                 state = load_state_dict(str(path))
+            except ArchiveError as error:
+                raise ValueError(f"{self._file} cannot be read: {error}") from error
             # For broken files, timm and PyTorch raise errors of almost any type, such as TypeError or
             # UnicodeDecodeError.
             except Exception as error:
@@ -128,17 +142,20 @@ class Pretrained:
             raise ValueError(f"{path} holds no config.json: {hint}")
         check_is_file(path)
         if path.suffix in FILES or len(path.parts) > 1:
-            raise FileNotFoundError(f"no weights at {name}{nearest_hint(path)}; give {ALLOWED}")
+            of_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and path.suffix not in FILES
+            hub = f"; if it is on the Hugging Face hub, give {HUB}{name}" if of_hub else ""
+            raise FileNotFoundError(f"no weights at {name}{nearest_hint(path)}; give {ALLOWED}{hub}")
         architecture, tag = split_model_name_tag(name)
         if name.lower() in ("true", "false", "yes", "no", "none"):
-            raise ValueError(f"pretrained {name!r} names no weights: give {ALLOWED}, or null to train from scratch")
+            raise ValueError(f"{name!r} names no weights: give {ALLOWED}, or null for none")
         if not timm.is_model(architecture):
             hint = model_hint(architecture)
-            raise ValueError(f"pretrained {name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
+            raise ValueError(f"{name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
         tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
         if not tags:
             raise ValueError(
-                f"there are no pretrained weights of {architecture}: give a checkpoint, or a model of timm"
+                f"timm has no pretrained weights for {architecture}: give a checkpoint, a file or folder of weights, "
+                "or a model of timm.list_pretrained()"
             )
         if tag and name not in tags:
             raise ValueError(f"there are no weights {name!r}{did_you_mean(name, tags)}; known: {listing(tags)}")

@@ -191,7 +191,7 @@ def test_the_start_says_where_the_normalisation_is_from(vit, animals, capsys):
     [
         (["--model.pretrained=none.ckpt"], "no weights at none.ckpt"),
         (["--model.pretrained=vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
-        (["--model.pretrained=test_relvit"], "there are no pretrained weights of test_relvit"),
+        (["--model.pretrained=test_relvit"], "timm has no pretrained weights for test_relvit"),
         (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture of the weights"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_run_stands_for_its_best_checkpoint(run, pictures, tmp_path, fails):
     assert tables[0] == tables[1] == tables[2]
     assert relvit.load(run).class_names == relvit.load(best).class_names
     (tmp_path / "empty").mkdir()
-    assert "empty is a folder; give the checkpoint, such as" in fails(["predict", tmp_path / "empty", pictures])
+    assert "empty is a folder without a .ckpt; give one, such as" in fails(["predict", tmp_path / "empty", pictures])
 
 
 @pytest.mark.parametrize(("size", "option"), [(16, []), ((24, 40), ["--data.img_size=[24,40]"])])

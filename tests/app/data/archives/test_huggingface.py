@@ -156,7 +156,7 @@ MISTAKES = [
     ),
     ({"target_key": "labels"}, r"no column 'labels' in .* \(did you mean 'label'\?\).*\(--data.target_key\)"),
     ({"input_key": "label"}, "column 'label' of hfds/.* holds no images but ClassLabel.*; columns of images are 'im"),
-    ({"target_key": "image"}, "column 'image' of hfds/.* holds Image.*, no classes"),
+    ({"target_key": "image"}, "holds no classes, its type is Image: labels are .*, the columns are 'image', 'label'"),
 ]
 
 
@@ -164,10 +164,10 @@ def test_mistakes(place, tmp_path):
     for arguments, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             data_of(**place, **arguments)
-    message = "'label' of hfds/.* holds no classes: .{3,60} is neither the name nor the n"
+    message = "'label' of hfds/.* holds no classes, its type is {}: .{{3,60}} is neither the name nor .*; labels are "
     for folder, value, kind in (("float", 0.5, "float32"), ("bytes", b"x" * 999, "binary")):
         write_parquet(tmp_path / folder / "train.parquet", [("1.png", png(1), value)], datasets.Value(kind))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message.format(kind)):
             data_of(name=f"hfds/{tmp_path}/{folder}", root=str(tmp_path / "cache"))
 
 

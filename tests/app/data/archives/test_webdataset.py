@@ -176,7 +176,8 @@ def test_braces():
 
 MISTAKES = {
     "train": r"no split 'train' in .*: there is no _info.json; or name the shards, .* \(there are 's-0.tar', 's-1.t",
-    "s-{0..9}.tar": r"no archive at .*s-2.tar; correct the name",
+    "s-{0..9}.tar": r"no archive at .*s-2.tar; correct the name as given or in _info.json, or copy",
+    "z.tar": r"z.tar is a folder, no archive; correct the name",
     "s-{0,1}.tar::./s-1.tar": r"names '/.*/s-1.tar' more than once; name each shard once",
     "s-0.tar|many": r"should name a number of samples behind '\|', such as 'a-{0..9}.tar\|1000'",
     "s-{0,1}.tar|99": r"s-\{0,1\}.tar\|99 has 6 samples in .*; there should be 99",
@@ -191,6 +192,7 @@ def test_mistakes(tmp_path):
     write_tar(tmp_path / "twice.tar", [("a.png", png(1)), ("a.cls", b"1"), ("a.PNG", png(1))])
     write_tar(tmp_path / "text.tar", [("a.txt", b"1")])
     write_tar(tmp_path / "t.tar", [("README", b"1")])
+    (tmp_path / "z.tar").mkdir()
     for split, message in MISTAKES.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             ReaderData("wds/x", str(tmp_path), train_split=split)

@@ -27,6 +27,8 @@ def test_a_checkpoints_classes_keep_their_labels(tmp_path):
     assert data.dataset("val").targets == [2]
     with pytest.raises(ValueError, match="class_names holds 2 names; give 3, one for each of wnids"):
         ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
+    with pytest.raises(ValueError, match=r"give 1, one for each of the class folders in .*val"):
+        ImageNetData(str(tmp_path), class_names=["a", "b"])
     (tmp_path / "val" / "cats").mkdir()
     with pytest.raises(ValueError, match=r"'cats' are no WordNet ids such as 'n01440764': .* use ImageFolderData"):
         ImageNetData(str(tmp_path))

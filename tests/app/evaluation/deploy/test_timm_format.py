@@ -1,6 +1,8 @@
 """`relvit publish`: folders that timm loads in a process of its own, with the same logits, images and classes."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -269,12 +271,24 @@ def test_mistakes(best, tmp_path, fails):
     assert "missing: --to; usage: relvit publish CKPT --to DIR|hf-hub:OWNER/NAME" in fails(["publish", best])
 
 
+def test_a_full_disk_is_told_as_such(best, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("relvit.app.evaluation.deploy.timm_format.save_for_hf", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_folder(relvit.load(best), str(tmp_path / "one"))
+
+
 def test_what_timm_cannot_build_is_not_published(best, tmp_path):
     """A position of a user's own has no plain arguments; another model than that of the description differs."""
     clf = relvit.load(best)
     mine = relvit.retrofit(timm.create_model("test_vit", num_classes=3), position=relvit.layers.SlopePosition2d)
     clf.classifier.net = mine
-    with pytest.raises(PublishError, match="Model argument 'retrofit' is not serializable"):
+    with pytest.raises(
+        PublishError,
+        match=r"timm could not save the model and build it again: .*Model argument 'retrofit' is not serializable",
+    ):
         save_folder(clf, str(tmp_path / "one"))
     clf = relvit.load(best)
     clf.model.register_forward_hook(lambda module, args, logits: logits + 1e-6)

@@ -59,7 +59,9 @@ def test_files_and_folders_of_weights(tmp_path):
     torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
         assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
-    with pytest.raises(ValueError, match=r"a.pth does not say which model it is of: give --model.model as well"):
+    with pytest.raises(
+        ValueError, match=r"a.pth does not say which model it is of: give --model.model as well; a teacher"
+    ):
         Pretrained(str(tmp_path / "a.pth")).architecture()
 
     arguments = VIT | {"img_size": [8, 12]}
@@ -117,10 +119,10 @@ def test_mistakes(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     for given, message in (
         ("vit_smal_patch16_224", "did you mean 'vit_small_patch16_224'?"),
-        ("false", "or null to train from scratch"),
+        ("false", "or null for none"),
         ("test_vit.r160_in2k", "did you mean 'test_vit.r160_in1k'?"),
-        ("relvit_small", "relvit_small: give a checkpoint"),
-        ("true", "pretrained 'true'"),
+        ("relvit_small", "timm has no pretrained weights for relvit_small: give a checkpoint"),
+        ("true", "'true' names no weights"),
         (f"{tmp_path}", f"give its checkpoint, {tmp_path}/checkpoints/best.ckpt"),
         (f"{tmp_path}/x.npz", "x.npz is a JAX archive: give its name in timm"),
         (f"{tmp_path}/x.pth", "x.pth"),
@@ -137,7 +139,7 @@ def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path, monkeypatch)
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     best = "runs/2026-01-02_small/checkpoints/best.ckpt"
-    rest = "; give a checkpoint of relvit fit, a file or folder of weights, or a model of timm such as 'vit_small_"
+    rest = "; give a checkpoint of relvit fit, a file or folder of weights, the address of a file such as https://"
     for given, hint in (
         ("wights.pth", " (did you mean 'weights.pth'?)"),
         (f"{tmp_path}/weights.pt", f" (did you mean '{tmp_path}/weights.pth'?)"),
@@ -152,6 +154,10 @@ def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path, monkeypatch)
     ):
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(f'no weights at {given}{hint}{rest}')}"):
             Pretrained(given).weights()
+    for given, there in (("timm/vit_tiny", True), ("timm/vit_tiny.pth", False), ("no/such/folder", False)):
+        with pytest.raises(FileNotFoundError) as caught:
+            Pretrained(given).weights()
+        assert str(caught.value).endswith(f"; if it is on the Hugging Face hub, give hf-hub:{given}") == there
 
 
 def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys):
@@ -220,7 +226,9 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
     assert Pretrained(str(tmp_path)).normalisation() == ((0.1, 0.2, 0.3), None)
     config["pretrained_cfg"]["mean"] = ["red"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="mean and std must be lists of finite numbers"):
+    with pytest.raises(
+        ValueError, match=r"finite numbers, got mean \['red'\] and std None; correct them in its config"
+    ):
         Pretrained(str(tmp_path)).normalisation()
 
 
