@@ -160,7 +160,7 @@ def check_archive(path: Path) -> None:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ArchiveError(
-                "it has compressed entries, as TorchScript but never torch.save writes them; give a checkpoint"
+                "it has compressed entries, as TorchScript but never torch.save writes them; give a file of torch.save"
             )
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ArchiveError("the entries of its ZIP archive claim to be larger than the file; take another copy")

@@ -10,6 +10,7 @@ from sample_files import write_sample
 import relvit
 from relvit.app.data import DigitsData, ImageData
 from relvit.app.training import Checkpoint, classifier_of, read_checkpoint
+from relvit.app.utils.masks import MASK
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,9 @@ def test_data_module_with_changes(checkpoint):
     foreign = replace(checkpoint, data={"class_path": "os.system", "init_args": {}})
     with pytest.raises(ValueError, match=r"the data module os.system: import it, or give --data os.system"):
         foreign.data_module()
+    hidden = replace(checkpoint, data={"class_path": "relvit.app.data.ImageFolderData", "init_args": {"root": MASK}})
+    with pytest.raises(ValueError, match=r"'root' of ImageFolderData; secrets are not saved: give --data.root"):
+        hidden.data_module()
 
 
 def test_options_that_contradict_the_weights_are_refused(checkpoint):
