@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from onnx_files import classifier_of
+from vits import images, small
 
+from relvit.app.training.answering import finite_features
 from relvit.app.training.labels import OneLabel, SeveralLabels
 
 
@@ -15,6 +17,11 @@ def test_labels_refuse_them():
         for bad in ((0.0, torch.nan), (torch.inf, torch.inf) if labels.thresholds is None else (torch.nan, 0.0)):
             with pytest.raises(ValueError, match="probabilities that are not a number"):
                 labels.probabilities(torch.tensor([[0.0, 1.0], bad]))
+
+
+def test_features_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match=r"are NaN or infinite: check .* \(no std may be 0\), and the images"):
+        finite_features(small("test_relvit").eval(), images() * torch.nan, "cpu")
 
 
 SPOILT = {
