@@ -214,13 +214,16 @@ class Checkpoint:
         """Return the checkpoint for other images with the same transforms and classes.
 
         Args:
-            data_type: The data module of the images. None keeps the data module of the checkpoint.
+            data_type: The data module of the images. None keeps the data module of the checkpoint. Another data module
+                does not get the checkpoint's `root`.
             changes: Arguments that replace arguments of the checkpoint's data module. Arguments that the new data
                 module does not have are left out.
         """
         path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
         if data_type is not None and data_type is not self.data_type:
-            path, known, names = class_path_of(data_type), self.images_args, data_type.names_to_restore()
+            path, names = class_path_of(data_type), data_type.names_to_restore()
+            # Images of another kind lie in another place.
+            known = {name: value for name, value in self.images_args.items() if name != "root"}
         arguments = {name: value for name, value in (known | changes).items() if name in names}
         return replace(self, data={"class_path": path, "init_args": arguments})
 

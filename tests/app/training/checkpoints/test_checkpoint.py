@@ -8,7 +8,7 @@ import torch
 from sample_files import write_sample
 
 import relvit
-from relvit.app.data import DigitsData, ImageData
+from relvit.app.data import DigitsData, ImageData, ImageFolderData, ImageListData
 from relvit.app.training import Checkpoint, classifier_of, read_checkpoint
 from relvit.app.utils.masks import MASK
 
@@ -51,6 +51,15 @@ def test_data_module_with_changes(checkpoint):
     hidden = replace(checkpoint, data={"class_path": "relvit.app.data.ImageFolderData", "init_args": {"root": MASK}})
     with pytest.raises(ValueError, match=r"'root' of ImageFolderData; secrets are not saved: give --data.root"):
         hidden.data_module()
+
+
+def test_another_kind_of_data_is_in_another_place(checkpoint, tmp_path):
+    images = checkpoint.images_args | {"root": str(tmp_path)}
+    folder = replace(checkpoint, data={"class_path": "relvit.app.data.ImageFolderData", "init_args": images})
+    assert folder.with_data(ImageFolderData, batch_size=3).data_args["root"] == str(tmp_path)
+    listed = folder.with_data(ImageListData, train="a.csv").data_args
+    assert (listed["train"], listed["mean"], "root" in listed) == ("a.csv", images["mean"], False)
+    assert folder.with_data(ImageListData, root="here").data_args["root"] == "here"
 
 
 def test_options_that_contradict_the_weights_are_refused(checkpoint):
