@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from argparse import ArgumentError
+from argparse import Action, ArgumentError
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from jsonargparse import Namespace
@@ -56,6 +58,8 @@ class Parser(LightningArgumentParser):
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **options: Any) -> Any:
         """Add the arguments of a class as options; those that a user's data module hands on have no defaults."""
         added = super().add_class_arguments(theclass, nested_key, *args, **options)
+        for action in self._actions:
+            _put_int_before_float(action)
         if inspect.isclass(theclass) and issubclass(theclass, ImageData) and theclass.is_of_user():
             open_inherited_options(self, theclass, nested_key)
         return added
@@ -82,3 +86,17 @@ class Parser(LightningArgumentParser):
             for kind in CLASSES:
                 cfg.trainer[kind] = without_masks(cfg.trainer[kind], kind)
         return super().instantiate_classes(cfg, **kwargs)
+
+
+def _put_int_before_float(action: Action) -> None:
+    """Read whole numbers as int: one for Lightning's `limit_val_batches` is one batch, and 1.0 is all batches.
+
+    Lightning declares `Union[int, float]`, but Python remembers unions without their order: if another library has used
+    `Union[float, int]` before, Lightning's union has that order, and jsonargparse tries float first.
+    """
+    kinds = list(getattr(getattr(action, "_typehint", None), "__args__", None) or ())
+    if int in kinds and float in kinds and kinds.index(float) < kinds.index(int):
+        kinds.remove(int)
+        kinds.insert(kinds.index(float), int)
+        # `|` makes a new union in this order.
+        action._typehint = reduce(or_, kinds)

@@ -4,6 +4,7 @@ or it is refused in one line before the training starts."""
 import inspect
 import math
 from pathlib import Path
+from typing import Union
 
 import lightning.pytorch.callbacks
 import pytest
@@ -14,6 +15,7 @@ from photos import TINY
 
 from relvit.app.cli import main
 from relvit.app.cli.fit import refused_options
+from relvit.app.cli.parser import Parser
 from relvit.app.plots import read_metrics
 from relvit.app.training import lightning_options
 
@@ -253,3 +255,18 @@ def test_the_page_lists_what_is_refused():
     options = {*refused_options.REFUSED, "overfit_batches", "default_root_dir"}
     missing = [name for name in kinds | options if f"`{name}`" not in page]
     assert missing == []
+
+
+class Limits:
+    """Its annotation has the order that `Union[int, float]` gets where another library used this order before."""
+
+    def __init__(self, batches: Union[float, int, None] = None):  # noqa: UP007 (`|` keeps the order in any case)
+        self.batches = batches
+
+
+@pytest.mark.parametrize(("typed", "expected"), [("1", 1), ("1.0", 1.0), ("0.5", 0.5), ("null", None)])
+def test_whole_numbers_are_int_in_any_order_of_the_types(typed, expected):
+    parser = Parser()
+    parser.add_class_arguments(Limits, "limits")
+    found = parser.parse_args([f"--limits.batches={typed}"]).limits.batches
+    assert (found, type(found)) == (expected, type(expected))
