@@ -24,7 +24,7 @@ from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
 from relvit.utils.messages import an, check_choice
 
-# Value of a model's `pos_embed` -> the argument `combine` of `AxialPositionEmbedding` that this value selects.
+# `AXIAL` maps values of `pos_embed` to the argument `combine` of `AxialPositionEmbedding`.
 AXIAL = {"axial": "concat", "axial-sum": "sum"}
 POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
@@ -227,7 +227,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         TypeError: `mlp_chunk` is no integer, or `block_fn` does not make `GridBlock`s.
     """
 
-    # Name of an argument that users of this class cannot choose -> the reason, for the error.
+    # Users of this class cannot choose these arguments; the error gives the reason.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(

@@ -49,8 +49,8 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# Name of a boolean argument of models, such as 'reversible' -> the `Depth` of models in which it is True. Packages in
-# `relvit.families` add entries.
+# `DEPTHS` maps the name of a boolean argument of models, such as 'reversible', to the `Depth` of models in which it is
+# True. Packages in `relvit.families` add entries.
 DEPTHS: dict[str, Depth] = {}
 
 

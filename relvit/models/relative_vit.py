@@ -154,7 +154,8 @@ REG4_GAP: dict[str, Any] = {"reg_tokens": 4, "global_pool": "avg", "class_token"
 # quarter of the grid's side. At 224 px the side is 14 patches, so the clip distance here is 2.
 LEARN: dict[str, Any] = {"max_distance": 2, "pos_embed": "learn"}
 
-# Name of a model -> arguments of `RelVisionTransformer`; without `patch_size` a patch has 16 px.
+# `VARIANTS` maps the name of each model to its arguments of `RelVisionTransformer`; without `patch_size` a patch has 16
+# px.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_tiny": TINY,
     "relvit_small": SMALL,

@@ -35,6 +35,6 @@ class Segmenter(Protocol):
         ...
 
 
-# Value of the argument `reach` of `set_reach`, such as 'bands' -> the class of the segmenter that this value chooses.
-# Packages in `relvit.families` add entries.
+# `SEGMENTERS` maps values of `set_reach`'s argument `reach`, such as 'bands', to the class of segmenter that they
+# choose. Packages in `relvit.families` add entries.
 SEGMENTERS: dict[str, type[Segmenter]] = {}

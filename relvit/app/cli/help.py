@@ -56,8 +56,8 @@ TEXTS: dict[str, str] = {
     "trainer.accelerator": "The kind of device: auto, cpu, gpu or mps (untested). Default: auto.",
     "trainer.precision": f"The number format. One of {', '.join(PRECISIONS)}. Default: 32-true.",
 }
-# Last part of an option's name, alone or after its command -> the word that the help shows for the option's value, such
-# as DIR in `--root DIR`. For all other options the help shows N, X, BOOL or NAME, by their types.
+# `METAVARS` maps the last part of an option's name, alone or after its command, to the word that the help shows for the
+# option's value, such as DIR in `--root DIR`. For all other options the help shows N, X, BOOL or NAME, by their types.
 METAVARS: dict[str, str] = {
     **dict.fromkeys(("root", "runs", "robustness", "show output"), "DIR"),
     **dict.fromkeys(("config", "output"), "FILE"),
@@ -78,8 +78,8 @@ METAVARS: dict[str, str] = {
     "curve": "FILE.json",
     "X": "VALUE",
 }
-# Command -> further lines of its usage. `usage` derives the first line from the signature of the command's function,
-# except for `fit`, whose only lines are these.
+# `USAGE` has further lines of usage for some commands. `usage` derives the first line from the signature of the
+# command's function, except for `fit`, whose only lines are these.
 USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],

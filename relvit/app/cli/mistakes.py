@@ -252,7 +252,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
         return None
     if name == "data" and os.sep in value:
         lists = "a list by --data ImageListData --data.train FILE"
-        return f"--data{place} must be a kind of data, got {cut(value)}: give class folders by --root DIR, {lists}"
+        return f"--data{place} must be a kind of data, got {cut(value)}: give class folders by --root DIR, or {lists}"
     if classes and "." not in value:
         # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
         others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]

@@ -30,7 +30,8 @@ OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
 LETTERS: dict[str, str] = {"h": "help", "c": "config", "q": "quiet"}
 ALONE: tuple[str, ...] = ("help", "help-all", "print_config")
-# Lightning also takes numbers, whose meaning has changed, and formats that need further packages.
+# Help and errors name these values of `--precision`. Lightning also takes numbers, whose meaning has changed, and
+# formats that need further packages.
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 # `fit --model` takes the name of a model, or a file of the model's options whose name ends in one of these suffixes.
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
@@ -124,7 +125,7 @@ _DROPOUT = "it is an argument of the model: --model.model_kwargs.drop_rate or --
 _FOLDS = "K-fold cross-validation is a recipe of the documentation, in 'Your own data and training in Python'"
 _CLASSES = "the classes are found in the data"
 _LIST = "a CSV list of images is --data ImageListData --data.train FILE"
-# Name that users may try with `fit`, which has no such option -> what to do instead.
+# `fit` has no options of these names, but users may try them: the texts say what to do instead.
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("kfold", "k_fold", "folds", "fold", "n_folds", "cv", "cross_val", "cross_validation"), _FOLDS),
     **dict.fromkeys(
@@ -148,7 +149,7 @@ INSTEAD: dict[str, str] = {
 }
 
 
-# (Command, option that the command lacks but similar commands have) -> what to do instead.
+# These commands lack these options, which similar commands have: the texts say what to do instead.
 MISSING: dict[tuple[str, str], str] = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",

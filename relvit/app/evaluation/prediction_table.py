@@ -102,7 +102,6 @@ class PredictionTable(BasePredictionWriter):
             # Replace '..' by "up", so that the figures of ../a.png and a.png are two files in the folder `steps`.
             parts = ["up" if part == os.pardir else part for part in Path(printable(name)).parts if part != os.sep]
             target = self.path.parent.joinpath("steps", *parts[:-1], f"{parts[-1]}.png")
-            target.parent.mkdir(parents=True, exist_ok=True)
             plot_steps(picture_of(image, data.mean, data.std), steps, net.steps, target)
         return [[f"{steps.mean():.4f}"] for steps in maps]
 

@@ -386,7 +386,7 @@ class ImageClassifier(Answering):
         return self
 
 
-# Name of a loss that only some models return in training -> a description of these models.
+# `MODEL_LOSSES` describes, for each loss that only some models return in training, these models.
 MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 LOSS_DEFAULTS: dict[str, Any] = {
     option: inspect.signature(ImageClassifier).parameters[option].default

@@ -58,6 +58,7 @@ class Labels(Protocol):
         score: The metric that chooses the best checkpoint.
         loss: The loss of evaluation, by its name in `ClassificationLoss`: 'ce' or 'bce'.
         activation: Python code that turns logits into probabilities, such as 'softmax(-1)', to print for users.
+        commands: The names of the commands of relvit that use a checkpoint after its training, to print for users.
         mistakes_by: The name of the column by which a table of mistakes is sorted.
         mistakes_title: The title of the pictures of mistakes.
         thresholds: For each class, the lowest probability at which an image has the class. None: an image has its most
@@ -67,6 +68,7 @@ class Labels(Protocol):
     score: str
     loss: str
     activation: str
+    commands: str
     mistakes_by: str
     mistakes_title: str
     thresholds: list[float] | None
@@ -151,6 +153,7 @@ class OneLabel(Labels):
     score = "acc1"
     loss = "ce"
     activation = "softmax(-1)"
+    commands = "show, calibrate, probe, embed, export, publish"
     mistakes_by = "probability"
     mistakes_title = "most confident mistakes"
     thresholds: list[float] | None = field(default=None, init=False)
@@ -224,6 +227,7 @@ class SeveralLabels(Labels):
     score = "map"
     loss = "bce"
     activation = "sigmoid()"
+    commands = "show, calibrate, embed, export, publish"
     mistakes_by = "loss"
     mistakes_title = "mistakes of the highest loss"
 

@@ -26,7 +26,7 @@ from relvit.app.data import ImageData
 from relvit.app.training.optim.lr_finder import FindLearningRate
 from relvit.app.training.optim.strategy import check_strategy
 
-# Callback -> why a training refuses the callback and its subclasses, and what to use instead.
+# For each callback, the text says why a training refuses it and its subclasses, and what to use instead.
 REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "it adds parameters to the optimiser for which the schedule has no rate; to train the classifier "
     "first, give --model.freeze_epochs N, and smaller rates for lower layers by --model.layer_decay 0.75",
@@ -49,7 +49,7 @@ REFUSED: dict[type[Callback], str] = {
 LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 
-# Precision whose weights have two bytes each -> the similar precision whose weights are float32.
+# `HALF` maps each precision whose weights have two bytes to the similar precision whose weights are float32.
 HALF = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 # The smallest positive float16.
 LEAST_HALF = 2.0**-24

@@ -26,8 +26,8 @@ from relvit.utils.messages import check_choice, listing
 _logger = logging.getLogger(__name__)
 
 MIXERS: dict[str, type[AFTSimple]] = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv2d}
-# Mixer -> which of the model's arguments `kernel_size`, `window` and `bias_dim` it has. If such an argument is None,
-# the mixer's class uses its default.
+# `OWN` says which of the model's arguments `kernel_size`, `window` and `bias_dim` each mixer has. If such an argument
+# is None, the mixer's class uses its default.
 OWN: dict[str, set[str]] = {
     "full": {"bias_dim"},
     "local": {"bias_dim", "window"},
@@ -202,9 +202,9 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
     return {"mixer": "conv", "kernel_size": kernel_size, "num_heads": num_heads}
 
 
-# Name of a model -> arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16 px. For models in the
-# paper's table 4, comments give the number of parameters in millions (M). `relvit_aft_conv_tiny` and
-# `relvit_aft_conv_small` are the best models of their size in this table.
+# `VARIANTS` maps the name of each model to its arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16
+# px. For models in the paper's table 4, comments give the number of parameters in millions (M). `relvit_aft_conv_tiny`
+# and `relvit_aft_conv_small` are the best models of their size in this table.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
     "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M

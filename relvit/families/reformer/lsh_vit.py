@@ -53,7 +53,7 @@ class LSHVisionTransformer(RelVisionTransformer):
             check_position(block.attn.position)
 
 
-# Name of a model -> arguments of `LSHVisionTransformer`.
+# `VARIANTS` maps the name of each model to its arguments of `LSHVisionTransformer`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_lsh_small": SMALL,
     "test_relvit_lsh": TEST,

@@ -12,7 +12,7 @@ from relvit.models.entry_points import default_cfgs_of, entry_point
 from relvit.models.relative_vit import BASE, LARGE, SMALL, TEST, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 
-# Name of a model -> arguments of `RelVisionTransformer`.
+# `VARIANTS` maps the name of each model to its arguments of `RelVisionTransformer`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_rev_small": SMALL | {"reversible": True},
     "relvit_rev_base": BASE | {"reversible": True},

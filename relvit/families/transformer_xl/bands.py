@@ -23,7 +23,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair
 
-# What a model that computes in bands cannot do -> the reason; `relvit.models.lack` lists the keys.
+# `LACKS` says why a model that computes in bands cannot do these things; `relvit.models.lack` lists the keys.
 LACKS = {
     "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: set_bands(model, None) first",

@@ -21,7 +21,7 @@ from relvit.models.retrofit.source import Layers, OwnPositions
 TABLE = "relative_position_bias_table"
 # If the model has a class token, a bias table has this number of entries for it, as `PrefixBias` has.
 PREFIX_ENTRIES = 3
-# Prefix of a parameter's name in timm's networks -> the prefix in relvit's networks.
+# `NETWORKS` maps the prefixes of parameters' names in timm's networks to their prefixes in relvit's networks.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
 
 

@@ -9,8 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
 
-# Class of a model -> file in `sources/`, and the class in this file that the model becomes. Classes are given by name,
-# because their library may not be installed.
+# `SOURCES` maps each class of a model to a file in `sources/` and the class in this file that the model becomes.
+# Classes are given by name, because their library may not be installed.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",
@@ -36,7 +36,7 @@ _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
-# Beginning of a class's full name -> the reason why `relvit.retrofit` refuses models of such classes.
+# `relvit.retrofit` refuses models of classes whose full names begin with these texts, for these reasons.
 REFUSED = {
     "timm.models.swin_transformer_v2_cr.": (
         "it is another implementation of Swin V2, with blocks and attention of its own, which retrofit does not know: "

@@ -15,9 +15,10 @@ from relvit.utils.constants import FillConstants
 from relvit.utils.messages import an, listing
 
 Classes = tuple[type[nn.Module], ...]
-# Class of a part of the original model -> the class that the part becomes.
+# An `Exchange` maps the class of a part of the original model to the class that the part becomes.
 Exchange = Mapping[type[nn.Module], type[nn.Module]]
-# Path of an attention module -> the submodules that it gets, by name: 'position', 'prefix_bias' or 'attn_drop'.
+# `Layers` maps the path of each attention module to the submodules that it gets: 'position', 'prefix_bias',
+# 'attn_drop'.
 Layers = Mapping[str, Mapping[str, nn.Module]]
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 

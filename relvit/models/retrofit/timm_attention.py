@@ -103,7 +103,7 @@ class TimmRelativeEva(TimmRelativeAttention, EvaAttention):
     """timm's `EvaAttention` after a retrofit, see `TimmRelativeAttention`."""
 
 
-# Class of timm's attention -> the class that `relvit.retrofit` gives to modules of this class.
+# `TIMM_ATTENTIONS` maps each class of timm's attention to the class that `relvit.retrofit` gives to its modules.
 TIMM_ATTENTIONS: dict[type[nn.Module], type[nn.Module]] = {
     Attention: TimmRelativePlain,
     AttentionRope: TimmRelativeRope,

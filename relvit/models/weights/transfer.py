@@ -17,8 +17,8 @@ from relvit.models.weights.convert import convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
-# Pattern of the names of tensors that one kind of model has -> the part of the error message that says why no other
-# kind of model can use these tensors. Packages in `relvit.families` add entries.
+# Each pattern matches names of tensors that only one kind of model has. The text is the part of the error message that
+# says why no other kind of model can use these tensors. Packages in `relvit.families` add entries.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."

@@ -66,8 +66,9 @@ def check_resume(uninterrupted, folder):
     assert PROOF.differences(uninterrupted, run_of(folder)) == []
 
 
-def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path):
-    struck = {PROOF.PLACE: "validation", PROOF.END: "SIGTERM"}
+@pytest.mark.parametrize("place", ["mid-epoch", "validation"])
+def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images, uninterrupted, tmp_path, place):
+    struck = {PROOF.PLACE: place, PROOF.END: "SIGTERM"}
     ranks = Ranks(flags(images, tmp_path), tmp_path, counting(tmp_path, "steps", **struck))
     assert ranks.finish() == [143, 143], ranks.text()
     assert len(set(steps(tmp_path, "steps"))) == 1

@@ -17,7 +17,7 @@ from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
 from relvit.models import Reach
 
-# Title of a column in the printed table -> the key in the rows of `evaluate_sizes`, and the format of the numbers.
+# `COLUMNS` maps the title of each printed column to the key in the rows of `evaluate_sizes` and the format of numbers.
 COLUMNS = {
     "acc1": ("acc1", "{:.4f}"),
     "±": ("acc1_se", "{:.4f}"),

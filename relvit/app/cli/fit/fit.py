@@ -106,8 +106,8 @@ class FitCLI(RelvitCLI):
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:
-            # Give Lightning the local copy: for an http address, Lightning would read an older download of the same
-            # name.
+            # Give Lightning the local copy: given an http address, it reads an earlier download of the same file name,
+            # if there is one.
             self.checkpoint_file: Path = stack.enter_context(local_file(path))
             checkpoint = Checkpoint.read(path, self.checkpoint_file)
             if not checkpoint.resumable:

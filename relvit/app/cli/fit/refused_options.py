@@ -20,7 +20,8 @@ from relvit.app.cli.parser import Parser
 from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
 
-# Option of the Trainer -> the refused value, and the reason. `TRIAL`, the option to use instead, ends the sentence.
+# For each of these options of the Trainer, one value is refused, for a reason. `TRIAL`, the option to use instead, ends
+# the sentence.
 REFUSED: dict[str, tuple[bool, str]] = {
     "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt; a trial that writes nothing is"),
     "barebones": (True, "a run writes checkpoints, metrics and figures; a trial that writes nothing is"),

@@ -36,7 +36,7 @@ FREE = {
 }
 # The paths in these options may change, since files move. But no path may be added where there was none, or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
-# Name of an option, or of a group of options -> the reason why it may not change, unless `FREE` or `PLACES` has it. The
+# `REASONS` says of options, or groups of options, why they may not change, unless `FREE` or `PLACES` has them. The
 # message gives the reason of the longest name here with which the option's name begins.
 REASONS = {
     "": "a training that goes on stays as it was configured",

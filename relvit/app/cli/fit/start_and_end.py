@@ -24,6 +24,7 @@ from relvit.app.evaluation.pictures import NotApplicableError, draw
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.plots.style import save_figure
 from relvit.app.training import ImageClassifier, RunCheckpoints, load_classifier
+from relvit.app.training.labels import Labels
 from relvit.app.training.run.send_results import send_results
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.shown_text import one_line, size_text, without_secrets
@@ -94,7 +95,8 @@ def report_fit(
         write_summary(folder, summary, trainer)
         _draw_positions(folder / "positions.png", best, data)
         send_results(trainer, folder, summary)
-        rank_zero_print("\n".join([*lines, files_line(folder), "Next:", *_suggestions(model.net, data, best)]))
+        suggestions = _suggestions(model.net, data, best, model.labels)
+        rank_zero_print("\n".join([*lines, files_line(folder), "Next:", *suggestions]))
 
 
 def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
@@ -109,7 +111,7 @@ def _draw_positions(target: Path, best: str, data: LightningDataModule) -> None:
         rank_zero_print(f"Note: {target.name} could not be drawn: {one_line(error)}")
 
 
-def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[str]:
+def _suggestions(net: nn.Module, data: LightningDataModule, best: str, labels: Labels) -> list[str]:
     """Return commands that work as printed."""
     path = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
     path = shlex.quote(str(path))
@@ -129,5 +131,4 @@ def _suggestions(net: nn.Module, data: LightningDataModule, best: str) -> list[s
         lines.append(f"  relvit validate {path} --img_size {second}{named}")
         lines.append(f"  relvit resolutions {path} --sizes {first} {second}{named}")
     lines.append(f"  relvit predict {path} FOLDER_OF_IMAGES")
-    commands = f"show, calibrate, {'' if data.multi_label else 'probe, '}embed, export, publish"
-    return [*lines, f"Also of a checkpoint: relvit {commands}; each has --help"]
+    return [*lines, f"Also of a checkpoint: relvit {labels.commands}; each has --help"]

@@ -236,7 +236,7 @@ def evaluate(
         RelvitCLI(function, given)
     if path is None:
         raise UsageError(f"no checkpoint given: relvit {function.__name__} runs/RUN/checkpoints/best.ckpt")
-    # Give Lightning the local copy: if a file of the same name was downloaded before, Lightning reads that.
+    # Give Lightning the local copy: given an http address, it reads an earlier download of the same file name, if any.
     with local_file(path) as file:
         checkpoint = ExportedClassifier(file).checkpoint if is_exported(file) else Checkpoint.read(path, file)
         if asked is None:

@@ -249,7 +249,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_checkpoint(checkpoint, path)
         except OSError as error:

@@ -12,7 +12,7 @@ KEY = "relvit"
 # The format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
 # checkpoints.
 FORMAT = 1
-# Earlier format -> a function that changes the content of a checkpoint, in place, to the next format. To rename
+# For each earlier format, a function changes the content of a checkpoint, in place, to the next format. To rename
 # parameters, change 'state_dict' and 'ema_state_dict' (keys: 'net.' and the name in the model) and 'state_dict_ema'
 # (keys: the name in the model). Folders that `relvit publish` writes do not pass through these functions, so rename
 # parameters also where these are loaded: in `checkpoint_filter_fn` of `relvit/models/weights/convert.py` for `relvit_*`

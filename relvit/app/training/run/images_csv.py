@@ -22,7 +22,7 @@ SPLITS: tuple[Split, ...] = ("train", "val")
 # File names need not be UTF-8; 'surrogateescape' keeps their bytes.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
 
-# Split -> 'images', the number of images, and 'digest', a hash of the images' names, contents and labels in order.
+# Each split has 'images', the number of images, and 'digest', a hash of their names, contents and labels in order.
 Digests = dict[str, dict[str, Any]]
 
 

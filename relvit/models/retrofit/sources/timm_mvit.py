@@ -260,8 +260,8 @@ class RetrofittedMultiScaleVit(OwnPositions, WholeImages, MultiScaleVit):
         for axis, table in enumerate((first.rel_pos_h, first.rel_pos_w)):
             step = min(Pooling.of(pool).stride[axis] for pool in (first.pool_q, first.pool_k)) * embed.stride[axis]
             least = (len(table) + 1) // 2 * step
-            # Each image side for which timm makes tables of this length -> the numbers of tokens in each attention, or
-            # None if an offset exceeds a table.
+            # `found` maps each image side for which timm makes tables of this length to the numbers of tokens in each
+            # attention, or to None if an offset exceeds a table.
             found = {side: tokens_within_tables(attentions, embed, side, axis) for side in range(least, least + step)}
             different = {tokens: side for side, tokens in reversed(found.items()) if tokens}
             if len(different) > 1:
