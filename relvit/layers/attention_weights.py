@@ -13,9 +13,9 @@ from relvit.ops.attention import attend
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-# Key: a layer's module `attn_drop`. Value: the inputs of the layer's attention. None while `record_logit_inputs` is not
-# active. This is a context variable, because each thread has its own value of it; all threads would share an attribute
-# of a module.
+# `_RECORD` maps each layer's module `attn_drop` to the inputs of the layer's attention; it holds None while
+# `record_logit_inputs` is not active. This is a context variable, because each thread has its own value of it; all
+# threads would share an attribute of a module.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 

@@ -207,8 +207,8 @@ class _Decision(NamedTuple):
     plan: lean.Plan | pair_bias.PairPlan | None
 
 
-# Cached decisions. A key holds everything on which the decision depends, so that inputs of a layer are checked only
-# once for each size.
+# These are the cached decisions. A key holds everything on which its decision depends, so that inputs of a layer are
+# checked only once for each size.
 _DECISIONS: dict[Any, _Decision] = {}
 _MOST_DECISIONS = 64
 

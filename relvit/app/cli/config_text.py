@@ -15,7 +15,8 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# The name of `load_config` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file registers it.
+# This is the name of `load_config` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file
+# registers it.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
 

@@ -20,8 +20,8 @@ from relvit.app.data.transforms import ResizeToCover, parse_size
 from relvit.app.models import check_image_size, run_once
 from relvit.app.utils.shown_text import size_text
 
-# The arguments of `relvit.app.data.ImageData` for images that keep their shapes and are given to the model as a limited
-# number of patches.
+# These are the arguments of `relvit.app.data.ImageData` for images that keep their shapes and are given to the model as
+# a limited number of patches.
 AS_PATCHES = ("native", "max_tokens", "patch_size")
 
 

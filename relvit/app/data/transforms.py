@@ -26,7 +26,7 @@ SizeProtocol = Literal["crop", "resize", "field"]
 Augment = Literal["none", "shift", "crop-flip", "resized-crop", "deit", "three-augment", "three-augment-crop"]
 """Augmentation of training images, see `train_transform`."""
 
-# Key: augmentation. Value: its default colour jitter and its default probability of erasing; both are 0 for all other
+# These augmentations have this default colour jitter and this default probability of erasing; both are 0 for all other
 # augmentations. DeiT has no colour jitter, because timm switches it off with RandAugment, whatever its option
 # --color-jitter says.
 _JITTER_AND_ERASING: dict[str, tuple[float, float]] = {

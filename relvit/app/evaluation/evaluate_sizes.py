@@ -34,7 +34,7 @@ from relvit.utils.messages import check_choice, listing
 Size = int | tuple[int, int]
 """Image size in pixels: one number or (height, width)."""
 Split = Literal["train", "val", "test"]
-# A function that takes an iterable, its length and a description, and yields the items, such as
+# `Progress` is a function that takes an iterable, its length and a description, and yields the items, such as
 # `relvit.app.utils.progress.with_bar`.
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -118,8 +118,8 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    # For each size: whether the first checkpoint classifies each image right. The other checkpoints are compared with
-    # this.
+    # `of_first` says for each size whether the first checkpoint classifies each image right. The other checkpoints are
+    # compared with it.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)

@@ -17,9 +17,9 @@ from relvit.app.utils.shown_text import one_line
 if TYPE_CHECKING:
     from relvit.app.evaluation.predictor import Predictor
 
-# The name of the description in the metadata of an .onnx file, or of a .pt2 file that AOTInductor has compiled.
+# This is the name of the description in the metadata of an .onnx file, or of a .pt2 file that AOTInductor has compiled.
 KEY = "relvit"
-# The name of the description among the extra files in a .pt2 file that `torch.export.save` has written.
+# This is the name of the description among the extra files in a .pt2 file that `torch.export.save` has written.
 EXTRA_FILE = f"{KEY}.json"
 
 

@@ -44,8 +44,7 @@ def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "trai
         score, scored = "val/acc1", "top-1 accuracy"
         of_score = {"train/acc1": ("train", TRAIN), "train/acc1_mixed": ("train, mixed images", TRAIN)}
         of_score["val/acc1"] = ("val", VAL)
-    # Key: the label of a panel. Value: the curves of the panel, each by its column in the table, with its name and
-    # colour.
+    # `panels` maps the label of each panel to its curves: each curve's column in the table, its name and its colour.
     panels = {
         "loss": {"train/loss": (train_loss, TRAIN), "val/loss": ("val", VAL)},
         scored: of_score,

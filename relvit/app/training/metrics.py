@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.labels import Labels
 
-# The key under which a checkpoint holds the metrics of an unfinished epoch.
+# A checkpoint holds the metrics of an unfinished epoch under this key.
 METRICS_KEY = "train_metrics"
 
 States = dict[str, dict[str, Any]]
@@ -84,8 +84,8 @@ class EpochMetrics(LightningModule):
         of_steps = {"grad_norm": MeanMetric(), **of_steps}
         self.step_metrics: MetricCollection = MetricCollection(of_steps, compute_groups=False, prefix="train/")
         self._images: SumMetric = SumMetric()
-        # The metrics at the last optimiser step. Checkpoints hold these metrics, because a training resumes at this
-        # step.
+        # These are the metrics at the last optimiser step. Checkpoints hold these metrics, because a training resumes
+        # at this step.
         self._metrics_at_step: States = {}
 
     @property

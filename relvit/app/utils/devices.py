@@ -16,9 +16,9 @@ from relvit.utils.messages import did_you_mean
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-# Files in which Linux reports the memory of a control group (cgroup). Key: the controller's name in /proc/self/cgroup,
-# which is '' in cgroup version 2. Value: the file with the limit, the file with the memory in use, and the entry of
-# memory.stat that counts memory which the kernel can free when needed.
+# Linux reports the memory of a control group (cgroup) in these files. Each key is the controller's name in
+# /proc/self/cgroup, which is '' in cgroup version 2. The value names the file with the limit, the file with the memory
+# in use, and the entry of memory.stat that counts memory which the kernel can free when needed.
 CONTROL_GROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -49,7 +49,7 @@ class AFTSimple(Mixer, KeepConstants):
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
-    # Number of channels of a head's keys; None: as many as the head's values have.
+    # This is the number of channels of a head's keys; None means as many as the head's values have.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
 

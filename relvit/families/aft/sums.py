@@ -17,7 +17,7 @@ from relvit.ops.tracing import is_eager
 # exp(-87) are lost: they become 0. Even if the largest exponential has the weight exp(-70), and a lost exponential has
 # the weight 1, the lost product is at most exp(-17) times the kept product, which is less than a rounding error.
 SPREAD = 70.0
-# Types of devices that multiply matrices much faster in half precision. On these devices `exponentials` returns
+# These types of devices multiply matrices much faster in half precision. On these devices `exponentials` returns
 # bfloat16 for bfloat16 inputs, so that `products` multiplies bfloat16 matrices; on other devices it returns float32.
 HALF_PRODUCTS = {"cuda"}
 

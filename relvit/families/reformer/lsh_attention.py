@@ -15,8 +15,8 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# The largest number of buckets. With 32 tokens per bucket, the default, 32,768 tokens have this number of buckets; with
-# more tokens buckets are larger.
+# There are at most this number of buckets. With 32 tokens per bucket, the default, 32,768 tokens have this number of
+# buckets; with more tokens buckets are larger.
 MOST_BUCKETS = 1024
 
 

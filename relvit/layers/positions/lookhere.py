@@ -7,7 +7,7 @@ import torch
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 
-# The bias of keys that a head does not see. Half precision can represent this number. It is finite, because backends
+# Keys that a head does not see have this bias. Half precision can represent this number. It is finite, because backends
 # multiply unused entries of a table by 0, and 0 times infinity is NaN.
 HIDDEN = -1e4
 

@@ -157,7 +157,7 @@ class AnySizeRopeDinoV3(AnySizeRope, RotaryEmbeddingDinoV3):
         return RotaryEmbeddingDinoV3.get_embed(self, shape, **dtype)
 
 
-# Key: a class of timm. Value: the class that `relvit.retrofit` gives to modules of timm's class. All other rotary
+# `ANY_SIZE_ROPES` maps classes of timm to the classes that `relvit.retrofit` gives to their modules. All other rotary
 # embeddings of timm take every size.
 ANY_SIZE_ROPES: dict[type[nn.Module], type[nn.Module]] = {
     RotaryEmbeddingCat: AnySizeRopeCat,

@@ -79,7 +79,7 @@ class RelativePosition2d(Position):
         self.bucketing = bucketing
         rows, cols = (2 * distance + 1 for distance in self.max_distance)
         offsets = {"rows": (rows,), "cols": (cols,), "table": (rows, cols)}
-        # Key: a term, in the order of `RelativeTerms`. Value: the names of the term's parameters.
+        # `_names` maps each term, in the order of `RelativeTerms`, to the names of the term's parameters.
         self._names: dict[str, list[str]] = {term: [] for term in TERMS.values()}
         for letter, term in TERMS.items():
             lead = (num_heads,) if letter == "b" or not shared_heads else ()

@@ -13,7 +13,7 @@ from relvit.models.depth import lack
 from relvit.ops import Grid, grid_from_naflex
 from relvit.utils.messages import listing
 
-# Names of the tensors in a batch of timm's NaFlex loader.
+# These are the names of the tensors in a batch of timm's NaFlex loader.
 NAMES = ("patches", "patch_coord", "patch_valid")
 
 

@@ -29,7 +29,7 @@ from relvit.utils.old_torch import compiled_replace
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
 WIDTH_MULTIPLE = 8
 
-# Clip distances of a term's two tables: of the row table, then of the column table.
+# `Distances` are the clip distances of a term's two tables: of the row table, then of the column table.
 Distances = tuple[int, int]
 
 

@@ -168,7 +168,7 @@ def test_reach_in_bands_of_the_trained_height():
 @pytest.mark.slow
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="PyTorch >= 2.11: a graph of generators")
 def test_compiled_training_step():
-    # Three bands of 2, 2 and 1 rows; what is compiled grows with the number of bands and of layers.
+    # There are three bands, of 2, 2 and 1 rows: what is compiled grows with the number of bands and of layers.
     model, x = small(position="xl", band_rows=2, memory_rows=1, depth=1), images(40, WIDTH)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -94,7 +94,7 @@ def test_compiled_and_exported(case):
     model = imported(source)
     torch.compiler.reset()
     compiled = torch.compile(model, dynamic=False, backend="aot_eager")
-    # The canvas itself, and one that is cut.
+    # The first grid is the canvas itself, the second one is cut.
     for grid in ((7, 7), (5, 7)):
         x = images(*(8 * side for side in grid)).float()
         name, expected = next(iter(outputs(of_size(source, *grid), x).items()))

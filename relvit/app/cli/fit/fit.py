@@ -102,7 +102,8 @@ class FitCLI(RelvitCLI):
         if resume is not None:
             given = resume_arguments(given)
             self.resumes, ckpt_path = Path(resume), given.values["ckpt_path"]
-        # A text for each option that has changed since the training began, such as 'trainer.max_epochs 10 -> 20'.
+        # This list gets a text for each option that has changed since the training began, such as 'trainer.max_epochs
+        # 10 -> 20'.
         self.changed: list[str] = []
         checkpoint = known = None
         if path := ckpt_path:

@@ -44,7 +44,7 @@ from relvit.utils.messages import check_choice
 
 Split = Literal["train", "val", "test", "predict"]
 
-# Splits that Lightning's stages use. The stage 'test' is not here, because a test may use any split.
+# Lightning's stages use these splits. The stage 'test' is not here, because a test may use any split.
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
@@ -159,7 +159,7 @@ class ImageData(RecordedArguments, ABC):
         self.patch_size: tuple[int, int] = parse_size(patch_size, "patch_size")
         self.shape: ImageShape = image_shape(img_size, native, max_tokens, self.patch_size)
         self.img_size: tuple[int, int] = self.shape.img_size
-        # The names of statistics that were not given: pretrained weights, or a checkpoint, may set them later.
+        # These statistics were not given: pretrained weights, or a checkpoint, may set them later.
         self.unset_statistics: list[str] = [name for name, value in (("mean", mean), ("std", std)) if value is None]
         known = self.channels or (IMAGENET if in_chans == 3 else ((0.5,) * in_chans,) * 2)
         self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)

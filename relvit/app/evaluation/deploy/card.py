@@ -26,8 +26,7 @@ from relvit.version import __version__
 
 # A card lists at most this number of class names; config.json lists all names.
 SHOWN = 50
-# Columns of the table of image sizes. Key: the name of the value in a row of results. Value: title and number format of
-# the column.
+# `COLUMNS` maps the name of each value in a row of results to the title and the number format of its column.
 COLUMNS = {
     "protocol": ("protocol", "{}"),
     "reach": ("reach", "{}"),

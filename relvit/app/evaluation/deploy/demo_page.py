@@ -29,7 +29,7 @@ from relvit.models import patch_grid
 
 # The page refuses image sizes with more patches than this, because their attention weights would take gigabytes.
 MOST_PATCHES = 4096
-# The longer side of the picture that the user clicks on, in pixels.
+# The picture that the user clicks on has this number of pixels on its longer side.
 SIDE = 480
 # A decoder that takes more than this number of seconds for one image is stopped, so that other images need not wait.
 MAX_SECONDS = 20.0

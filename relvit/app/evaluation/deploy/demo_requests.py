@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
-# The largest body of a request in bytes. This does not limit images, which come as uploads; choices on the page take
-# some hundred bytes.
+# The body of a request has at most this number of bytes. This does not limit images, which come as uploads; choices on
+# the page take some hundred bytes.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="
@@ -52,7 +52,7 @@ class OwnPageOnly:
         self.host = host
         self.uploads: Path = Path(uploads)
         self.most_bytes = most_bytes
-        # The declared bytes of all uploads in progress, because their files may not be in the folder yet.
+        # This counts the declared bytes of all uploads in progress, because their files may not be in the folder yet.
         self.arriving: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

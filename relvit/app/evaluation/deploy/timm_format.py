@@ -25,7 +25,7 @@ from relvit.app.utils.shown_text import one_line
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
-# The key in config.json under which relvit stores values that timm's format does not have.
+# Under this key in config.json relvit stores values that timm's format does not have.
 KEY = "relvit"
 
 

@@ -38,7 +38,7 @@ OF_THE_DATA = ("num_classes", "in_chans", "img_size", "class_names", "multi_labe
 # These arguments of `ImageClassifier` determine the network.
 NETWORK = ("model", "model_kwargs", "retrofit", *OF_THE_DATA)
 
-# The data of a checkpoint or exported file that does not say where the images of the training are.
+# A checkpoint or exported file with one of these data modules does not say where the images of the training are.
 UNNAMED = ("", "relvit.app.data.DatasetData")
 
 

@@ -17,7 +17,7 @@ from relvit.app.training.checkpoints.upgrades import FORMAT
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
 
-# The attributes of a data module that describe the classes and the transforms of its images.
+# These attributes of a data module describe the classes and the transforms of its images.
 IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", *AS_PATCHES)
 
 

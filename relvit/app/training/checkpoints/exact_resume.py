@@ -18,9 +18,9 @@ from relvit.app.data.loading.sampler import training_position
 from relvit.app.training.lightning_internals import validation_due
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
-# The key under which a checkpoint holds the `ResumePoint`.
+# A checkpoint holds the `ResumePoint` under this key.
 POINT_KEY = "position"
-# The key of the number of optimiser steps so far, in Lightning's state of the training loop. Lightning gives this
+# Lightning's state of the training loop holds the number of optimiser steps so far under this key. Lightning gives this
 # number to loggers as the step.
 STEPS_KEY = "_batches_that_stepped"
 
@@ -58,8 +58,8 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # The point in the checkpoint from which the training resumes. None for a new training, and as soon as a resumed
-        # training has started.
+        # This is the point in the checkpoint from which the training resumes. It is None for a new training, and as
+        # soon as a resumed training has started.
         self._resumed: ResumePoint | None = None
 
     def note_validation(self, trainer: Trainer) -> None:

@@ -36,20 +36,20 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 
-# The key of the averaged weights in a checkpoint. They have the same names as the raw weights, which are under
+# A checkpoint holds the averaged weights under this key. They have the same names as the raw weights, which are under
 # 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
 # timm reads the weights under this key, if there are some, instead of 'state_dict'. Here their names are those in the
 # timm model, without the prefix 'net.' of `ImageClassifier`.
 TIMM_KEY = "state_dict_ema"
-# The largest number of characters in the name of a class. Longer names are refused, because tables of predictions
+# The name of a class has at most this number of characters. Longer names are refused, because tables of predictions
 # repeat the names in each row and would grow huge.
 LONGEST_NAME = 10_000
 # If a user gives the folder of a run, `read_checkpoint` reads this file in the folder.
 BEST = Path("checkpoints") / "best.ckpt"
-# The names of the checkpoint that an error message suggests where a folder is given, the best suggestion first.
+# Where a folder is given, an error message suggests the first of these checkpoints that exists.
 SUGGESTED = (BEST.name, "last.ckpt", "*.ckpt")
-# The file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
+# This is the file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
 # timm's prefixes for repositories of the Hugging Face hub and for folders, and the suffixes of files that hold weights.
 HUB, FOLDER = "hf-hub:", "local-dir:"

@@ -13,7 +13,7 @@ from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# A function that is called as `warmup_cosine`: `schedule(step, total=..., warmup=..., floor=...)`.
+# A `Schedule` is a function that is called as `warmup_cosine` is: `schedule(step, total=..., warmup=..., floor=...)`.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
 # Print a note if `lr_base_batch` reduces the learning rate to an eighth (1 / SMALL) of the option `lr`, or less.

@@ -37,8 +37,8 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# Keys: the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). Values: the largest tiles
-# that `tools/gpu/kernels.py` compiles without spilled registers, also with Triton 3.6.
+# Each key names the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The values are
+# the largest tiles that `tools/gpu/kernels.py` compiles without spilled registers, also with Triton 3.6.
 BLOCKS = {
     ("joint_forward", False, False): Blocks(128, 32, 8, 2),
     ("joint_forward", True, False): Blocks(128, 32, 8, 2),
@@ -115,8 +115,8 @@ class Operands(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
-    # (heads, entries) float32: the bias by offset, padded and ordered as `offsets.layout` describes; divided by the
-    # scale, because the kernels multiply all logits by it.
+    # The table (heads, entries), float32, is the bias by offset, padded and ordered as `offsets.layout` describes. It
+    # is divided by the scale, because the kernels multiply all logits by it.
     table: Tensor
 
 
