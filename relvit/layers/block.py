@@ -16,7 +16,7 @@ from relvit.layers.positions.by_name import check_maker, make_position
 from relvit.layers.prefix_bias import PrefixBias
 from relvit.ops import Grid
 
-# How blocks call `mixer`; the error about a `mixer` that cannot be called shows this text.
+# This text says how blocks call `mixer`; the error about a `mixer` that cannot be called shows the text.
 MIXER_ARGUMENTS = "dim, num_heads, qkv_bias=, proj_bias=, proj_drop="
 
 

@@ -19,7 +19,7 @@ from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
-# The default depth of timm's `VisionTransformer`.
+# This is the default depth of timm's `VisionTransformer`.
 DEPTH = 12
 ROPES = ("", *TEMPERATURES)
 

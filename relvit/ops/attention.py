@@ -100,13 +100,13 @@ def relative_attention(
             log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.log_n_scaling`.
         backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
             and v, in O(N (H + W)) memory where PyTorch has a fused kernel; N x N with `dropout_p` > 0 on the CPU, in
-            float64 on a GPU, or for a joint bias); 'lean' (as 'fused', in the fewest operations, only for one raster
-            without padding, with tables per axis, without mask and dropout); 'tiled' (tiles of queries, recomputed in
-            backward); 'gathered' (tiles in which each pair looks up its table entries: slower, but takes all joint
-            tables, of which 'fused', 'tiled' and 'triton' only take a bias between rasters, has second derivatives, and
-            works in `torch.func`); 'triton' (GPU kernels without augmented vectors: keys on a raster, no query term,
-            mask or dropout); 'reference' (the paper's formula, in O(N^2 head_dim) memory). 'lean', 'tiled' and 'triton'
-            have no second derivatives, and cannot be part of compiled or exported graphs.
+            float64 on a GPU, or for a joint bias); 'lean' (as 'fused', in the fewest operations, for one grid without
+            `coords` or padding, with tables per axis, without mask or dropout); 'tiled' (tiles of queries, recomputed
+            in backward); 'gathered' (tiles in which each pair looks up its table entries: slower, but takes all joint
+            tables, of which 'fused', 'tiled' and 'triton' take only a bias of grids without `coords`, has second
+            derivatives, and works in `torch.func`); 'triton' (GPU kernels without augmented vectors: keys without
+            `coords`, no query term, mask or dropout); 'reference' (the paper's formula, in O(N^2 head_dim) memory).
+            'lean', 'tiled' and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
@@ -355,7 +355,7 @@ def _math_alone() -> bool:
 
 
 def _adds_pair_bias(inputs: AttentionInputs) -> bool:
-    """Return True where a bias between rasters is the only joint table, which a tile or a mask adds as a whole."""
+    """Return True where a bias of grids without `coords` is the only joint table: tiles or a mask add it as a whole."""
     *others, bias = (isinstance(term, JointTable) for term in (*inputs.terms,)[:4])
     return bias and not any(others) and inputs.grid.coords is None and inputs.key_grid.coords is None
 
@@ -383,7 +383,7 @@ def relative_logits(
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.
 
     Raises:
-        ValueError: no key term, or shapes or names that do not fit.
+        ValueError: no key term, a joint key table, a wrong shape or dtype, or an unknown backend.
     """
     key_grid = grid if key_grid is None else key_grid
     check_backend(backend, tuple(BACKENDS))

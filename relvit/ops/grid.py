@@ -26,11 +26,13 @@ class Grid(NamedTuple):
         Grid(height=4, width=6, prefix=1, coords=None, valid=None)
 
     Attributes:
-        height: number of patch rows, H. Key coordinates are in 0 ... H - 1.
-        width: number of patch columns, W.
+        height: number of patch rows, H. The row of a key is in 0 ... H - 1. Queries with a grid of their own may lie
+            outside the grid of the keys.
+        width: number of patch columns, W. The column of a key is in 0 ... W - 1.
         prefix: number of leading tokens without coordinates (class token, registers). Relative terms to, from and
             between them are zero.
-        coords: (P, 2) or (B, P, 2) integers, row and column of each patch token; None: all H W patches in raster order.
+        coords: (P, 2) or (B, P, 2) integers, row and column of each patch token. None: the tokens are all H W patches
+            in raster order (row by row); such a grid is called a raster.
         valid: (P,) or (B, P) booleans, False for padding, which never receives attention; None: all patches are real.
             Prefix tokens are always valid.
     """
@@ -93,7 +95,8 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
     Args:
         patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
         patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
-        height: a number of rows that no image exceeds; it is an argument because a graph cannot read it from the data.
+        height: a number of rows that no image exceeds; it is an argument because a compiled or exported graph cannot
+            read it from the data.
         width: a number of columns that no image exceeds.
         prefix: number of tokens without coordinates, which the model puts before the patches.
 
@@ -125,7 +128,7 @@ def num_tokens(grid: Grid) -> int:
 
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, of a raster too.
+    """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, also if the grid has no `coords`.
 
     Examples:
         >>> patch_coords(make_grid(2, 3)).tolist()
@@ -157,7 +160,7 @@ def batched_coords(grid: Grid, device: torch.device) -> Tensor:
 
 
 def token_places(grid: Grid, device: torch.device) -> Tensor:
-    """Number each token's place, prefix tokens first, then the raster: (1 or B, N) int64."""
+    """Number each token's place, prefix tokens first, then all H W patches in raster order: (1 or B, N) int64."""
     rows, cols = batched_coords(grid, device).unbind(-1)
     prefix = torch.arange(grid.prefix, device=device).expand(rows.shape[0], -1)
     return torch.cat((prefix, grid.prefix + rows * grid.width + cols), dim=1)
@@ -233,7 +236,7 @@ def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
 
 
 def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache `make(grid, *arguments)`, which does not read `grid.valid`, for rasters: all blocks ask for the same."""
+    """Cache `make(grid, *arguments)`, which reads no `grid.valid`, for grids without `coords`: all blocks need it."""
     remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
 
     @wraps(make)
@@ -271,7 +274,7 @@ def _check_boolean(name: str, valid: Tensor) -> None:
 
 
 def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
-    """Compare coordinates (..., 2) with the bounds; a graph cannot wait for their values."""
+    """Compare coordinates (..., 2) with the bounds; in graphs do nothing, because values are unknown there."""
     if not knows_values() or not coords.numel():
         return
     # Each copy from a GPU waits until the GPU has computed the number, so copy all four numbers at once.

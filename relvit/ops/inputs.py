@@ -55,8 +55,9 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
-# Queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, they may also be one tensor
-# (B, N, 3 heads, head_dim), as the projection returns it, which saves the operations that would split this tensor.
+# `Projected` is queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, it may also
+# be one tensor (B, N, 3 heads, head_dim), as the projection returns it, which saves the operations that would split
+# this tensor.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -110,8 +111,8 @@ def signature(given: Any) -> Any:
     """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 
     Raises:
-        TypeError: something is neither a `torch.Tensor` itself (a subclass does not count) nor a plain value, so there
-            is no signature.
+        TypeError: a value has no signature: it is no tensor or parameter (objects of other subclasses of `Tensor` are
+            refused), and no tuple, int, float, bool, str or None.
     """
     kind = type(given)
     if kind is Tensor or kind is nn.Parameter:

@@ -28,8 +28,8 @@ from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-# This message is for `--root` beside a `--config` that names no data module, such as `reversible`. Without `--config`,
-# `--root` alone means class folders; with it, the configuration usually names the data module.
+# This message is for `--root` beside a configuration that names no data module, as `--config reversible` does. Without
+# `--config`, `--root` means class folders; a configuration usually names the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 
 

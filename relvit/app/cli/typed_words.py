@@ -221,7 +221,9 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the options for which positional arguments stand, with their types: the parameters before the `*`.
 
-    The first parameter of a command that runs a Trainer is built from a checkpoint, so it stands for no option.
+    Commands that run a Trainer have an object as their first parameter, which a user cannot type. In place of
+    `evaluation`, which is built from a checkpoint, the user types the checkpoint's path, `ckpt_path`; in place of
+    `training`, of `fit`, nothing.
     """
     hints, owned = type_hints(function), parameters(function).items()
     before = [name for name, parameter in owned if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

@@ -32,7 +32,8 @@ def at_size(
         protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
 
     Raises:
-        ValueError: a size, protocol or fill that does not fit, or a split that does not exist.
+        ValueError: a wrong size, an unknown protocol or fill, a fill without the protocol 'field', a split that does
+            not exist, or a dataset without the attribute `transform`.
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split

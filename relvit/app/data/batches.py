@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Images (B, C, H, W) of one size, or a dictionary with the patches of images of any shape, which
-# `relvit.app.data.shape.NativeShapes.collate` makes.
+# The images of a batch are a tensor (B, C, H, W), if all have one size, or a dictionary with the patches of images of
+# any shape, which `relvit.app.data.shape.NativeShapes.collate` makes.
 ImageBatch = Tensor | dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Class labels of lists and readers: map names or numbers to positions in class_names, find likely misspellings."""
+"""Class labels of lists and readers: map names or numbers to indices in class_names, find likely misspellings."""
 
 import difflib
 import re
@@ -15,7 +15,8 @@ import numpy as np
 from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import listing
 
-# A label is the position of an image's class, or the ordered positions of the classes of a multi-label image.
+# A label is the index of an image's class in the list of class names, or, for a multi-label image, the sorted indices
+# of its classes.
 Label = int | tuple[int, ...]
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
@@ -40,7 +41,7 @@ def classes_of(labels: Iterable[str]) -> list[str]:
 
 
 def positions(labels: Iterable[str], class_names: Sequence[str]) -> dict[str, int]:
-    """Map labels to positions of classes: by name, or by number where all labels are numbers and no class name is."""
+    """Map labels to indices of classes: by name, or by number where all labels are numbers and no class name is."""
     known = {name: position for position, name in enumerate(class_names)}
     if not any(map(_is_number, class_names)) and all(map(_is_number, labels)):
         return {str(position): position for position in known.values()}
@@ -61,7 +62,7 @@ def check_every_class(labels: Iterable[int], class_names: Sequence[str], where: 
 
 
 def classes_in(label: Label) -> tuple[int, ...]:
-    """Return the positions of the classes of an image: one, or those of a multi-label image."""
+    """Return the indices of the classes of an image: one index, or several for a multi-label image."""
     return label if isinstance(label, tuple) else (label,)
 
 
@@ -71,7 +72,7 @@ def label_text(label: Label, class_names: Sequence[str]) -> str:
 
 
 def target_of(label: Label, num_classes: int) -> int | np.ndarray:
-    """Convert a label to the target of a loss: the position, or bool (num_classes,) of a multi-label image."""
+    """Convert a label to the target of a loss: the class index, or bool (num_classes,) for a multi-label image."""
     if isinstance(label, int):
         return label
     target = np.zeros(num_classes, bool)

@@ -44,7 +44,7 @@ class BatchMix(nn.Module):
         label_smoothing: Share of each label that is spread evenly over all classes.
 
     Raises:
-        ValueError: An argument out of its range; when called, batches that do not fit.
+        ValueError: An argument out of its range; when called, images or labels of other shapes than described above.
     """
 
     def __init__(

@@ -96,8 +96,9 @@ def evaluate_sizes(
         the accuracy at the square) and its standard error 'square_difference_se'.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint, folder, name or reach that does not fit, checkpoints of different
-            classes or images, a checkpoint given twice, or a size that no checkpoint takes.
+        FileNotFoundError, ValueError: a checkpoint or a folder of images cannot be found or read; a name is unknown; a
+            model cannot have the reach; the checkpoints have different classes or images; a checkpoint or a size is
+            given twice; or no checkpoint takes a size.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
@@ -172,7 +173,8 @@ def evaluate_size(
         thresholds) replace accuracies and calibration error.
 
     Raises:
-        ValueError: a size or name that does not fit, or a split without images.
+        ValueError: a size that is wrong or that the model does not take; an unknown split, protocol or fill; or a split
+            that does not exist or has no images.
     """
     return _evaluate(classifier, data, size, split, protocol, fill, progress)[0]
 

@@ -80,7 +80,7 @@ class Predictor:
         model: the timm model, in evaluation mode; no parameter requires a gradient. `model.pretrained_cfg` describes
             the images of the training and the classes, for `timm.data.resolve_model_data_config` and
             `timm.models.save_for_hf`.
-        class_names: name of each class; the position is the label.
+        class_names: name of each class; the label of a class is its index in this list.
         thresholds: for a multi-label model, for each class the lowest probability at which an image has the class; None
             for all other models.
         img_size: (height, width).

@@ -59,10 +59,12 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
     """Refuse a size of which a patch embedding of timm would leave out the pixels beyond the last whole patch."""
     embed = getattr(net, "patch_embed", None)
     conv = getattr(embed, "proj", None)
-    # Skip overlapping patches, which have padding, and patches of the output of a convolutional network: for both,
-    # pixels beyond the last whole patch need not be lost.
+    # Pixels beyond the last whole patch need not be lost if there is no convolution, or if it makes patches that
+    # overlap or have padding.
     if not isinstance(conv, nn.Conv2d) or conv.kernel_size != conv.stride or any(conv.padding):
         return
+    # Such pixels need not be lost either if the embedding pads images, or if the kernel of the convolution is not as
+    # large as a patch, because it then takes the output of other convolutions.
     if getattr(embed, "dynamic_img_pad", False) or conv.kernel_size != patch_size_of(net):
         return
     architecture = (getattr(net, "pretrained_cfg", None) or {}).get("architecture")

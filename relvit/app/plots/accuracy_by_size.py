@@ -18,9 +18,9 @@ PANELS["calibration_error"] = "calibration error"
 def plot_sizes(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], target: str | Path, title: str = "") -> None:
     """Draw a curve per model into a PNG: accuracy, loss and calibration error by the logarithm of the image size.
 
-    Multi-label models have mean average precision, mean F1 and loss. Error bars show standard errors of accuracies. The
-    size of an image that is not square is the side of a square that has the same number of pixels. A dotted line marks
-    each size at which a model was trained, and rings mark the model's points at these sizes.
+    For multi-label models the figure shows mean average precision, mean F1 and loss. Error bars show standard errors of
+    accuracies. The size of an image that is not square is the side of a square that has the same number of pixels. A
+    dotted line marks each size at which a model was trained, and rings mark the model's points at these sizes.
 
     Args:
         rows: the rows that `relvit.app.evaluation.evaluate_sizes` returns.

@@ -28,8 +28,9 @@ def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
 def plot_curves(metrics: str | Path, target: str | Path, train_loss: str = "train") -> None:
     """Draw the curves of a `metrics.csv` into a PNG: loss and top-1 accuracy of training and validation, learning rate.
 
-    A multi-label training has mean average precision and F1 of validation instead of accuracy. Epochs count from 1. A
-    dotted line marks the epoch of the best validation accuracy; if accuracies are equal, the epoch of the lowest loss.
+    For a multi-label training the figure shows mean average precision and F1 of validation instead of accuracy. Epochs
+    count from 1. A dotted line marks the epoch of the best validation accuracy; if accuracies are equal, the epoch of
+    the lowest loss.
 
     Args:
         metrics: the table, whose epochs count from 0.

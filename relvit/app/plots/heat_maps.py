@@ -207,7 +207,7 @@ def plot_overlay(
 
 
 def all_zero(figure: Figure) -> bool:
-    """Return whether a figure has maps, and all their numbers are 0; its pictures in colours count for nothing."""
+    """Return whether a figure has maps, and all their numbers are 0; pictures in colours are ignored."""
     found = [image.get_array() for axes in figure.axes for image in axes.images]
     maps = [values for values in found if values.ndim == 2]
     return bool(maps) and not any(np.ma.filled(values, 0).any() for values in maps)

@@ -108,7 +108,7 @@ class Answering(EpochMetrics):
         return {"names": list(names), "probabilities": self.probabilities(images, self.mirror)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; weights of another model raise a ValueError, as other checkpoints that do not fit do."""
+        """Load weights; for weights of another model raise ValueError instead of PyTorch's RuntimeError."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:

@@ -180,7 +180,8 @@ class ImageClassifier(Answering):
         self.schedule: str | Schedule = schedule if isinstance(schedule, str) else schedule_of(schedule)
         sizes = num_classes, in_chans, img_size
         self.net: nn.Module = build_model(built.model, *sizes, built.model_kwargs, built.retrofit)
-        # A calibrated checkpoint sets the temperature of evaluation. Training uses 1, since the weights change.
+        # Evaluation divides logits by this number, which a calibrated checkpoint sets. A training ignores a
+        # checkpoint's temperature, because it was fitted to weights that the training changes.
         self.temperature: float = 1.0
         # Call `param_groups` only for its check, before the training starts: it refuses a `position_lr_scale` for a
         # model without relative positions.

@@ -52,7 +52,7 @@ def check_labels(data: Any, several: bool, stage: str) -> None:
     """Refuse data with one label per image for a multi-label model, and data with several labels for other models.
 
     Raises:
-        ValueError: The data do not fit.
+        ValueError: The data have one label per image and the model is for several, or the other way round.
     """
     found = None if stage == "predict" else getattr(data, "multi_label", None)
     if found is not None and found != several:
@@ -70,7 +70,9 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not checked.
 
     Raises:
-        ValueError: The data do not fit.
+        ValueError: The data have one label per image and the model is for several, or the other way round; the images
+            have a size that the model does not take; or they have different sizes, and an option needs images of one
+            size.
     """
     check_labels(data, hparams["multi_label"], stage)
     shape = getattr(data, "shape", None)

@@ -38,7 +38,7 @@ class Mistake(NamedTuple):
 
     Attributes:
         weight: The probability of the wrong class, or the loss of a multi-label image: larger is worse.
-        position: The position of the image in the test.
+        position: The index of the image's column in the array of results, see `Labels.keep`.
         true: The names of the image's classes.
         predicted: The names of the predicted classes.
         caption: The text under the image in the figure of mistakes.

@@ -1,6 +1,6 @@
 """Exceptions of the application: a package that is not installed, a process that has ended."""
 
-# For each optional package, the extra of relvit that installs it.
+# `EXTRAS` maps each optional package to the extra of relvit that installs it.
 EXTRAS = {
     **dict.fromkeys(("lightning", "torchmetrics", "jsonargparse", "matplotlib", "sklearn"), "train"),
     "onnx": "onnx",

@@ -35,7 +35,7 @@ OWN: dict[str, set[str]] = {
     "conv": {"kernel_size"},
 }
 
-# Pattern of the names of tensors that only attention-free mixers have.
+# This pattern finds the names of tensors that only attention-free mixers have.
 MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 
 

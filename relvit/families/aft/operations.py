@@ -225,8 +225,9 @@ def aft_conv(
         raise ValueError(f"backend {backend!r} has no causal form: use 'auto' or 'pairs'")
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
-        # Cut from the window the offsets that are larger than the grid. If the rest covers all patches, and there is no
-        # prefix token, no pair is outside of the window, so its weight 0 need not be considered.
+        # Cut off the part of the window for offsets that are larger than the grid. Pairs outside of the window, and
+        # pairs with a prefix token, have the weight 0. If there are no such pairs, because the rest of the window
+        # covers all patches, `bottom` and `top` below need not include this weight.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)

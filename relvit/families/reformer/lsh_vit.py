@@ -17,8 +17,8 @@ from relvit.models.weights.convert import checkpoint_filter_fn
 class LSHVisionTransformer(RelVisionTransformer):
     """`RelVisionTransformer` whose attention is Reformer's LSH attention, with a bias by offset per head.
 
-    Queries and keys come from one projection, so weights of other Vision Transformers do not fit. Source: Kitaev et al.
-    2020, Reformer (arXiv 2001.04451); see `LSHAttention`.
+    Queries and keys come from one projection, so this model cannot use the projections to queries and keys of other
+    Vision Transformers. Source: Kitaev et al. 2020, Reformer (arXiv 2001.04451); see `LSHAttention`.
 
     Args:
         rel_terms: 'b' (a learned bias) or '' (no bias). Instead of 'tables', `position` may be 'slopes' or your own

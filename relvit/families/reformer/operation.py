@@ -15,7 +15,7 @@ from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
 from relvit.ops.tracing import is_eager
 
-# The logit of a token with itself, so low that a token attends to itself only if it can attend to no other token.
+# A token has this logit with itself, so low that it attends to itself only if it can attend to no other token.
 SELF_LOGIT = -1e5
 
 

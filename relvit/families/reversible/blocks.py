@@ -148,7 +148,7 @@ class Step:
         self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
         self.versions: Versions = Versions(read)
-        # For each branch that used random numbers: the states of the generators before the branch ran.
+        # `random` maps each branch that used random numbers to the states of the generators before the branch ran.
         self.random: dict[str, list[Tensor]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:

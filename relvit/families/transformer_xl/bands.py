@@ -261,7 +261,7 @@ def forward_segment(
 
 
 def _joined(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """Join the last two regions if one is right below the other, so that all bands of an image are one raster."""
+    """Join the last two regions if one is right below the other, so that all bands of an image are one region."""
     if len(regions) > 1:
         *others, above, last = regions
         if last == Region(above.top + above.rows, above.left, last.rows, above.columns):
@@ -297,8 +297,8 @@ def _grids(regions: tuple[Region, ...], queries: int, device: torch.device) -> t
         ]
     )
     grid = Grid(height, width, coords=coords[-queries:])
-    # If the tokens fill one raster, give the keys' grid no coordinates: attention is then faster than with a list of
-    # the same coordinates.
+    # If the tokens are all patches of one region, give the keys' grid no `coords`: attention is then faster than with
+    # `coords` that list all patches.
     return grid, key_grid if len(regions) == 1 else key_grid._replace(coords=coords)
 
 

@@ -103,7 +103,7 @@ def needs_extent(position: nn.Module) -> bool:
 
 
 def is_stretchable(position: nn.Module) -> bool:
-    """Return whether a position can count offsets in trained patches."""
+    """Return whether a position reads `trained_grid`, see `Position`."""
     return getattr(position, "stretchable", False)
 
 

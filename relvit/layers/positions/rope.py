@@ -20,7 +20,7 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
-# The temperature that Heo et al. use for each kind.
+# Heo et al. use these temperatures for the two kinds.
 TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 

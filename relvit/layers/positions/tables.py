@@ -22,7 +22,8 @@ class RelativePosition2d(Position):
     Every term in `rel_terms` has one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
     `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k, and k is
     `max_distance`. The bias has one number per head, (num_heads, 2k + 1). Grids of all sizes use the same tables. If
-    `trained_grid` is set, tables are interpolated for a grid of another size, so that offsets count trained patches.
+    `trained_grid` is set, tables are interpolated for a grid of another size: offsets are divided by the ratio of this
+    size to the size in training.
 
     Examples:
         >>> position = RelativePosition2d(head_dim=64, num_heads=12, rel_terms="kb", max_distance=(3, 5))
@@ -156,9 +157,9 @@ class SamTables(LayerTables):
 
     Args:
         layer: the attention, whose `rel_pos_h` and `rel_pos_w`, (rows, head_dim), hold a vector per offset, query minus
-            key, by which SAM multiplies unscaled queries. `table_grid` is the rows and columns of the image or window
-            in training. As in SAM, a table is interpolated if its number of rows is not the number of offsets in
-            `table_grid`.
+            key, by which SAM multiplies unscaled queries. The attention's `table_grid` holds the numbers of rows and of
+            columns of patches in the image or window in training. As in SAM, a table is interpolated if its number of
+            rows is not the number of offsets in `table_grid`.
     """
 
     def parameters(self) -> Iterator[Tensor]:

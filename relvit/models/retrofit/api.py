@@ -67,7 +67,8 @@ def retrofit(
             `transformers` and `ImageEncoderViT` of `segment_anything`, and `BeitModel` and `Data2VecVisionModel` of
             `transformers`. The model is changed in place.
         rel_terms, max_distance, shared_heads, layout, bucketing: see `RelativePosition2d`; None: its defaults.
-        init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay the same.
+        init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay as they were
+            before the retrofit.
         position: a name as in `RelVisionTransformer`, or your own class, called as `position(head_dim, num_heads,
             device=, dtype=)` for each block. None: 'tables'. With 'slopes' the outputs change at once.
         abs_pos: what happens to the absolute embedding: 'keep' (nothing), 'freeze' (it is not trained further) or

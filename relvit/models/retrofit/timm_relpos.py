@@ -57,7 +57,7 @@ class TimmRelativeWindows(TimmOwnRelative):
         return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
 
     def set_window_size(self, window_size: int | Sequence[int]) -> None:
-        """Change the size of the windows; tables stay the same, clipped beyond their edge."""
+        """Change the size of the windows; offsets beyond a table, which stays as it is, use its outermost entry."""
         self.window_size: tuple[int, int] = int_pair("window_size", window_size, 1)
         self.block_window: tuple[int, int] | None = self.window_size
 

@@ -39,9 +39,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       and is mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` mirrors images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
-    At the trained size all choices compute the same. Rotary embeddings follow their own rules at other sizes, and so do
-    absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; training, compilation and
-    export work with every choice. Your own position can be stretched if its class sets `stretchable = True` and its
+    At the trained size all choices give the same outputs. Rotary embeddings follow their own rules at other sizes, and
+    so do absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; training, compilation
+    and export work with every choice. Your own position can be stretched if its class sets `stretchable = True` and its
     `forward` reads the attribute `trained_grid`, None or (rows, columns).
 
     Examples:

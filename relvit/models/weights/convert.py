@@ -35,8 +35,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     """Turn a checkpoint of a Vision Transformer into the state dict of `model`.
 
     timm calls this function for `create_model(..., pretrained=True)`; for a file use
-    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. A conversion is called exact if the
-    outputs stay the same, otherwise an approximation:
+    `timm.models.load_checkpoint(model, path, filter_fn=checkpoint_filter_fn)`. A conversion is called exact if `model`
+    then computes what the checkpoint's model computes, otherwise an approximation:
 
     - Relative tables that the checkpoint lacks are zero (exact). Tables of a smaller clip distance repeat their
       outermost row (exact). Tables of a larger clip distance are cut (exact for offsets within the model's clip
@@ -227,7 +227,8 @@ def grid_of(
         own_length: number of entries in the model's tensor of this name; None: the model has no such tensor.
 
     Raises:
-        ValueError: no grid fits.
+        ValueError: the number of entries is neither that of the grid of the images in training, nor that of the model's
+            grid or a square grid.
     """
     for prefix in (tokens, 0):
         known = _trained_grid(model, kernel)
@@ -295,8 +296,9 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif not held:
-            # The checkpoint has no relative positions. A position other than `RelativePosition2d` keeps the model's
-            # values, since no values are known with which the outputs would stay the same.
+            # The checkpoint has no relative positions. With tables of zeros, as above, the model computes what the
+            # checkpoint's model computes. For other positions such values are not known, so they keep the model's
+            # values.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
 
 

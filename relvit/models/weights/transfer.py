@@ -119,8 +119,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         class_names: names of the model's classes, in the order of its outputs; None: they have no names.
 
     Raises:
-        ValueError: no tensor fits; a tensor has another shape that resizing cannot adapt, such as another width; or the
-            weights are of an attention-free model, and the model has attention.
+        ValueError: the model and `weights` have no tensor in common; a tensor has another shape that resizing cannot
+            adapt, such as another width; or the weights are of an attention-free model, and the model has attention.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}

@@ -41,7 +41,7 @@ class AxisRange(NamedTuple):
     size: int
 
 
-# The rows and the columns for which there are logits.
+# `Axes` are the rows and the columns for which there are logits.
 Axes = tuple[AxisRange, AxisRange]
 
 
@@ -280,10 +280,10 @@ class Entries(NamedTuple):
             tables are per head.
         index: (B, N, heads, S) int64, the entry for each of the S rows and columns of the grid; prefix tokens have the
             entry of a zero vector.
-        sums: zeros, (B, N, heads, entries), to which numbers are added by entry. `index` and `sums` are expanded views,
-            so they take little memory.
+        sums: zeros, (B, N, heads, entries). `sum_by_entry` calls `scatter_add` on `sums`, which returns a new tensor.
+            So `index` and `sums` are only read, and can be expanded views, which take little memory.
         table: `as_strided` arguments that cut this term's entries, ([heads,] entries, head_dim), from the joined tables
-            of all terms. For a bias `table`, `factor` and `by_token` are None.
+            of all terms. If the term is a bias, `table`, `factor` and `by_token` are None.
         factor: `as_strided` arguments that cut the transposed entries of each head, (heads, head_dim, entries), from
             the joined tables.
         by_token: `as_strided` arguments that view products with `factor`, (heads, B N, entries), as (B, N, heads,

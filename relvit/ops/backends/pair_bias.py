@@ -3,11 +3,11 @@
 On a small grid launching operations takes longer than their arithmetic, so this file uses few operations, as timm does:
 one cached index looks up the table entry of each pair of tokens, and stock attention takes the entries as its mask.
 
-On larger rasters the backend `tiled` adds the bias by slices. A query in row y and column x has the bias
-table[y' - y, x' - x] for the key in row y' and column x'. First the horizontal offsets are written out, in one slice
-for each column x: slice[x][dy, x'] = table[dy, x' - x]. All slices together take 2 / H of the N x N numbers. Vertical
-offsets then need no copy: the bias of the query for all keys is a contiguous piece of slice[x] with H rows, whose first
-row depends on y. So no pair looks up an entry, and all samples of a batch share the slices.
+On larger grids (without `coords`) the backend `tiled` adds the bias by slices. A query in row y and column x has the
+bias table[y' - y, x' - x] for the key in row y' and column x'. First the horizontal offsets are written out, in one
+slice for each column x: slice[x][dy, x'] = table[dy, x' - x]. All slices together take 2 / H of the N x N numbers.
+Vertical offsets then need no copy: the bias of the query for all keys is a contiguous piece of slice[x] with H rows,
+whose first row depends on y. So no pair looks up an entry, and all samples of a batch share the slices.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PairPlan(NamedTuple):
 # PyTorch cannot save a tensor made in inference mode for backward, and training may use this plan later.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> PairPlan:
-    """Work out the plan for inputs of `relvit.ops.inputs.checked` with a joint bias on one raster."""
+    """Work out the plan for inputs of `relvit.ops.inputs.checked` with a joint bias on one grid without `coords`."""
     return PairPlan(inputs.query.shape[1], inputs.scale, _index_of(inputs), inputs.grid.prefix > 0)
 
 
@@ -180,7 +180,7 @@ def rows_of(
         pairs: (..., heads, T, Nk), one number for each pair of a query in the tile and a key.
         slices: the slices of the tile's heads.
         queries: which of all queries are in the tile.
-        grid, key_grid: rasters of queries and keys; prefix tokens are left out.
+        grid, key_grid: grids of queries and keys, without `coords`; prefix tokens are left out.
     """
     at = max(queries.start, grid.prefix)
     while at < queries.stop:

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 class TileConfig(NamedTuple):
     """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
 
-    grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` both are rasters
+    grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` neither has `coords`
     keys: Positions
     queries: Positions | None  # positions among the rows and columns of `key_logits`
     logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of `query_logits`
@@ -38,7 +38,8 @@ class TileConfig(NamedTuple):
     dropout_p: float
     seed: int
     scale: float
-    # A tile has at most this number of samples, of heads and of queries, the same in forward and backward.
+    # A tile has at most this number of samples, of heads and of queries. Backward uses the tiles of forward, because
+    # the dropout of a tile is seeded by the tile's number.
     size: tuple[int, int, int]
     # This number of threads computes whole heads, see `by_heads`; with 1 the calling thread computes all tiles.
     threads: int

@@ -136,7 +136,8 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
 
-        The configuration file describes the training, but not the checkpoint from which the training was resumed.
+        The run's `config.yaml` is written from this configuration. If `config.yaml` named the checkpoint, `relvit fit
+        --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path

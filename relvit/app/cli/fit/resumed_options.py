@@ -91,7 +91,7 @@ def checkpoint_of_epoch_end(
 
     Raises:
         UsageError: the devices cannot resume within an epoch, and the last epoch's checkpoint is missing or a new run
-            is to go on; or the optimiser steps would have another number of images.
+            is to go on; or the optimiser steps would have another number of images than before.
     """
     point = checkpoint.point()
     try:
@@ -136,7 +136,7 @@ def changed_options(
         given: names of the options on the command line.
 
     Raises:
-        UsageError: an option changed that must stay the same.
+        UsageError: an option has changed, and `FREE` and `PLACES` do not allow this.
     """
     before, now = (dict(_leaves(options)) for options in (trained, asked))
     groups = {name.partition(".")[0] for name in before}

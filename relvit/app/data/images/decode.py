@@ -57,7 +57,8 @@ _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
 # Pillow joins a GIF's comments one by one, which takes quadratic time in their length, so longer comments are refused.
 _LONGEST_COMMENTS = 2**20
 _ROWS = 512
-# The number of the EXIF orientation tag; then for each value of the tag the operation that turns the image upright.
+# `_ORIENTATION` is the number of the EXIF orientation tag. `_UPRIGHT` maps values of the tag to operations that turn
+# the image upright.
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -13,7 +13,7 @@ class ListedImage(NamedTuple):
     """An image of a split.
 
     Attributes:
-        name: The image's name without the location of the data; for an image in memory its position.
+        name: The image's name without the location of the data; for an image in memory its index in the dataset.
         content: The size of the image's file in bytes; for an image in memory a hash of its pixels; '' if the size is
             not known.
         label: The name of the image's class; for a multi-label image the names of its classes, joined by ';'.

@@ -25,7 +25,7 @@ class TrainSampler(DistributedSampler[Any]):
 
     The sampler yields a `SeededIndex` for each image. With weights, images are sampled with replacement; without
     weights, every image comes once. With ``repeats > 1`` only the first ``1 / repeats`` of the shuffled images come,
-    each `repeats` times, so the length of an epoch stays the same. The copies of an image are neighbours in the order,
+    each `repeats` times, so an epoch is as long as without repeats. The copies of an image are neighbours in the order,
     and the processes take the images of the order in turn. So the copies are used in the same optimiser step by
     different devices (repeated augmentation, Hoffer et al. 2019, arXiv 1901.09335, as in DeiT's sampler). The order
     depends only on seed and epoch, so a training can be resumed within an epoch. The length of the sampler is the

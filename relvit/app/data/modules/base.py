@@ -51,7 +51,7 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "predict": ("predict",),
 }
 
-# Mean and standard deviation of each channel (red, green, blue) of ImageNet's images.
+# These are the mean and the standard deviation of each channel (red, green, blue) of ImageNet's images.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -68,7 +68,7 @@ class ImageData(RecordedArguments, ABC):
     this for any datasets.
 
     Args:
-        class_names: Name of each class; the position is the label.
+        class_names: Name of each class; the label of a class is its index in this list.
         in_chans: Channels of the images.
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
@@ -103,10 +103,10 @@ class ImageData(RecordedArguments, ABC):
         ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
     """
 
-    # Mean and standard deviation of each channel of the data, used if `mean` or `std` is None. None: they are not
-    # known.
+    # This is the mean and the standard deviation of each channel of the data, used if `mean` or `std` is None. None:
+    # they are not known.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # Whether the option `--data` offers a class of relvit. It offers a user's class in any case.
+    # This says whether the option `--data` offers a class of relvit. The option offers a user's class in any case.
     chosen_by_name: ClassVar[bool] = True
     # Only data modules that read files have `on_error` as an argument; all other data modules keep this value.
     on_error: OnError = "error"
@@ -165,7 +165,7 @@ class ImageData(RecordedArguments, ABC):
         self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
-        # The split that a test evaluates.
+        # A test evaluates this split.
         self.evaluated_split: Split = "test"
         # For each split, this attribute maps the path of each skipped image to the reason, see `on_error`.
         self.unreadable: dict[Split, dict[str, str]] = {}

@@ -143,7 +143,7 @@ class CIFARData(ImageData):
         return StackedImages(torch.from_numpy(stored.data[chosen]), targets, self.transform_of(split))
 
     def held_out(self) -> list[tuple[str, int]]:
-        """Names such as 'cifar10/train/00012', by the position in the training files, and labels."""
+        """Names such as 'cifar10/train/00012', by the index in the training files, and labels."""
         return [(self._name("train", i), self._train_files.targets[i]) for i in self._divided[1]]
 
     @cached_property

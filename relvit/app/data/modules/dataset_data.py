@@ -23,10 +23,10 @@ class DatasetData(ImageData):
 
     An image has a form that :meth:`relvit.app.evaluation.Predictor.predict` takes: a path, a PIL image, an array uint8
     (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
-    this class augments and normalises them. A label is the position of the class, or with `multi_label` a tensor bool
-    (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or is a `Subset`
-    of such a dataset, the labels are known without loading images. `balance` needs this, and a resumed training then
-    checks that the labels are still the same.
+    this class augments and normalises them. A label is the index of the class in `class_names`, or, with `multi_label`,
+    a tensor bool (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or
+    is a `Subset` of such a dataset, the labels are known without loading images. `balance` needs this, and a resumed
+    training then checks that the labels are still the same.
 
     A checkpoint stores all arguments except the datasets. `relvit predict` and `relvit.load` do not need the datasets.
     All other commands do: write a subclass whose constructor makes the datasets, and pass `--data module.Class`.
@@ -37,7 +37,7 @@ class DatasetData(ImageData):
         test: The dataset to test on.
         predict: The dataset to predict, of images, or of pairs of an image and its name; None: test, or val if there is
             no test. Images without names are called 'test/00000' and so on.
-        class_names: Name of each class, the position is the label; None takes `train.classes`.
+        class_names: Name of each class; the label of a class is its index in this list. None takes `train.classes`.
         in_chans: Channels of the images for the model: 3, or 1 for grey.
         multi_label: Whether images have any number of labels.
         val_fraction: Share of train that is put aside if there is no val, in (0, 1): a share of each class if the

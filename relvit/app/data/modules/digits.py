@@ -50,7 +50,7 @@ class DigitsData(ImageData):
         ValueError: An argument out of its range, or class names that are not '0' to '9'.
     """
 
-    # Mean and standard deviation of the 1,257 training images.
+    # These are the mean and the standard deviation of the 1,257 training images.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]]] = ((0.3049319887,), (0.3756725775,))
 
     def __init__(

@@ -31,7 +31,7 @@ class ImageFilesData(ImageData):
     subclass that also implements `_name_in_split` lets a training resume after its data have moved to another folder.
 
     Args:
-        class_names: Name of each class; the position is the label.
+        class_names: Name of each class; the label of a class is its index in this list.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
         val_fraction: Share of each class of train that is put aside if there is no val, in (0, 1).
         split_seed: Another seed puts other images aside. The seed of the training does not matter here.

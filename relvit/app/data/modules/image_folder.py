@@ -30,8 +30,9 @@ class ImageFolderData(ImageFilesData):
 
     Args:
         root: The folder that holds train, val and test, or one folder for each class.
-        class_names: Name of each class; the position is the label. A checkpoint stores these names. None takes the
-            names of the folders in train, sorted. If class_names are given, the folder train need not exist.
+        class_names: Name of each class; the label of a class is its index in this list. A checkpoint stores these
+            names. None takes the names of the folders in train, sorted. If class_names are given, the folder train need
+            not exist.
         options: See :class:`relvit.app.data.ImageFilesData`.
 
     Raises:

@@ -45,8 +45,8 @@ class ImageListData(ImageFilesData):
         predict: What to predict: a list, which needs no labels, or a folder of images; None: test, or val if there is
             no test.
         root: The folder that relative paths start from; None: the folder of each list.
-        class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the lists
-            are then these names, or the positions of these names as numbers. None takes the different labels of train,
+        class_names: Name of each class; the label of a class is its index in this list. A checkpoint stores these
+            names. Labels in the lists are then these names or their indices. None takes the different labels of train,
             sorted; numbers are sorted by their value.
         label_separator: The character between the labels of an image, such as ';'; an empty cell means no label, and
             the labels of items are bool (num_classes,). None: one label per image.
@@ -177,7 +177,7 @@ class ImageListData(ImageFilesData):
         return [name for name in map(str.strip, row.label.split(self.label_separator)) if name]
 
     def _labels(self, file: str, rows: Sequence[Row]) -> list[Label]:
-        """Label of each row: the position of its class, or of multi-label images those of its classes."""
+        """Label of each row: the index of its class, or, for multi-label images, the indices of its classes."""
         names = [self._names(row) for row in rows]
         known = positions(list(chain.from_iterable(names)), self.class_names)
         wrong = []

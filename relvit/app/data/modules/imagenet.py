@@ -21,7 +21,7 @@ META_BIN = "meta.bin"
 class ImageNetData(ImageFolderData):
     """ImageNet-1k (Russakovsky et al. 2015, arXiv 1409.0575) in ``root/train/<wnid>/...`` and ``root/val/<wnid>/...``.
 
-    ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are the positions of the sorted
+    ``tools/prepare_imagenet.py`` makes these folders from the official archives. Labels are indices of the sorted
     WordNet ids (n01440764, ...), as in torchvision and timm. The name of a class is its first name in the devkit's
     ``meta.mat`` (``root/ILSVRC2012_devkit_t12/data``) or in torchvision's ``meta.bin`` (``root``), followed by the id
     if two classes have the same name; without these files the id is the name. The folders of some classes may be
@@ -29,8 +29,8 @@ class ImageNetData(ImageFolderData):
 
     Args:
         root: The folder that holds train and val.
-        wnids: WordNet id of each class; the position is the label. A checkpoint stores these ids. None takes the sorted
-            names of the folders in train; if there is no train, in val.
+        wnids: WordNet id of each class; the label of a class is its index in this list. A checkpoint stores these ids.
+            None takes the sorted names of the folders in train; if there is no train, in val.
         class_names: Name of each class; None: the names described above.
         options: See :class:`relvit.app.data.ImageFilesData`.
 

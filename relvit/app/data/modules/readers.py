@@ -47,8 +47,8 @@ class ReaderData(ImageFilesData):
             default 'jpg;jpeg;png;webp'.
         target_key: ``hfds``: the column of the labels, by default 'label'. ``wds``: the field of the sample's .json
             file that is the label; by default the label is the .cls file.
-        class_names: Name of each class; the position is the label. A checkpoint stores these names. Labels in the data
-            are then these names, or the positions of these names as numbers. None takes the names that the dataset
+        class_names: Name of each class; the label of a class is its index in this list. A checkpoint stores these
+            names. Labels in the data are then these names or their indices. None takes the names that the dataset
             declares, or else the different labels of train, sorted; numbers are sorted by their value.
         options: See :class:`relvit.app.data.ImageFilesData`.
 

@@ -21,8 +21,8 @@ class RobustnessData(ImagePathsData):
 
     There are two layouts, recognised by the folders: ``root/<class>/<image>`` (ImageNet-A, -R, -V2) and
     ``root/.../<corruption>/<severity>/<class>/<image>`` (ImageNet-C), where severities are numbers. The folder of a
-    class directly contains its images. Its name is the name of the class, its WordNet id (with `wnids`), or its
-    position as a number (in ImageNet-V2 the position in the sorted WordNet ids).
+    class directly contains its images. The folder's name is the name of the class, the WordNet id of the class (with
+    `wnids`), or the label of the class (in ImageNet-V2 the index of the class in the sorted WordNet ids).
 
     Args:
         root: The folder of the set, or of a part of the set.

@@ -107,7 +107,7 @@ class OwnPageOnly:
             return False
 
     def _is_own(self, headers: Mapping[str, str]) -> bool:
-        """Check that the host is the page's, and that the origin, if there is one, is the same."""
+        """Check that the header `Host` names the page's host, and `Origin`, if there is one, the same host."""
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""

@@ -28,7 +28,7 @@ from relvit.layers import AnySizePatchEmbed, whole_patches
 
 # The file takes images with sides of at most this number of patches.
 MOST = 256
-# The largest difference that is allowed between the logits of the file and of the model, relative to the largest logit.
+# The logits of the file and of the model may differ by at most this number, relative to the largest logit.
 TOLERANCE = 1e-4
 # Static quantisation measures the ranges of the layers' inputs on at most this number of images.
 CALIBRATED = 256

@@ -132,7 +132,7 @@ def save_model(
             mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
         folder: the folder to write to. Existing files with the same names are replaced in one step; all other files
             stay.
-        class_names: name of each class; the position is the label.
+        class_names: name of each class; the label of a class is its index in this list.
         license: identifier of the licence of the weights; None: unknown.
         about: further values for `config.json`.
 

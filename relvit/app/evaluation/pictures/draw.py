@@ -85,7 +85,7 @@ class Subject(NamedTuple):
         return {name: found[name]}
 
     def row_of_query(self, weights: Tensor, prefix: int) -> tuple[Tensor, str]:
-        """Return the row (..., N) of weights (..., N, N) of the query to draw, and its name."""
+        """Return the row (..., N) of weights (..., N, N) of the query to draw, and the query's name."""
         if self.patch is not None:
             return weights[..., prefix + patch_index(self.patch, Grid(*self.grid)), :], f"patch {self.patch}"
         if prefix and getattr(self.model, "global_pool", "") == "token":

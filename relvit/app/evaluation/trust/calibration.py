@@ -145,8 +145,10 @@ def calibrate(
             records.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint, folder or output that does not fit, images that cannot be read, or
-            no best temperature, see `fit_temperature`.
+        FileNotFoundError: there is no such checkpoint, or no such folder of images.
+        ValueError: the file is no checkpoint, the data have other classes than the checkpoint, an image cannot be read,
+            or there is no best temperature, see `fit_temperature`; or `output` exists already, or does not end in
+            .ckpt.
         CalibrationError: the temperature was fitted to another split, and would raise the loss (the negative
             log-likelihood) on val; nothing is written.
     """

@@ -76,7 +76,9 @@ def probe_models(
         standard errors ('..._se', see `paired_difference`).
 
     Raises:
-        FileNotFoundError, ValueError: a model, share, size or data that do not fit; no pretrained weights.
+        FileNotFoundError, ValueError: a model or a folder of images cannot be found or read; there are no pretrained
+            weights of a model; a number is out of range; the data have no such split or several labels per image; or a
+            checkpoint takes another number of channels than the images have.
     """
     check_ranges(probe_models, locals())
     if data is None:
@@ -86,8 +88,8 @@ def probe_models(
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows: list[dict[str, Any]] = []
-    # For each share of labels and each probe ('knn' or 'linear'): whether the probe on the first model's features
-    # classifies each test image right. The other models are compared with these.
+    # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
+    # features classifies each test image right. The other models are compared with the first.
     of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):

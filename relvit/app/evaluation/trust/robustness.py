@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relvit.app.data import ImageData
 
-# AlexNet's mean errors over the five severities of each corruption of ImageNet-C, from the authors' code
+# These are AlexNet's mean errors over the five severities of each corruption of ImageNet-C, from the authors' code
 # (hendrycks/robustness).
 ALEXNET = {
     "gaussian_noise": 0.886428,

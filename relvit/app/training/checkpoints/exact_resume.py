@@ -142,7 +142,7 @@ def begins_epoch_again(point: ResumePoint, batch_size: int, accumulated: int, de
     """Return whether a training that resumes with these numbers must begin the epoch of its `ResumePoint` again.
 
     Raises:
-        ValueError: The optimiser steps would have another number of images.
+        ValueError: The optimiser steps would have another number of images than before.
     """
     _, size_then, accumulated_then, devices_then = point.layout
     then, now = size_then * accumulated_then * devices_then, batch_size * accumulated * devices

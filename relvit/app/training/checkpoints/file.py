@@ -51,7 +51,8 @@ BEST = Path("checkpoints") / "best.ckpt"
 SUGGESTED = (BEST.name, "last.ckpt", "*.ckpt")
 # This is the file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
-# timm's prefixes for repositories of the Hugging Face hub and for folders, and the suffixes of files that hold weights.
+# `HUB` and `FOLDER` are timm's prefixes for repositories of the Hugging Face hub and for folders; `FILES` are the
+# suffixes of files that hold weights.
 HUB, FOLDER = "hf-hub:", "local-dir:"
 FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from relvit.version import __version__
 
-# The key of the description of model and data in a checkpoint, see `description.py`.
+# Under this key a checkpoint holds the description of model and data, see `description.py`.
 KEY = "relvit"
-# The format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
+# This is the format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
 # checkpoints.
 FORMAT = 1
 # For each earlier format, a function changes the content of a checkpoint, in place, to the next format. To rename

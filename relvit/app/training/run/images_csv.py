@@ -51,7 +51,7 @@ def write_manifest(data: ImageData, path: Path) -> Digests:
 def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData, path: Path) -> str:
     """Describe how the images of each split (digests `now`) differ from a checkpoint's images (digests `before`).
 
-    The description is empty if all images are the same. If the manifest of the checkpoint's run is not at `path`, the
+    The description is empty if no image differs. If the manifest of the checkpoint's run is not at `path`, the
     description names no image.
     """
     texts = []

@@ -156,13 +156,16 @@ def forward(
 ):  # fmt: skip
     """Compute the attention of blocks of BLOCK_M queries, head by head, and the log-sum-exp of their logits, in base 2.
 
-    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, position as query
-    (if given, the key table is multiplied by position instead of query), all with the last stride 1; valid (B, Nk)
-    bytes; tables (heads, entries, DIM) and bias (heads, entries); key_index (B or 1, Nq, H + W) and value_bounds (B or
-    1, Nq, entries + 1), `batched` says whether their first axis is B; lse (B, heads, Nq) float32 and, with SAVE,
-    entries (B, Nq, heads, VALUE_ENTRIES), the attention by entry. A query without keys gets zeros and the log-sum-exp
-    +inf. Each Triton program has its own workspace: logits and sums, (BLOCK_M, H + W) float32 each, rows before
-    columns.
+    `scale` is the scale times log2(e). A query without keys gets zeros and the log-sum-exp +inf. Axes of tensors:
+
+    - query: (B, heads, Nq, DIM), key and value likewise with Nk tokens, all with the last stride 1
+    - position: as query; if it is given, the key table is multiplied by position instead of query
+    - valid: (B, Nk) bytes
+    - tables: (heads, entries, DIM), and bias: (heads, entries)
+    - indices: (B or 1, Nq, H + W), and bounds: (B or 1, Nq, entries + 1); `batched` says whether the first axis is B
+    - lse: (B, heads, Nq) float32
+    - entries: (B, Nq, heads, VALUE_ENTRIES), the attention by entry, which is stored with SAVE
+    - logits, sums: (BLOCK_M, H + W) float32, rows before columns, the workspace of each Triton program
     """
     axes = height + width
     for item in tl.range(tl.program_id(0), work, tl.num_programs(0), disable_licm=True):

@@ -11,9 +11,9 @@ sum over this range is a difference of two running sums. So no sum needs atomics
 import triton
 import triton.language as tl
 
-# The number of table entries that are multiplied at a time.
+# This number of table entries is multiplied at a time.
 CHUNK = tl.constexpr(32)
-# The number of rows and columns that are looked up, or summed, at a time.
+# This number of rows and columns is looked up, or summed, at a time.
 SPAN = tl.constexpr(16)
 
 

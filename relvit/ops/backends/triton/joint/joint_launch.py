@@ -121,7 +121,7 @@ class Operands(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel's launch on all samples and heads; both grids are rasters without `valid`."""
+    """A kernel's launch on all samples and heads; both grids have neither `coords` nor `valid`."""
 
     operands: Operands
     grid: Grid
@@ -154,7 +154,7 @@ class Launch(NamedTuple):
         first = layout(self.grid, self.key_grid, query.device).before
         named, _ = self.constants(joint_backward_table)
         tile, (samples, heads) = (named["ROWS"], named["COLS"]), query.shape[:2]
-        # The numbers of vertical and horizontal distances between a rectangle of queries and a rectangle of keys.
+        # These are the numbers of vertical and horizontal distances between rectangles of queries and of keys.
         distances = [
             triton.cdiv(size, of_tile) + triton.cdiv(key_size, of_tile) - 1
             for size, key_size, of_tile in zip(self.grid, self.key_grid, tile, strict=False)
@@ -248,7 +248,7 @@ class JointAttention(torch.autograd.Function):
 
 
 def joint_attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention with a joint bias between rasters; `inputs` are those that `triton.refusal` lets pass."""
+    """Compute attention with a joint bias between grids without `coords`; `triton.refusal` has let `inputs` pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
         # With free channels, as in BEiT, widths may be no multiple of 8. A GPU loads such vectors in small pieces, so

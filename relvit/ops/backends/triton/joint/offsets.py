@@ -35,7 +35,7 @@ def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
     """
     columns = grid.width + key_grid.width - 1
     offsets = (grid.height + key_grid.height - 1) * columns
-    # The numbers of distinct places of queries and of keys.
+    # `span` and `key_span` are the numbers of distinct places of queries and of keys.
     span, key_span = ((tokens.height - 1) * columns + tokens.width for tokens in (grid, key_grid))
     before, behind = (span, span + key_span) if grid.prefix or key_grid.prefix else (0, 0)
     first_query, first_key = 1 - span - before, 0

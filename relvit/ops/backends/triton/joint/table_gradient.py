@@ -39,7 +39,7 @@ def joint_backward_table(
     item = tl.program_id(0)
     head = (item // (down * across) % heads).to(tl.int64)
     split = item // (down * across) // heads
-    # The vertical and horizontal distance between the two rectangles, counted in rectangles.
+    # `below` and `beside` are the vertical and the horizontal distance of the two rectangles, counted in rectangles.
     below, beside = item // across % down - (rows - 1), item % across - (cols - 1)
     first_row, first_col = tl.maximum(0, -below), tl.maximum(0, -beside)
     number_of_cols = tl.minimum(cols, key_cols - beside) - first_col
