@@ -228,7 +228,7 @@ def _check_options(inputs: AttentionInputs) -> None:
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-    # In a graph the scale may be a symbol without a known value.
+    # In a graph the scale may be a symbol without a known value, so check it only outside of graphs.
     if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if inputs.trained_keys is not None and inputs.trained_keys < 2:

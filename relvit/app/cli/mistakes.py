@@ -198,7 +198,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return of_model + name
     if (found := _meant(f"{dashes}{name}", names)) is not None:
         return f"{shown} (did you mean {found!r}?)"
-    # Only `fit` takes arguments of the model.
+    # Suggest arguments of the model only to users of `fit`, because other commands take the model from a checkpoint.
     if of_fit and (found := nearest(name.removeprefix("model."), sorted(of_models), parts=False)) is not None:
         return of_model + found
     return shown

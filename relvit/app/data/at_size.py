@@ -32,8 +32,8 @@ def at_size(
         protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
 
     Raises:
-        ValueError: a wrong size, an unknown protocol or fill, a fill without the protocol 'field', a split that does
-            not exist, or a dataset without the attribute `transform`.
+        ValueError: a size that is neither a positive integer nor two of them, an unknown protocol or fill, a fill
+            without the protocol 'field', a split that does not exist, or a dataset without the attribute `transform`.
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split

@@ -96,9 +96,9 @@ def evaluate_sizes(
         the accuracy at the square) and its standard error 'square_difference_se'.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or a folder of images cannot be found or read; a name is unknown; a
-            model cannot have the reach; the checkpoints have different classes or images; a checkpoint or a size is
-            given twice; or no checkpoint takes a size.
+        FileNotFoundError, ValueError: a checkpoint or a folder of images cannot be found or read; a data module, split,
+            protocol, fill or reach is unknown; a model cannot have the reach; the checkpoints have different classes or
+            images; a checkpoint or a size is given twice; or no checkpoint takes a size.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):

@@ -156,7 +156,8 @@ def _in_order(dataset: Any, rows: Sequence[Iterator[list[str]]]) -> Iterator[lis
     for index in range(len(dataset)):
         rank = rank_of(index, len(rows))
         row = heads[rank]
-        # Unreadable images, and images beyond --trainer.limit_predict_batches, have no rows.
+        # The row is this image's row if it has the image's path: unreadable images, and images beyond
+        # --trainer.limit_predict_batches, have no rows.
         if row is not None and (paths is None or row[0] == paths[index]):
             yield row
             heads[rank] = next(rows[rank], None)

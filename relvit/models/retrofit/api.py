@@ -46,9 +46,10 @@ def retrofit(
     are computed for the size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of
     timm work as before.
 
-    Models that already have relative positions keep their tables, and relvit's modules read these tables: outputs stay
-    the same at the training size, and at other sizes offsets beyond a table use the table's outermost entry. The
-    arguments `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these models.
+    Models that already have relative positions keep their tables, and relvit's modules read these tables: at the
+    training size outputs stay as they are, and at other sizes offsets beyond a table use the table's outermost entry.
+    The arguments `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these
+    models.
 
     Examples:
         >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()

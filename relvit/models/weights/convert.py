@@ -227,8 +227,8 @@ def grid_of(
         own_length: number of entries in the model's tensor of this name; None: the model has no such tensor.
 
     Raises:
-        ValueError: the number of entries is neither that of the grid of the images in training, nor that of the model's
-            grid or a square grid.
+        ValueError: neither the grid of the images in training, nor the model's grid, nor a square grid has this number
+            of entries.
     """
     for prefix in (tokens, 0):
         known = _trained_grid(model, kernel)

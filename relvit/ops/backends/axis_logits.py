@@ -91,7 +91,8 @@ def table_index(
     B, 1, N, H + W) int64, counts rows of the result of `join_tables`; for prefix tokens it is 0, the row of zeros.
     """
     reach = distances
-    # A graph for all sizes must not depend on whether a table has larger offsets than the grid.
+    # Only tables with clipping can be shortened, and only if the largest offset is known: tokens with `coords` may lie
+    # outside the grid, and a graph for all sizes must not depend on whether a table has larger offsets than the grid.
     if grid.coords is None and bucketing == "clip" and knows_values():
         # No pair of tokens has an offset as large as these sizes.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))

@@ -93,8 +93,8 @@ def _sum_of_padded(dim: int, before: int, after: int, parts: Sequence[Tensor]) -
 def _together(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     batch, heads, tokens, width = parts[0].shape
     joined = _sum_of_padded(-2, 0, 0, [part.transpose(1, 2) for part in parts]).contiguous()
-    # If the parts were slices of `joined`, Inductor would compute each part in its own kernel. Before `as_strided` it
-    # computes the whole tensor `joined` in one kernel.
+    # If the parts were slices of `joined`, Inductor would compute each part in its own kernel. Before a call of
+    # `as_strided`, Inductor computes the whole tensor `joined` in one kernel.
     row = len(parts) * heads * width
     size, stride = (batch, heads, tokens, width), (tokens * row, width, row, 1)
     return tuple(joined.as_strided(size, stride, number * heads * width) for number in range(len(parts)))

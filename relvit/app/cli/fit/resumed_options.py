@@ -143,7 +143,8 @@ def changed_options(
     changed = []
     for name in sorted({**before, **now}):
         was, wanted = before.get(name), now.get(name)
-        # A secret (`MASK`) may change: a user may give a new token because the old one has expired.
+        # Skip options that are equal, that other functions compare, or whose group the checkpoint lacks. Also skip
+        # secrets (`MASK`): a user may give a new token because the old one has expired.
         if was == wanted or MASK in (was, wanted) or name in COMPARED_ELSEWHERE or name.partition(".")[0] not in groups:
             continue
         before_text, now_text = ("null" if value is None else cut(value, 80) for value in (was, wanted))

@@ -236,7 +236,7 @@ class ImageData(RecordedArguments, ABC):
         """Return the dataset of one split, built at the first call.
 
         Raises:
-            ValueError: There is no such split, or its files are wrong.
+            ValueError: There is no such split, or one of its files is missing or damaged.
         """
         if split not in self._datasets:
             if reason := self.missing(split):
@@ -248,7 +248,7 @@ class ImageData(RecordedArguments, ABC):
         """Build the datasets of a stage: 'fit', 'validate', 'test' or 'predict'; None: all splits that exist.
 
         Raises:
-            ValueError: The stage needs a split that does not exist, or its files are wrong.
+            ValueError: The stage needs a split that does not exist, or a file that is missing or damaged.
         """
         if stage is None:
             splits = [split for split in ("train", "val", "test", "predict") if self.missing(split) is None]

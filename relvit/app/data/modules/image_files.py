@@ -46,8 +46,8 @@ class ImageFilesData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, wrong files or
-            images too large for the cache.
+        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, a file that is
+            missing or damaged, or images too large for the cache.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ImageFilesData(ImageData):
         """Return the dataset of one split, built at the first call; with `cache` and train, decode all images.
 
         Raises:
-            ValueError: There is no such split, its files are wrong, or the memory is too small.
+            ValueError: There is no such split, one of its files is missing or damaged, or the memory is too small.
         """
         if self.cache and self.trains_on(split) and split not in self._datasets and self.missing(split) is None:
             self._datasets |= self._decoded()

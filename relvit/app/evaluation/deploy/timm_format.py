@@ -61,8 +61,8 @@ def publish_model(
         The name that `timm.create_model(NAME, pretrained=True)` takes, after `import relvit`.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, an impossible name, a folder with
-            files that are no published model, the current folder, or a mount point.
+        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, a name that no repository can have, a
+            folder with files that are no published model, the current folder, or a mount point.
         PublishError: timm does not build the same model from the files; nothing is published.
     """
     hub = to.startswith(HUB)

@@ -203,7 +203,7 @@ def _check_val(found: Calibration, split: Split, logits: Tensor, labels: Tensor)
 
 
 def _choose(logits: Tensor, labels: Tensor, before: SeveralLabels, next_split: Split) -> ChosenThresholds:
-    # Compute probabilities in float32, so that the thresholds are the same as those that a training chooses.
+    # Compute probabilities in float32, as a training does, so that both choose the same thresholds.
     kept = before.keep(before.probabilities(logits.float()), labels)
     after = before.fitted(kept)
     f1 = tuple(each.class_metrics(kept, logits.shape[1]).means()["f1"] for each in (before, after))

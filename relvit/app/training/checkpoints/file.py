@@ -39,8 +39,8 @@ from relvit.utils.messages import nearest
 # A checkpoint holds the averaged weights under this key. They have the same names as the raw weights, which are under
 # 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
-# timm reads the weights under this key, if there are some, instead of 'state_dict'. Here their names are those in the
-# timm model, without the prefix 'net.' of `ImageClassifier`.
+# timm reads the weights under this key, if there are some, instead of 'state_dict'. Under this key the weights have the
+# names that they have in the timm model, without the prefix 'net.' of `ImageClassifier`.
 TIMM_KEY = "state_dict_ema"
 # The name of a class has at most this number of characters. Longer names are refused, because tables of predictions
 # repeat the names in each row and would grow huge.

@@ -47,8 +47,8 @@ class FiniteCheck:
         )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # With float16, infinite gradients are normal: the gradient scaler then lowers its scale and skips the step
-        # itself. So check only the loss if there is a scaler.
+        # With float16, infinite gradients are normal: the gradient scaler then lowers its scale, and also skips the
+        # step. So check only the loss if there is a scaler.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:

@@ -64,8 +64,8 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     """Check a trainer's options of devices, set them to the processes of torchrun or srun, and return `launched()`.
 
     Raises:
-        ValueError: This machine does not have the devices, or the strategy divides the weights among devices
-            or starts processes by copies of objects.
+        ValueError: This machine does not have the devices, or the strategy divides the weights among devices, or gives
+            each process a copy of the run's objects.
     """
     check_devices(options["accelerator"], options["devices"])
     check_strategy(options["strategy"])
