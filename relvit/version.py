@@ -3,8 +3,8 @@
 import importlib
 
 __version__ = "0.2.0"
-# pyproject.toml requires the same versions. They are repeated here, because a checkout that is found through PYTHONPATH
-# is not installed, and so has no metadata to read them from.
+# pyproject.toml requires the same versions. The versions are repeated here, because a checkout that is found through
+# PYTHONPATH is not installed, and so has no metadata to read them from.
 OLDEST = {"torch": "2.8", "timm": "1.0.26"}
 
 

@@ -160,8 +160,8 @@ def attend_projected(
     usual = query is channels is query_bias is logits is coords is valid is None
     if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
         return None
-    # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables it has
-    # only the shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
+    # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables `key`
+    # has only the shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
     tables = [table for term in of_tables if term is not None for table in term]
     of_mask = None if attn_mask is None else _SIGN(attn_mask)
     of_prefix = None if prefix_bias is None else prefix_bias.shape

@@ -22,8 +22,8 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
-    Autograd only checks tensors that autograd itself saved. It checks neither tensors that a saved-tensor hook keeps
-    nor tensors that `torch.utils.checkpoint` reads in backward.
+    Autograd only checks tensors that autograd itself saved. Autograd checks neither tensors that a saved-tensor hook
+    keeps nor tensors that `torch.utils.checkpoint` reads in backward.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -17,7 +17,7 @@ class TransformerXLPosition2d(Position):
         logit_ij = scale * ((q_i + u) . k_j + (q_i + v) . W_R R_ij)
 
     Query i is in row y_i and column x_i, key j in row y_j and column x_j. R_ij has the width 4 F, with F = head_dim
-    num_heads // 4. It holds the sines and cosines of y_i - y_j, then the sines and cosines of x_i - x_j, each at F
+    num_heads // 4. R_ij holds the sines and cosines of y_i - y_j, then the sines and cosines of x_i - x_j, each at F
     frequencies from 1 down to almost 1 / 10000 (Vaswani et al. 2017, arXiv 1706.03762, section 3.5). So W_R R_ij is
     exactly a sum a(y_i - y_j) + b(x_i - x_j) of an entry of a row table and an entry of a column table; each head has
     such tables, which are computed for the grid. If i or j is a prefix token, the product with W_R is zero.

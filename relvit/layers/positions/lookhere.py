@@ -7,8 +7,8 @@ import torch
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import Grid, JointTable, RelativeTerms
 
-# Keys that a head does not see have this bias. Half precision can represent this number. It is finite, because backends
-# multiply unused entries of a table by 0, and 0 times infinity is NaN.
+# Keys that a head does not see have this bias. Half precision can represent this number. The number is finite, because
+# backends multiply unused entries of a table by 0, and 0 times infinity is NaN.
 HIDDEN = -1e4
 
 # Each head has a pair of these vectors (dy, dx), and sees a key if the key's offset has a negative dot product with

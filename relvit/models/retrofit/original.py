@@ -28,9 +28,9 @@ class Absent:
 class Before(NamedTuple):
     """A module before it was retrofitted, or what has changed since.
 
-    `snapshot` puts everything into it, `record_changes` only the former values of what has changed. `members` has an
-    entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values` holds the buffers
-    that the module cannot compute again.
+    `snapshot` stores all attributes and members, `record_changes` only the former values of what has changed. `members`
+    has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values` holds the
+    buffers that the module cannot compute again.
     """
 
     kind: type[nn.Module]
@@ -54,8 +54,8 @@ def snapshot(model: nn.Module) -> dict[str, Before]:
 def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     """Record in a model what differs from the snapshot.
 
-    The record keeps the shapes of the tensors and modules that the retrofit has removed. It keeps values only for
-    buffers that no method can compute again.
+    The record keeps the shapes of the tensors and modules that the retrofit has removed. The record keeps values only
+    for buffers that no method can compute again.
     """
     record, after = {}, snapshot(model)
     for name, then in before.items():

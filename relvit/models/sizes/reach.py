@@ -35,8 +35,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to the tokens of their
       own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.
-    - 'mirror': the learned absolute embedding of H0 x W0 patches is not interpolated. It lies in the centre of the grid
-      and is mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` mirrors images.
+    - 'mirror': the learned absolute embedding of H0 x W0 patches is not interpolated. The embedding lies in the centre
+      of the grid and is mirrored beyond its edges, as the protocol `field` of `relvit.app.data.eval_transform` mirrors
+      images.
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all choices give the same outputs. Rotary embeddings follow their own rules at other sizes, and

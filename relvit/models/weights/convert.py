@@ -285,7 +285,8 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
         ValueError: the tables do not fit the model's tables, see `checkpoint_filter_fn`.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
-    # Blocks may share a position module. It then has one name per block, and the state dict has tensors for each name.
+    # Blocks may share a position module. Such a module has one name per block, and the state dict has tensors for each
+    # name.
     for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue

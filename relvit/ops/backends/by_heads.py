@@ -1,9 +1,9 @@
 """Python threads that compute the tiles of whole heads, for the backend `tiled` on large grids of the CPU.
 
 OpenMP's threads share each operation of a tile, and wait for each other after every operation. Here the same number of
-Python threads compute, each with one OpenMP thread, and wait for each other only once, at the end. They run at the same
-time, because PyTorch's operations release the GIL. A single thread adds up all sums of a head, tile after tile, so
-results depend neither on the number of threads nor on which thread computes a head.
+Python threads compute, each with one OpenMP thread, and wait for each other only once, at the end. The threads run at
+the same time, because PyTorch's operations release the GIL. A single thread adds up all sums of a head, tile after
+tile, so results depend neither on the number of threads nor on which thread computes a head.
 """
 
 from __future__ import annotations

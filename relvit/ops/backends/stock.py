@@ -1,8 +1,8 @@
 """Stock fused attention and its backward as two calls, for autograd functions that compute their own gradients.
 
 `F.scaled_dot_product_attention` keeps its operands for backward. A function that can compute its operands again, as
-`lean` does, instead calls the kernel that PyTorch would choose. It keeps only the kernel's results, and passes operands
-and results to the kernel's backward.
+`lean` does, instead calls the kernel that PyTorch would choose. The function keeps only the kernel's results, and
+passes operands and results to the kernel's backward.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class Evaluation(RelvitCLI):
 
     Args:
         function, given: see `RelvitCLI`.
-        checkpoint: the checkpoint, with the images that the command uses. It has the values of options that are not
-            given.
+        checkpoint: the checkpoint, with the images that the command uses. Options that are not given have the values in
+            the checkpoint.
         file: the local file of the checkpoint, or an exported file that is evaluated instead.
         asked: the data module that the command, or its user, has chosen.
     """

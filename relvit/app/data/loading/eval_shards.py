@@ -21,8 +21,9 @@ class EvalShardLoader:
     """DataLoader of one device's shard that yields as many batches as the device with the largest shard has.
 
     `DistributedSampler` makes all shards equally long by using some images twice. The shards here may differ by one
-    image, so a device may have one batch fewer than other devices, or none. It then gets an empty batch, because all
-    devices have to take part in collective operations, and Lightning refuses a device without batches.
+    image, so a device may have one batch fewer than other devices, or none. A device without a further batch gets an
+    empty batch, because all devices have to take part in collective operations, and Lightning refuses a device without
+    batches.
 
     Args:
         loader: Loader of the shard of this device.

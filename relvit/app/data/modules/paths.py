@@ -26,7 +26,8 @@ class ImagePathsData(ImageData):
         ValueError: An argument out of its range; later, a folder or pattern without images.
     """
 
-    # `relvit predict` builds this data module from paths. It has no images to train on, so `--data` does not offer it.
+    # `relvit predict` builds this data module from paths. The module has no images to train on, so `--data` does not
+    # offer the module.
     chosen_by_name = False
 
     def __init__(

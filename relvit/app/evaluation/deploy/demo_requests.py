@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
-# The body of a request has at most this number of bytes. This does not limit images, which come as uploads; choices on
-# the page take some hundred bytes.
+# The body of a request has at most this number of bytes. This limit is not for images, which come as uploads; choices
+# on the page take some hundred bytes.
 LARGEST_BODY = 2**20
 UPLOAD = f"{API_PREFIX}/upload"
 FILE = f"{API_PREFIX}/file="

@@ -26,8 +26,8 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
 
     Args:
         model: a relvit model, or one that `relvit.retrofit` has changed.
-        img_size: (height, width) of the images in pixels. It determines the size of tables that are computed instead of
-            learned.
+        img_size: (height, width) of the images in pixels. The image size determines the size of tables that are
+            computed instead of learned.
 
     Returns:
         For each layer its tables by name, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k
@@ -152,8 +152,8 @@ def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
 def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: int = -1) -> dict[str, Tensor]:
     """Split the logits of one patch's query into the content part and the terms of the position.
 
-    The content part is the scaled product of query and key. It includes the rotary embedding, if there is one, and
-    Transformer-XL's u.
+    The content part is the scaled product of query and key. The content part includes the rotary embedding, if there is
+    one, and Transformer-XL's u.
 
     Args:
         model: see `effective_kernels`.

@@ -85,7 +85,8 @@ class EpochLines(Callback):
     """Print a line at the end of each epoch, for output in files and without a progress bar.
 
     Args:
-        history: The training's `History`, whose last row has the printed numbers. It must run before this callback.
+        history: The training's `History`, whose last row has the printed numbers. The `History` must run before this
+            callback.
     """
 
     def __init__(self, history: History) -> None:

@@ -30,9 +30,9 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     float64, and the mean has the dtype of the weights. Buffers must be the same in all checkpoints. Models with batch
     norm are refused, because the statistics of batch norm would have to be computed again from images.
 
-    The new checkpoint holds no optimiser state, so no training can resume from it. It describes the data as the first
-    checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the new checkpoint keeps
-    these thresholds; otherwise its thresholds are 0.5, and a warning says so.
+    The new checkpoint holds no optimiser state, so no training can resume from it. The new checkpoint describes the
+    data as the first checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the new
+    checkpoint keeps these thresholds; otherwise its thresholds are 0.5, and a warning says so.
 
     Args:
         ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.

@@ -178,8 +178,8 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
     validation = loop["epoch_loop.val_loop.batch_progress"]
     for counter in (validation["total"], validation["current"]):
         _complete(counter, 0)
-    # If no validation was complete at the point, let Lightning resume with a validation, in case one is due: it does so
-    # if a validation has started its first batch according to the counters, but processed none.
+    # If no validation was complete at the point, let Lightning resume with a validation, in case one is due: Lightning
+    # does so if a validation has started its first batch according to the counters, but processed none.
     validation["total"]["ready"] = validation["total"]["started"] = 0 if point.validated else 1
     validation["is_last_batch"] = False
     loop["epoch_loop.state_dict"][STEPS_KEY] = steps["step"]["total"]["completed"]

@@ -31,8 +31,9 @@ class FindLearningRate(LearningRateFinder):
     `layer_decay` and `position_lr_scale` are.
 
     Lightning's own callback does not work here, because it changes only the optimiser's rate, which the schedule
-    overwrites at its next step. It also divides the fall of the loss by the difference of the rates, not of their
-    logarithms, and hardly smooths the losses at small rates. So with few images it takes noise for a fall.
+    overwrites at its next step. Lightning's callback also divides the fall of the loss by the difference of the rates,
+    not of their logarithms, and hardly smooths the losses at small rates. So with few images Lightning's callback takes
+    noise for a fall.
 
     Attributes:
         rates: The learning rate of each batch of the test.

@@ -145,8 +145,8 @@ def batch_size_of(trainer: Trainer) -> int:
 def update_rates(scheduler: LambdaLR) -> None:
     """Set the optimiser's learning rates by the scheduler's step.
 
-    Lightning restores the rates in a checkpoint. They are wrong if the user has made the training longer or shorter
-    since, because the schedule then has other rates at this step.
+    Lightning restores the rates in a checkpoint. These rates are wrong if the user has made the training longer or
+    shorter since, because the schedule then has other rates at this step.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True

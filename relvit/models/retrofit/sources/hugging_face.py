@@ -17,7 +17,7 @@ from relvit.ops.tracing import is_compiling
 class TransformersModel(OwnPositions):
     """Mixin before a model of `transformers` whose `forward` records outputs of its layers.
 
-    It derives from `OwnPositions`, because all these models have relative positions.
+    This mixin derives from `OwnPositions`, because all these models have relative positions.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -77,8 +77,8 @@ class SamEncoder(OwnPositions):
 
     SAM resizes the longer side of an image to the side of a square canvas, and pads the image below or to the right. So
     the absolute embedding is resized to the square canvas that holds the image, and cut to the image; if the longer
-    side is as long as in training, the embedding is only cut. Windows and offsets count patches as in training; offsets
-    beyond a table use the table's outermost entry.
+    side is as long as in training, the embedding is only cut. Windows have as many patches as in training; offsets are
+    counted in patches, and offsets beyond a table use the table's outermost entry.
 
     Attributes:
         patch_embed_classes: class of the original patch embedding -> the class that it becomes.

@@ -2,9 +2,9 @@
 
 `fused` augments queries, keys and values by H + W channels each. Here a key tile is a rectangle of patches, so a query
 has one relative logit for each row and one for each column of the tile, and all products are as narrow as in stock
-attention. The kernels read q, k, v and the tables, which `lookup.py` prepares. They write the result, the gradients of
-q, k and v, and for each query and table entry a sum of weights or of gradients of logits, from which PyTorch computes
-the gradients of the tables. Triton is imported at the first call.
+attention. The kernels read q, k, v and the tables, which `lookup.py` prepares. The kernels write the result, the
+gradients of q, k and v, and for each query and table entry a sum of weights or of gradients of logits, from which
+PyTorch computes the gradients of the tables. Triton is imported at the first call.
 """
 
 from __future__ import annotations
