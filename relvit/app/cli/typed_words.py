@@ -223,7 +223,7 @@ def positionals(function: Callable[..., Any]) -> dict[str, Any]:
 
     Commands that run a Trainer have an object as their first parameter, which a user cannot type. In place of
     `evaluation`, which is built from a checkpoint, the user types the checkpoint's path, `ckpt_path`; in place of
-    `training`, of `fit`, nothing.
+    `training`, the object of `fit`, the user types nothing.
     """
     hints, owned = type_hints(function), parameters(function).items()
     before = [name for name, parameter in owned if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

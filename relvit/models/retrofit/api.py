@@ -71,7 +71,8 @@ def retrofit(
         init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay as they were
             before the retrofit.
         position: a name as in `RelVisionTransformer`, or your own class, called as `position(head_dim, num_heads,
-            device=, dtype=)` for each block. None: 'tables'. With 'slopes' the outputs change at once.
+            device=, dtype=)` for each block. None: 'tables'. With 'slopes', which are not learned, the outputs change
+            at once.
         abs_pos: what happens to the absolute embedding: 'keep' (nothing), 'freeze' (it is not trained further) or
             'drop' (it is removed).
         backend: see `relvit.ops.relative_attention`.

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
 # Functions in `torch` are faster to call than functions in `_aten`, but turn numbers among the results into tensors, so
-# kernels that return numbers are called in `_aten`. `_OFF` holds the arguments dropout_p and is_causal, which no caller
-# uses.
+# kernels that return numbers are called in `_aten`. `_OFF` holds the arguments dropout_p and is_causal: no caller uses
+# dropout or a causal mask.
 _OFF = (0.0, False)
 
 

@@ -36,8 +36,8 @@ FREE = {
 }
 # The paths in these options may change, since files move. But no path may be added where there was none, or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
-# `REASONS` says of options, or groups of options, why they may not change, unless `FREE` or `PLACES` has them. The
-# message gives the reason of the longest name here with which the option's name begins.
+# `REASONS` maps options, or groups of options, to the reasons why they may not change; options in `FREE` and `PLACES`
+# may. The error gives the reason of the longest name in `REASONS` with which the option's name begins.
 REASONS = {
     "": "a training that goes on stays as it was configured",
     "seed_everything": "order, augmentation and dropout follow from it",

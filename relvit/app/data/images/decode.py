@@ -52,7 +52,8 @@ _DEFAULT_MAX_PIXELS = 250_000_000
 # gigabytes for one row of pixels, so longer sides are refused in all formats.
 _LONGEST_SIDE = 65_500
 # Each scan of a progressive JPEG passes over all pixels, and files of cameras and editors have about ten scans. A file
-# is refused if it has more scans than this, or if scans times pixels exceeds this multiple of the most pixels allowed.
+# is refused if it has more than `_MOST_SCANS` scans, or if scans times pixels exceeds `_SCANS_OF_MOST_PIXELS` times the
+# largest number of pixels that is allowed.
 _MOST_SCANS, _SCANS_OF_MOST_PIXELS = 100, 10
 # Pillow joins a GIF's comments one by one, which takes quadratic time in their length, so longer comments are refused.
 _LONGEST_COMMENTS = 2**20

@@ -41,8 +41,8 @@ class RunCheckpoints(Checkpoint):
     """Write `last.ckpt` at the end of each epoch and `best.ckpt` at the best validation score so far.
 
     `epoch.ckpt` is the checkpoint of the last complete epoch: a hard link to `last.ckpt`, or a copy on disks without
-    links, until the next `last.ckpt` is written within an epoch. From `epoch.ckpt` a training can go on with another
-    number of devices, which is impossible from a checkpoint within an epoch.
+    links. `epoch.ckpt` stays when a new `last.ckpt` is written within an epoch. From `epoch.ckpt` a training can go on
+    with another number of devices, which is impossible from a checkpoint within an epoch.
 
     If two validations have equal scores, which is frequent with few images, the validation with the lower `val/loss` is
     better. `last.ckpt` is also written every `every_n_steps` optimiser steps, when an exception ends a run of one

@@ -43,8 +43,8 @@ ALLOWED = (
     "a checkpoint of relvit fit, a file or folder of weights, the address of a file such as https://..., or a model of "
     "timm such as 'vit_small_patch16_224.augreg_in21k' or 'hf-hub:OWNER/NAME'"
 )
-# Print a note if means or standard deviations, of images in the range 0..1, differ by more than this. A smaller
-# difference hardly matters.
+# Print a note if the mean or the standard deviation of the data differs from the pretraining's by more than this, in
+# units of the range 0..1. A smaller difference hardly matters.
 TOLERANCE = 0.05
 
 

@@ -31,8 +31,8 @@ class DataRecord(Callback):
     - `unreadable.csv` (split, path, reason) lists images that were skipped, if there are some. Their number is printed.
 
     Checkpoints hold digests of the images of train and val. A training resumes only with the same images: the same
-    names, labels and contents (size in bytes, or hash of the pixels, see `ListedImage`), in the same order. They may be
-    in another folder.
+    names, labels and contents (size in bytes, or hash of the pixels, see `ListedImage`), in the same order. The images
+    may be in another folder.
 
     Args:
         folder: The folder to write to. None: no file is written, and only the first unreadable images are printed.

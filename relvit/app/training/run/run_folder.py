@@ -43,7 +43,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / self.NAME, "w")  # noqa: SIM115 (open as long as the lock is held)
         try:
-            # Use `lockf`, since workers of a dataloader do not inherit its lock. They may outlive this process for a
+            # Use `lockf`, since workers of a dataloader do not inherit its lock. Workers may outlive this process for a
             # moment, and with a lock of `flock`, which they would inherit, the folder would stay locked.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

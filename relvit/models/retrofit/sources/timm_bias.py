@@ -52,8 +52,8 @@ class GridInBias(BiasPositions, GridForward):
         for name in self.shared:
             setattr(self, name, None)
         for block in self.blocks:
-            # timm's `Beit.set_input_size` resizes the tables of each attention that has a `window_size`. Remove it, so
-            # that the tables stay.
+            # timm's `Beit.set_input_size` resizes the tables of each attention that has a `window_size`. Set
+            # `window_size` to None, so that the tables stay.
             block.attn.window_size = None
         absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
         for name, value in absent.items():
