@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, lean, pair_bias, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
+from relvit.ops.backends.stock import switches
 from relvit.ops.checks import check_backend, check_kind, check_names
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.index_range import check_index_range
@@ -158,18 +159,24 @@ def attend_projected(
     contents = (projected,) if isinstance(projected, Tensor) else projected
     (query, *of_tables, bucketing, channels, query_bias, logits), (*_, coords, valid) = terms, grid
     usual = query is channels is query_bias is logits is coords is valid is None
-    if not (usual and type(contents[0]) is type(contents[-1]) is Tensor and is_eager()):
+    if not (usual and type(contents[0]) is type(contents[-1]) is Tensor):
         return None
-    # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables `key`
-    # has only the shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
-    tables = [table for term in of_tables if term is not None for table in term]
-    of_mask = None if attn_mask is None else _SIGN(attn_mask)
-    of_prefix = None if prefix_bias is None else prefix_bias.shape
-    signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
-    key = (backend, scale, grid, bucketing, _switches(contents[0]), of_mask, of_prefix, signs)
-    if (decision := _DECISIONS.get(key)) is None:
+    tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
+    if eager:
+        # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables it
+        # has only shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
+        of_mask = None if attn_mask is None else _SIGN(attn_mask)
+        of_prefix = None if prefix_bias is None else prefix_bias.shape
+        signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
+        key = (backend, scale, grid, bucketing, switches(contents[0]), of_mask, of_prefix, signs)
+        decision = _DECISIONS.get(key)
+    elif type(terms.bias) is not JointTable:
+        return None
+    if decision is None:
         inputs = AttentionInputs(*separate(projected), terms, grid, attn_mask=attn_mask, scale=scale)
-        decision = _remember(key, _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None))
+        decision = _decide_projected(inputs, backend, len(contents) == 1 and prefix_bias is None)
+        if eager:
+            _remember(key, decision)
     if (plan := decision.plan) is None:
         return None
     if type(plan) is lean.Plan:
@@ -219,23 +226,12 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
         return _decide(checked(inputs), backend)
     try:
         # The key says whether position queries and queries are one tensor, because the choice depends on that.
-        key = (backend, inputs.position_query is inputs.query, signature(inputs), _switches(inputs.query))
+        key = (backend, inputs.position_query is inputs.query, signature(inputs), switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
     if (decision := _DECISIONS.get(key)) is None:
         decision = _remember(key, _decide(checked(inputs), backend))
     return decision
-
-
-def _switches(query: Tensor) -> Any:
-    """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
-    device, flash = "cpu" if query.is_cpu else query.device.type, torch._C._get_flash_sdp_enabled()
-    if device not in lean.DEVICES:
-        return flash
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if device == "cpu":
-        return flash, autocast
-    return flash, autocast, torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _remember(key: Any, decision: _Decision) -> _Decision:
@@ -300,6 +296,8 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
     query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
     if any(isinstance(term, JointTable) for term in terms):
         keeps, tokens = "nothing: backward recomputes each tile", max(query.shape[2], inputs.key.shape[2])
+        if is_compiling() and not is_functorch() and _adds_pair_bias(inputs):
+            return Choice("fused", "one graph serves all sizes: the mask holds the bias of all pairs", "N x N weights")
         if is_eager() and not _math_alone() and _adds_pair_bias(inputs):
             if device == "cpu":
                 small = tokens <= SMALL_WINDOW or lean.pays_on_cpu(inputs)

@@ -112,7 +112,7 @@ def test_the_rules_for_gpus(monkeypatch):
     monkeypatch.setattr(attention.triton, "refusal", lambda *_: "is not installed")
     assert on_a_gpu(width=257) == "tiled"
     monkeypatch.setattr(attention, "is_compiling", lambda: True)
-    assert on_a_gpu(width=257) == "fused"
+    assert on_a_gpu(width=257) == on_a_gpu(layout="joint", which="b") == "fused"
     assert on_a_gpu(layout="joint") == "gathered"
 
 

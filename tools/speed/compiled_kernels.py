@@ -31,7 +31,7 @@ import relvit
 SIZE, TINY = 224, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES, COUNTS = ("forward", "step"), ("kernels", "operations")
 # The models whose figures are compared with another baseline than plain.
-BASELINES = {"sam retrofitted": "sam"}
+BASELINES = {"sam retrofitted": "sam", "relpos retrofitted": "relpos"}
 
 
 def sam(layers: int) -> nn.Module:
@@ -47,10 +47,13 @@ def build(name: str, layers: int) -> nn.Module:
     model = sam(layers) if source == "sam" else build_model(source, SIZE, depth=layers, **TINY)
     if not retrofitted:
         return model
-    return relvit.retrofit(model) if source == "sam" else relvit.retrofit(model, rel_terms="kv")
+    return relvit.retrofit(model) if name in BASELINES else relvit.retrofit(model, rel_terms="kv")
 
 
-KNOWN = ("plain", "relvit_small", "plain retrofitted", "sam", "sam retrofitted", "relpos", "rope", "rope_mixed")
+KNOWN = (
+    "plain", "relvit_small", "plain retrofitted", "sam", "sam retrofitted",
+    "relpos", "relpos retrofitted", "rope", "rope_mixed",
+)  # fmt: skip
 
 
 def count(name: str, layers: int, mode: str) -> dict[str, int]:

@@ -36,12 +36,11 @@ from relvit.ops.backends.axis_logits import (
     used_pieces,
 )
 from relvit.ops.backends.fused import one_hot
-from relvit.ops.backends.stock import Kernel, stock_kernel
+from relvit.ops.backends.stock import DEVICES, Kernel, stock_kernel
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
 
-DEVICES = ("cpu", "cuda")
 # A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing takes longer than
 # multiplying a few rows whose products no pair uses.
 SPARE_ROWS = 32

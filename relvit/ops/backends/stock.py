@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+# These are the devices whose kernels this file can call.
+DEVICES = ("cpu", "cuda")
+
 _aten = torch.ops.aten
 # Functions in `torch` are faster to call than functions in `_aten`, but turn numbers among the results into tensors, so
 # kernels that return numbers are called in `_aten`. `_OFF` holds the arguments dropout_p and is_causal: no caller uses
@@ -80,3 +83,14 @@ KERNELS: dict[tuple[str, int], Kernel] = {
 def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the fused kernel that PyTorch would choose for operands (B, heads, N, width); None: there is none."""
     return KERNELS.get((query.device.type, torch._fused_sdp_choice(query, key, value)))
+
+
+def switches(query: Tensor) -> Any:
+    """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
+    device, flash = "cpu" if query.is_cpu else query.device.type, torch._C._get_flash_sdp_enabled()
+    if device not in DEVICES:
+        return flash
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "cpu":
+        return flash, autocast
+    return flash, autocast, torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()

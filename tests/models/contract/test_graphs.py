@@ -49,6 +49,8 @@ FREE = [
     {"name": "test_relvit_aft", "mixer": "local", "img_size": (32, 48)},
 ]
 HALTING = {"name": "test_relvit_universal", "depth": 2, "halting": "act", "class_token": True}
+# These models have a bias per pair of offsets; BEiT has prefix tokens with a bias of their own.
+JOINT = [{"case": "beit"}, {"case": "relpos"}]
 VARIANTS = [
     PER_HEAD | {"reach": "stretch-logn"},
     {"case": "clip", "reach": "stretch-mirror"},
@@ -106,7 +108,7 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(number, tmp_path):
         ({"rel_terms": "qkvb", "pos_embed": "axial", "img_size": (32, 48), "reach": "stretch-logn"}, 1),
         # The size that a rotary embedding is stored for has a graph of its own.
         ({"case": "dinov3"}, 2),
-        *((variant, 1) for variant in (*FREE, HALTING)),
+        *((variant, 1) for variant in (*JOINT, *FREE, HALTING)),
     ],
     ids=str,
 )
@@ -125,11 +127,12 @@ def test_compiled_without_break_into_one_graph_for_all_sizes(variant, most):
     assert len(graphs) <= most
 
 
-def test_compiled_training_step_has_the_gradients_of_the_plain_one():
-    model = build(**VARIANTS[0])
+@pytest.mark.parametrize("variant", [VARIANTS[0], JOINT[0]], ids=str)
+def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
+    model = build(**variant)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    parameters = [p for name, p in model.named_parameters() if ".position." in name or name == "pos_embed"]
+    parameters = [p for name, p in model.named_parameters() if "pos" in name or "prefix_bias" in name]
     # By default Dynamo first makes a graph for all values of Python's floats, then a second one for their own.
     with torch._dynamo.config.patch(specialize_float=True):
         for size in SIZES[:2]:
