@@ -121,7 +121,7 @@ def train(
         drawn = epoch_of(setting, part, run.seed, epoch, own)
         for rows, boxes in zip(*(each.split(batch_of(own)) for each in drawn), strict=True):
             pixels, labels = own.take(rows)
-            with torch.autocast(device.type, torch.bfloat16):
+            with autocast(device):
                 logits = model(normalised(resampled(pixels, boxes, part.size)))
             loss = nn.functional.cross_entropy(logits.float(), labels)
             loss.backward()
@@ -139,6 +139,11 @@ def train(
         loss_of = float(total) * run.epochs / steps
         print(f"{run.folder}: epoch {epoch + 1}, loss {loss_of:.4f}, {minutes:.2f} minutes", flush=True)
     return model, state["minutes"]
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Compute in bfloat16 on a GPU, and in float32 on a CPU, where products in bfloat16 may be many times slower."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")
 
 
 def now(device: torch.device) -> float:
@@ -185,7 +190,7 @@ def tested(model: nn.Module, test: Test, images: Images) -> tuple[float, float]:
     right, loss = 0, 0.0
     count = max(1, EVALUATED_PIXELS // math.prod(test.size))
     for some, wanted in zip(pixels.split(count), labels.split(count), strict=True):
-        with torch.autocast(pixels.device.type, torch.bfloat16):
+        with autocast(pixels.device):
             logits = net(normalised(resampled(some, box.expand(len(some), 4), test.size))).float()
         right += int((logits.argmax(1) == wanted).sum())
         loss += float(nn.functional.cross_entropy(logits, wanted, reduction="sum"))
