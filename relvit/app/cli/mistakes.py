@@ -20,7 +20,7 @@ from jsonargparse import Namespace
 
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.option_types import accepts, choices, in_words, subclasses
+from relvit.app.cli.option_types import accepts, choices, in_words, item_type, subclasses
 from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, PRECISIONS, SYNONYMS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
@@ -272,5 +272,6 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
+        value = value if item_type(hint) is None else ", ".join(given)
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}"

@@ -65,7 +65,8 @@ def in_words(hint: Any) -> str:
     if kind is Literal:
         return f"one of {', '.join(map(repr, parts))}"
     if parts and (kind is list or parts[1:] == (...,)):
-        return f"a list, of which each item is {in_words(parts[0])}"
+        item = in_words(parts[0])
+        return f"one or several of {item.removeprefix('one of ')}" if choices(parts[0]) else f"values, each {item}"
     return WORDS.get(kind, kind.__name__)
 
 

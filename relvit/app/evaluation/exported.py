@@ -34,6 +34,10 @@ class _Opened(NamedTuple):
     classes: int
 
 
+class _CompiledError(ValueError):
+    """The file is compiled: it holds machine code, which relvit does not run."""
+
+
 class ExportedClassifier(Answering):
     """A classifier in a file of `relvit export`; it only computes logits, on the CPU.
 
@@ -63,6 +67,8 @@ class ExportedClassifier(Answering):
             opened = OPEN[self.path.suffix](self.path)
         except ModuleNotFoundError as error:
             raise MissingPackageError("ONNX", error.name) from error
+        except _CompiledError:
+            raise
         # onnxruntime and PyTorch raise exceptions of any type for broken files.
         except Exception as error:
             raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
@@ -143,7 +149,10 @@ def _open_onnx(path: Path) -> _Opened:
 def _open_program(path: Path) -> _Opened:
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith(".so") for name in archive.namelist()):
-            raise ValueError("relvit export --aot compiled it: load it by torch._inductor.aoti_load_package")
+            raise _CompiledError(
+                f"{path} is compiled by relvit export --aot, for torch._inductor.aoti_load_package and C++; relvit "
+                "takes the checkpoint, or a .pt2 without --aot"
+            )
     found = {EXTRA_FILE: ""}
     program = torch.export.load(path, extra_files=found)
     (logits,) = program.graph_module.graph.output_node().args[0]

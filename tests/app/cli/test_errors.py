@@ -206,7 +206,7 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
         ),
         (
             ["resolutions", best, "--sizes=fast"],
-            "--sizes must be a list, of which each item is a whole number or a pair",
+            "--sizes must be values, each a whole number or a pair such as '[64,96]', got fast",
         ),
         (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "--data.augment needs --data NAME"),
     ):

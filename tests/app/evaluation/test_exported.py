@@ -97,7 +97,10 @@ def test_a_folder_alone_holds_class_folders(program, tmp_path, command, capsys):
 def test_a_compiled_program_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt2", "w") as archive:
         archive.writestr("a/data/aotinductor/model/a.so", b"")
-    with pytest.raises(ValueError, match=r"a\.pt2 is no file of relvit export: .* torch\._inductor\.aoti_load_package"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.pt2 is compiled by relvit export --aot, .* torch\._inductor\.aoti_load_package .* without --aot",
+    ):
         ExportedClassifier(tmp_path / "a.pt2")
 
 

@@ -12,6 +12,9 @@ from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
+# Files with these endings hold lists of images, see `relvit.app.data.ImageListData`.
+LIST_ENDINGS = (".csv", ".tsv", ".parquet")
+
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
 
@@ -81,10 +84,15 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A folder or a pattern without images.
+        ValueError: A folder or a pattern without images, or a list of images.
     """
     found: dict[str, None] = {}
     for path in map(os.path.expanduser, paths):
+        if path.lower().endswith(LIST_ENDINGS) and os.path.isfile(path):
+            raise ValueError(
+                f"{path} is a list, not an image: give images or folders, or in the place of {path} for predict "
+                f"--data ImageListData --data.predict {path}"
+            )
         if os.path.isdir(path):
             found |= dict.fromkeys(images_to_predict(path))
         elif os.path.lexists(path):

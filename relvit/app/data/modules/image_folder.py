@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from relvit.app.data.class_labels import check_every_class
-from relvit.app.data.images.folders import class_folders, has_images, images_to_predict, labelled_files, look_into
+from relvit.app.data.images.folders import (
+    LIST_ENDINGS,
+    class_folders,
+    has_images,
+    images_to_predict,
+    labelled_files,
+    look_into,
+)
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path
@@ -126,7 +133,9 @@ def find_splits(root: str) -> dict[Split, str]:
         ValueError: There are two folders with validation images.
     """
     if os.path.isfile(root):
-        raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
+        lists = root.lower().endswith(LIST_ENDINGS)
+        instead = "a list is for --data ImageListData" if lists else "give the folder of images that it is in"
+        raise NotADirectoryError(f"root {root} is a file; {instead} (--data.root)")
     if not os.path.isdir(root):
         raise FileNotFoundError(
             f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "

@@ -211,7 +211,8 @@ def read_list(
         ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):
-        raise FileNotFoundError(f"no list at {file}; give a CSV, TSV or Parquet file with the columns path and label")
+        found = f"{file} is a folder" if os.path.isdir(file) else f"no list at {file}"
+        raise FileNotFoundError(f"{found}; give a CSV, TSV or Parquet file with the columns path and label")
     wanted = ["path"] if labels == "none" else ["path", "label"]
     match os.path.splitext(file)[1].lower():
         case ".csv":

@@ -86,7 +86,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         raise ValueError("some logits are infinite or not a number: take another checkpoint")
     of_label = logits.gather(1, labels[:, None])[:, 0]
     if (of_label == logits.amax(1)).all():
-        raise ValueError(f"all {len(labels)} images are classified right, so no temperature is best: use other images")
+        raise ValueError(
+            f"all {len(labels)} images are classified right, so no temperature is best: use other images (another "
+            "split or root), or leave the probabilities as they are"
+        )
     if of_label.mean() <= logits.mean():
         raise ValueError(
             f"the logits of {len(labels)} images are no better than chance, so no temperature is best: take another "

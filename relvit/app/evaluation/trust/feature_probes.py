@@ -82,9 +82,11 @@ def probe_models(
     """
     check_ranges(probe_models, locals())
     if data is None:
-        if suffix_of(models[0]) != ".ckpt":
-            raise ValueError(f"{models[0]} is no checkpoint, so its data are not known: give --root DIR or --data NAME")
-        data = Checkpoint.read(models[0]).data_module()
+        name = os.fspath(models[0])
+        if not _is_checkpoint(name):
+            _check_name(name)
+            raise ValueError(f"{name} is no checkpoint, so its data are not known: give --root DIR or --data NAME")
+        data = Checkpoint.read(name).data_module()
     if data.multi_label:
         raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
     rows: list[dict[str, Any]] = []
@@ -200,21 +202,30 @@ def linear_right(
     return fit(best, slice(None)).predict(queries) == truth, best
 
 
+def _is_checkpoint(name: str) -> bool:
+    """Return whether a name means a file, or a folder, where `Checkpoint.read` says which file is meant."""
+    return suffix_of(name) == ".ckpt" or (os.path.isdir(name) and not timm.is_model(name))
+
+
+def _check_name(name: str) -> None:
+    """Refuse the name of a model that timm does not have, with the nearest name; 'hf-hub:' and the like pass."""
+    if ":" not in name:
+        model_arguments(name)
+
+
 def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> tuple[nn.Module, Transforms]:
     """Load a model for evaluation, with the steps from an image to its input."""
     name = os.fspath(model)
-    if suffix_of(name) == ".ckpt":
+    if _is_checkpoint(name):
         checkpoint = Checkpoint.read(name)
         if (channels := checkpoint.argument("in_chans")) != data.in_chans:
             raise ValueError(
                 f"{name} takes images of {channels} channels, the data have {data.in_chans}: give data with {channels}"
             )
         return classifier_of(checkpoint).net, checkpoint.transforms()
-    if ":" not in name:
-        # For an unknown name, `model_arguments` raises an error with the nearest known name.
-        model_arguments(name)
-        if pretrained and not timm.is_model_pretrained(name):
-            raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
+    _check_name(name)
+    if ":" not in name and pretrained and not timm.is_model_pretrained(name):
+        raise ValueError(f"there are no pretrained weights of {name}: give --random for random ones")
     net = Pretrained(name).timm_model(pretrained, in_chans=data.in_chans).eval()
     config = timm.data.resolve_model_data_config(net)
     # timm's mean and standard deviation are for three channels; for another number of channels, use the mean and

@@ -32,7 +32,8 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
 
     The new checkpoint holds no optimiser state, so no training can resume from it. The new checkpoint describes the
     data as the first checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the new
-    checkpoint keeps these thresholds; otherwise its thresholds are 0.5, and a warning says so.
+    checkpoint keeps these thresholds; otherwise its thresholds are 0.5, and a warning says so. A temperature of `relvit
+    calibrate` belongs to the logits of one checkpoint, so the new checkpoint has none, and a warning says so.
 
     Args:
         ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -49,10 +50,11 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     classifier = classifier_of(first)
     parameters = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
     total = {name: _in_double(first, name) for name in parameters}
-    thresholds = [first.thresholds]
+    thresholds, calibrated = [first.thresholds], first.temperature != 1
     for path in ckpt_paths[1:]:
         other = Checkpoint.read(path)
         thresholds.append(other.thresholds)
+        calibrated |= other.temperature != 1
         _check_same_kind(first, other, parameters)
         for name in parameters:
             total[name] += _in_double(other, name)
@@ -77,6 +79,12 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
         warnings.warn(
             f"the checkpoints have different thresholds: in {output} the threshold of every class is 0.5; to choose "
             f"thresholds anew: relvit calibrate {output}",
+            stacklevel=1,
+        )
+    if calibrated:
+        warnings.warn(
+            f"a temperature holds for the logits of one checkpoint, so {output} has none; to fit its own: "
+            f"relvit calibrate {output}",
             stacklevel=1,
         )
     checkpoint[TIMM_KEY] = timm_weights(checkpoint)

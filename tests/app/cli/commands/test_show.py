@@ -92,7 +92,10 @@ def test_without_images(place, capsys):
     [
         (["owls", "--kind", "aft-windows"], "RelVisionTransformer has no attention-free layers with biases"),
         (["owls", "--kind", "cam"], 'Grad-CAM needs the package pytorch_grad_cam: pip install "relvit[show]"'),
-        (["owls", "--kind", "tabels"], "--kind must be .*'tables', .*(did you mean 'tables'?)"),
+        (
+            ["owls", "--kind", "tabels"],
+            "--kind must be one or several of 'tables', 'kernels', .*, got tabels (did you mean 'tables'?)",
+        ),
         (["--kind", "kernels"], "--kind kernels needs an image: relvit show CKPT IMAGE --kind kernels"),
         (["owls", "--patch", "2", "0"], "patch (2, 0): give a row from 0 to 1 and a column from 0 to 1"),
         (["owls", "--patch", "2"], "--patch must be a pair such as"),

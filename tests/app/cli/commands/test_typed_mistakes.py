@@ -149,7 +149,7 @@ def test_names_that_only_share_letters_are_not_near():
     assert (
         nearest("vit_small_patch16", ["vit_small_patch8_224", "vit_small_patch16_224.x"]) == "vit_small_patch16_224.x"
     )
-    assert in_words(tuple[float, ...]) == "a list, of which each item is a number"
+    assert in_words(tuple[float, ...]) == "values, each a number"
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,14 @@ def test_the_file_that_a_path_names_is_read(best, folders):
 
 
 def test_paths_that_lead_nowhere(best, folders, fails):
+    (folders / "list.csv").write_text("path\na/1.png\n")
     for paths, message in {
         ("e.jpg",): "no file or folder 'e.jpg'",
         ("*.bmp",): "no image matches the pattern '*.bmp'",
         ("d",): "no image below d",
+        ("a", "list.csv"): "list.csv is a list, not an image: give images or folders, or in the place of list.csv for "
+        "predict --data ImageListData --data.predict list.csv",
+        ("--root=list.csv",): "list.csv is a file; a list is for --data ImageListData",
         ("a", "--root=c"): "--root c and a both name the images: give one of them",
         ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
     }.items():

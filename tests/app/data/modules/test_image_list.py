@@ -242,6 +242,8 @@ def test_wrong_arguments(root):
     train = write(root / "train.csv", rows_of("train", dict.fromkeys(GREY, 4)))
     with pytest.raises(FileNotFoundError, match=r"no list at .*none\.csv"):
         ImageListData(str(root / "none.csv"))
+    with pytest.raises(FileNotFoundError, match=r"train is a folder; give a CSV, TSV or Parquet file"):
+        ImageListData(str(root / "train"))
     (root / "a.txt").touch()
     with pytest.raises(ValueError, match=r"kind '.txt'; allowed are '.csv', '.tsv' and '.parquet'"):
         ImageListData(str(root / "a.txt"))

@@ -125,6 +125,9 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
         ([path, "--shares=[0]"], "shares must be in 0 < x <= 1"),
         ([path, "--data=DigitsData"], "takes images of 3 channels, the data have 1"),
         (["tset_vit", "--root", str(photos)], "did you mean 'test_vit'"),
+        (["tset_vit"], "did you mean 'test_vit'"),
+        ([str(best.parent)], "checkpoints is a folder; give the checkpoint, such as"),
+        ([str(best.parent), "--root", str(photos)], "checkpoints is a folder; give the checkpoint, such as"),
         (["relvit_tiny", "--root", str(photos)], "no pretrained weights of relvit_tiny: give --random"),
     ):
         assert message in fails(["probe", *wrong])

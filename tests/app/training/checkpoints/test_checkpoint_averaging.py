@@ -132,6 +132,17 @@ def test_what_has_a_mean(change, message, three, tmp_path):
     assert (tmp_path / "mean.ckpt").exists() == (message is None)
 
 
+def test_a_temperature_is_left_out_and_said(three, tmp_path):
+    paths = [three[0][0], tmp_path / "calibrated.ckpt"]
+    content = torch.load(paths[0], weights_only=True)
+    content["relvit"]["temperature"] = 2.0
+    torch.save(content, paths[1])
+    output = tmp_path / "mean.ckpt"
+    with pytest.warns(UserWarning, match=r"mean\.ckpt has none; to fit its own: relvit calibrate .*mean\.ckpt"):
+        average_checkpoints(paths, output)
+    assert "temperature" not in torch.load(output, weights_only=True)["relvit"]
+
+
 def test_files(three, tmp_path, monkeypatch):
     (a, b, _), output = three[0], tmp_path / "mean.ckpt"
     (tmp_path / "link.ckpt").symlink_to(a)

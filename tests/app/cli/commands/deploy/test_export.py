@@ -288,7 +288,7 @@ def test_compiled_by_aotinductor(best, tmp_path, monkeypatch, capfd):
     with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
         assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
-    with pytest.raises(ValueError, match=r"compiled it: load it by torch\._inductor\.aoti_load_package"):
+    with pytest.raises(ValueError, match=r"compiled by relvit export --aot, for torch\._inductor\.aoti_load_package"):
         relvit.load(output)
     packaged = torch._inductor.aoti_load_package(str(output))
     assert json.loads(packaged.get_metadata()["relvit"])["class_names"] == list(CLASSES)
