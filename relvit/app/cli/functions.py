@@ -48,7 +48,7 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
     del options["config"]
     check_ranges(function, options)
     if of_data:
-        options["data_args"] = data_args(options["data"], of_data)
+        options["data_args"] = data_args(command, options["data"], of_data)
     function(**options)
 
 
@@ -57,7 +57,7 @@ def takes_data_args(function: Callable[..., Any]) -> bool:
     return "data_args" in inspect.signature(function).parameters
 
 
-def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
+def data_args(command: str, name: str | None, words: Sequence[str]) -> dict[str, Any]:
     """Parse the options `--data.OPTION=VALUE` by the types in the constructor of the data module that `--data` names.
 
     Raises:
@@ -66,7 +66,7 @@ def data_args(name: str | None, words: Sequence[str]) -> dict[str, Any]:
     if (cls := named_data_module(name)) is None:
         option = words[0].partition("=")[0]
         raise UsageError(f"{option} needs --data NAME: give the data module of the training, such as my_module.Mine")
-    parser = Parser()
+    parser = Parser(prog=f"relvit {command}")
     parser.add_class_arguments(cls, "data", as_group=False, fail_untyped=False)
     for action in parser._actions:
         # Return only the options that are given: all other options keep the values in the checkpoint.

@@ -77,7 +77,9 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
                 return f"--{option.name} is for --data NAME: {instead}"
             return NO_KIND if "data.root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
-            return complaint
+            # A name without a hint leaves the user with nothing to do but to read the help.
+            bare = complaint == f"unknown option --{option.name}"
+            return f"{complaint}; {parser.prog} --help-all lists the options" if bare else complaint
     # Commands with options of the Trainer run the Trainer on images, so they need data.
     if "trainer.devices" in known and "data" not in names:
         return NO_DATA

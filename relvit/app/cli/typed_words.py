@@ -275,7 +275,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
         and values.keys().isdisjoint(("data", "data.class_path", "config", "resume", "ckpt_path"))
     ):
         named.insert(0, ("data", "ImageFolderData"))
-    named += _named(command, places, bare, values).items()
+    named += _named(command, function, bare, values).items()
     named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
     return Arguments(words, dict(named), typed)
@@ -334,9 +334,11 @@ def best_of_run(given: str) -> str:
     return best if os.path.isfile(best) else given
 
 
-def _named(command: str, hints: Mapping[str, Any], bare: Sequence[str], given: Mapping[str, object]) -> dict[str, Any]:
+def _named(
+    command: str, function: Callable[..., Any], bare: Sequence[str], given: Mapping[str, object]
+) -> dict[str, Any]:
     """Name the positional arguments: each goes to the first option that was not given by its name."""
-    found: dict[str, Any] = {}
+    hints, found = positionals(function), {}
     rest = [best_of_run(word) for word in bare]
     for name in (name for name in hints if name not in given and rest):
         if item_type(hints[name]) is not None and (len(rest) > 1 or not takes_one(hints[name])):
@@ -345,6 +347,19 @@ def _named(command: str, hints: Mapping[str, Any], bare: Sequence[str], given: M
             found[name] = rest.pop(0)
     if rest:
         named = [f"--{name}" for name in hints if name in given]
-        hint = f"{' and '.join(named)} given already" if named else "each value follows the name of its option"
+        hint = f"{' and '.join(named)} given already" if named else _instead(command, function, rest[0], given)
         raise UsageError(f"unexpected argument {rest[0]!r}: {hint}; relvit {command} --help lists the options")
     return found
+
+
+def _instead(command: str, function: Callable[..., Any], word: str, given: Mapping[str, object]) -> str:
+    """Say which option a value without a name likely belongs to: one that must be given, or that of the images."""
+    options = parameters(function)
+    needed = [name for name, each in options.items() if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    needed = [name for name in needed if name not in given]
+    root = short_names(command, function).get("root", "root")
+    if needed:
+        return f"did you mean --{needed[0]} {word}?"
+    if root not in given and (root != "root" or root in options) and os.path.isdir(word):
+        return f"for images in a folder: --root {word}"
+    return "each value follows the name of its option"

@@ -44,11 +44,18 @@ def test_names_of_options(command, given, expected):
         ("validate", "a.ckpt b", "unexpected argument 'b'"),
         ("validate", "a.ckpt --ckpt_path b.ckpt", "unexpected argument 'a.ckpt': --ckpt_path given already"),
         ("embed", "a.ckpt x y", "unexpected argument 'y'"),
+        ("export", "a.ckpt model.onnx", r"unexpected argument 'model.onnx': did you mean --output model.onnx\?"),
+        ("publish", "a.ckpt folder", r"unexpected argument 'folder': did you mean --to folder\?"),
+        ("test", "a.ckpt images", "unexpected argument 'images': for images in a folder: --root images;"),
+        ("calibrate", "a.ckpt images", "unexpected argument 'images': for images in a folder: --root images;"),
+        ("demo", "a.ckpt images", "unexpected argument 'images': each value follows the name of its option"),
         ("validate", "a.ckpt --split test", "--split: validate uses the images of val; .* relvit test --split SPLIT"),
         ("validate", "a.ckpt --runs x", "--runs: validate prints its results and writes no file"),
     ],
 )
-def test_mistakes(command, given, message):
+def test_mistakes(command, given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
     with pytest.raises(UsageError, match=message):
         read(command, given.split())
 

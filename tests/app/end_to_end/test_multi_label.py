@@ -211,6 +211,19 @@ def test_the_published_model_has_thresholds_and_the_card_its_figures(published, 
     assert "| size | protocol | reach | images | mAP | mean F1 |" in card
 
 
+def test_the_recipe_and_the_results_are_those_of_several_labels(trained, published, tmp_path):
+    recipe = (published / "published" / "README.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    assert "label_separator" in recipe
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name, copy in (("summary.json", "summary.json"), ("checkpoints/best.ckpt", "checkpoints/best_calibrated.ckpt")):
+        shutil.copy(trained[1] / name, tmp_path / "run" / copy)
+    calibrated = tmp_path / "run" / "checkpoints" / "best_calibrated.ckpt"
+    assert main(["publish", str(calibrated), "--to", str(tmp_path / "calibrated")]) == 0
+    card = (tmp_path / "calibrated" / "README.md").read_text()
+    assert f"- test/map: {summary(trained[1])['test/map']:.4f}" in card
+    assert "test/f1" not in card
+
+
 def test_the_code_of_the_card_finds_the_same_classes(trained, published, monkeypatch, capsys):
     monkeypatch.chdir(published)
     card = (published / "published" / "README.md").read_text()

@@ -67,6 +67,9 @@ class ImageFolderData(ImageFilesData):
             return None
         if self._has_own(split) or (split == "val" and self._has_own("train")):
             return None
+        parent, name = os.path.split(self.root)
+        if name in sum(_FOLDER_NAMES.values(), ()) and split in find_splits(parent):
+            return f"no {split} folder in {self.root}; give the folder that holds it, {parent} (--data.root)"
         # As soon as root has a folder test, root itself no longer counts as the train folder, so the message also tells
         # the user to move the class folders into a folder train.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""

@@ -184,10 +184,11 @@ def _results(ckpt_path: str) -> dict[str, Any]:
     """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
     path = Path(ckpt_path)
     summary = path.parent.parent / "summary.json"
-    # best_calibrated.ckpt has the weights of best.ckpt and a temperature, with which only the accuracies in
-    # summary.json are still valid: the temperature does not change the order of the classes, but it changes losses and
-    # calibration errors.
-    kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": ("val/acc", "test/acc")}.get(path.name)
+    # best_calibrated.ckpt has the weights of best.ckpt, and a temperature or other thresholds, with which only the
+    # accuracies or average precisions in summary.json are still valid: they depend on the order of the logits alone.
+    # Losses and calibration errors depend on the temperature, F1 on the thresholds.
+    of_order = ("val/acc", "test/acc", "val/map", "test/map")
+    kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": of_order}.get(path.name)
     if kept is None or not summary.is_file():
         return {}
     values = json.loads(summary.read_text())
@@ -213,10 +214,11 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # The recipe has only the options that all data modules for image files share: other options could show where the
-    # images are stored.
+    # The recipe has only the options that all data modules for image files share, and the separator of several labels,
+    # without which a training would have one label per image: other options could show where the images are stored.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
-    shared = [name for name in defaults if name in ImageFilesData.argument_names() and name not in ELSEWHERE]
+    known = (*ImageFilesData.argument_names(), "label_separator")
+    shared = [name for name in defaults if name in known and name not in ELSEWHERE]
     images = _not_default(data["init_args"], {name: defaults[name] for name in shared})
     if checkpoint.shape().fixed:
         images.pop("patch_size", None)

@@ -97,6 +97,7 @@ def test_a_hint_is_what_was_meant(command):
     for typed, meant in MISTAKES[command].items():
         message = explain(parser(command), [*words, f"--{typed}=1"], None, Exception())
         assert message.startswith(f"unknown option --{typed}"), message
+        assert not message.endswith(typed), "it says what to do"
         hint = re.search(r"did you mean '(.*?)'", message)
         assert (hint and hint[1]) == meant, message
 

@@ -152,6 +152,8 @@ def test_mistakes(tmp_path):
         data_of(root, class_names=[*GREY, "dog"]).setup("fit")
     make(tmp_path, test=1)
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cats")
+    with pytest.raises(ValueError, match=rf"give the folder that holds it, {tmp_path} "):
+        data_of(f"{root}/train").setup("test")
     with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):
         data_of(root).setup()
     add(tmp_path / "flat", count=2)
