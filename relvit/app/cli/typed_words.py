@@ -347,8 +347,8 @@ def _named(
             found[name] = rest.pop(0)
     if rest:
         named = [f"--{name}" for name in hints if name in given]
-        hint = f"{' and '.join(named)} given already" if named else _instead(command, function, rest[0], given)
-        raise UsageError(f"unexpected argument {rest[0]!r}: {hint}; relvit {command} --help lists the options")
+        hint = f": {' and '.join(named)} given already" if named else _instead(command, function, rest[0], given)
+        raise UsageError(f"unexpected argument {rest[0]!r}{hint}; relvit {command} --help lists the options")
     return found
 
 
@@ -359,7 +359,7 @@ def _instead(command: str, function: Callable[..., Any], word: str, given: Mappi
     needed = [name for name in needed if name not in given]
     root = short_names(command, function).get("root", "root")
     if needed:
-        return f"did you mean --{needed[0]} {word}?"
+        return f" (did you mean --{needed[0]} {word}?)"
     if root not in given and (root != "root" or root in options) and os.path.isdir(word):
-        return f"for images in a folder: --root {word}"
-    return "each value follows the name of its option"
+        return f" (for images in a folder: --root {word})"
+    return ": each value follows the name of its option"

@@ -44,10 +44,10 @@ def test_names_of_options(command, given, expected):
         ("validate", "a.ckpt b", "unexpected argument 'b'"),
         ("validate", "a.ckpt --ckpt_path b.ckpt", "unexpected argument 'a.ckpt': --ckpt_path given already"),
         ("embed", "a.ckpt x y", "unexpected argument 'y'"),
-        ("export", "a.ckpt model.onnx", r"unexpected argument 'model.onnx': did you mean --output model.onnx\?"),
-        ("publish", "a.ckpt folder", r"unexpected argument 'folder': did you mean --to folder\?"),
-        ("test", "a.ckpt images", "unexpected argument 'images': for images in a folder: --root images;"),
-        ("calibrate", "a.ckpt images", "unexpected argument 'images': for images in a folder: --root images;"),
+        ("export", "a.ckpt model.onnx", r"unexpected argument 'model.onnx' \(did you mean --output model.onnx\?\)"),
+        ("publish", "a.ckpt folder", r"unexpected argument 'folder' \(did you mean --to folder\?\)"),
+        ("test", "a.ckpt images", r"unexpected argument 'images' \(for images in a folder: --root images\);"),
+        ("calibrate", "a.ckpt images", r"unexpected argument 'images' \(for images in a folder: --root images\);"),
         ("demo", "a.ckpt images", "unexpected argument 'images': each value follows the name of its option"),
         ("validate", "a.ckpt --split test", "--split: validate uses the images of val; .* relvit test --split SPLIT"),
         ("validate", "a.ckpt --runs x", "--runs: validate prints its results and writes no file"),
@@ -76,6 +76,7 @@ def test_messages_name_what_was_typed(photos, tmp_path, fails):
         "--img_sise=3": "unknown option --img_sise (did you mean '--img_size'?)",
     }.items():
         assert message in fails([*fit, given])
+    assert "unknown option --sharing; relvit fit --help-all lists the options\n" in fails([*fit, "--sharing=3"])
     usage = "missing: --sizes; usage: relvit resolutions CKPT ... --sizes SIZE ... [options]"
     assert usage in fails(["resolutions", "a.ckpt"])
     assert "unknown option --ouput (did you mean '--output'?)" in fails(["export", "a.ckpt", "--ouput=x.onnx"])

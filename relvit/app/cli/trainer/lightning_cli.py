@@ -100,6 +100,7 @@ class RelvitCLI(LightningCLI):
             ImageData,
             subclass_mode_data=True,
             parser_class=Parser,
+            parser_kwargs={"prog": f"relvit {function.__name__}"},
             seed_everything_default=0,
             trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,

@@ -136,9 +136,11 @@ def find_splits(root: str) -> dict[Split, str]:
         ValueError: There are two folders with validation images.
     """
     if os.path.isfile(root):
-        lists = root.lower().endswith(LIST_ENDINGS)
-        instead = "a list is for --data ImageListData" if lists else "give the folder of images that it is in"
-        raise NotADirectoryError(f"root {root} is a file; {instead} (--data.root)")
+        if root.lower().endswith(LIST_ENDINGS):
+            raise NotADirectoryError(
+                f"root {root} is a list; give it by --data ImageListData and --data.train, --data.val or --data.test"
+            )
+        raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
     if not os.path.isdir(root):
         raise FileNotFoundError(
             f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "

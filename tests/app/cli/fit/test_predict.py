@@ -148,7 +148,7 @@ def test_paths_that_lead_nowhere(best, folders, fails):
         ("d",): "no image below d",
         ("a", "list.csv"): "list.csv is a list, not an image: give images or folders, or in the place of list.csv for "
         "predict --data ImageListData --data.predict list.csv",
-        ("--root=list.csv",): "list.csv is a file; a list is for --data ImageListData",
+        ("--root=list.csv",): "list.csv is a list; give it by --data ImageListData and --data.train,",
         ("a", "--root=c"): "--root c and a both name the images: give one of them",
         ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
     }.items():
