@@ -20,8 +20,9 @@ from jsonargparse import Namespace
 
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.option_types import accepts, choices, in_words, item_type, subclasses
+from relvit.app.cli.option_types import accepts, choices, in_words, item_type, subclasses, takes_one
 from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, PRECISIONS, SYNONYMS
+from relvit.app.data.images.folders import LIST_ENDINGS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
 from relvit.app.utils.shown_text import cut
@@ -252,8 +253,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     classes = subclasses(hint)
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
-    if name == "data" and os.sep in value:
-        lists = "a list by --data ImageListData --data.train FILE"
+    if name == "data" and (os.sep in value or value.lower().endswith(LIST_ENDINGS)):
+        lists = "a list by --data ImageListData and --data.train, --data.val, --data.test or --data.predict"
         return f"--data{place} must be a kind of data, got {cut(value)}: give class folders by --root DIR, or {lists}"
     if classes and "." not in value:
         # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
@@ -274,6 +275,6 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
-        value = value if item_type(hint) is None else ", ".join(given)
+        value = ", ".join(given) if item_type(hint) is not None and not takes_one(hint) else value
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}"

@@ -34,6 +34,7 @@ def fit(copy, tmp_path):
         (["--data.img_size=64,96"], r"--data.img_size must be a whole number or a pair such as '\[64,96\]', got 64,96"),
         (["--data.batch_size=many"], "--data.batch_size must be a whole number, got many"),
         (["--data=lists/train.csv"], "must be a kind of data, got lists/train.csv: give class folders by --root DIR"),
+        (["--data=test.csv"], "got test.csv: .* a list by --data ImageListData and --data.train, .* or --data.predict"),
         (
             ["--trainer.precision=half"],
             f"--trainer.precision must be one of {', '.join(map(repr, PRECISIONS))}, got half",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relvit.app.data.class_labels import check_printable
 from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
+from relvit.app.utils.files import is_exported
 from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
@@ -84,7 +85,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A folder or a pattern without images, or a list of images.
+        ValueError: A folder or a pattern without images, a list of images, or a model.
     """
     found: dict[str, None] = {}
     for path in map(os.path.expanduser, paths):
@@ -93,6 +94,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
                 f"{path} is a list, not an image: give images or folders, or in the place of {path} for predict "
                 f"--data ImageListData --data.predict {path}"
             )
+        if path.endswith(".ckpt") or is_exported(path):
+            raise ValueError(f"{path} is a model, not an image: give one model at a time, then images or folders")
         if os.path.isdir(path):
             found |= dict.fromkeys(images_to_predict(path))
         elif os.path.lexists(path):
@@ -103,7 +106,11 @@ def find_images(paths: Iterable[str]) -> list[str]:
                 raise ValueError(f"no image matches the pattern {path!r}; {_ADD}")
             found |= dict.fromkeys(images)
         else:
-            raise FileNotFoundError(f"no file or folder {path!r}; give image files, folders or patterns like '*.jpg'")
+            folder, name = os.path.split(path)
+            near = did_you_mean(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else ""
+            raise FileNotFoundError(
+                f"no file or folder {path!r}{near}; give image files, folders or patterns like '*.jpg'"
+            )
     return list(found)
 
 

@@ -148,6 +148,8 @@ def test_paths_that_lead_nowhere(best, folders, fails):
         ("d",): "no image below d",
         ("a", "list.csv"): "list.csv is a list, not an image: give images or folders, or in the place of list.csv for "
         "predict --data ImageListData --data.predict list.csv",
+        ("a/1.pgn",): "no file or folder 'a/1.pgn' (did you mean '1.png'?); give image files",
+        ("a", str(best)): f"{best} is a model, not an image: give one model at a time, then images or folders",
         ("--root=list.csv",): "list.csv is a list; give it by --data ImageListData and --data.train,",
         ("a", "--root=c"): "--root c and a both name the images: give one of them",
         ("a", "c", "--data=DigitsData"): "--data DigitsData and a (and 1 more) both name the images",
