@@ -110,10 +110,14 @@ def test_errors():
     for position, message in (
         (SlopePosition2d(6, 2), "a module of its own for every block.*give a class .*, got a module SlopePosition2d"),
         ("tables", "give a class such as .*, got 'tables'"),
-        (lambda *_, **__: 6, "position must be a module .* got 6"),
+        (
+            lambda *_, **__: 6,
+            r"position\(6, 2\) returned 6: it must return a module .* RelativePosition2d\(head_dim, num_heads\)",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             RelativeBlock(12, 2, position=position)
+    RelativeBlock(12, 2, position=lambda head_dim, num_heads, **_: RelativePosition2d(head_dim, num_heads))
 
 
 def test_blocks_make_positions_of_their_own():

@@ -81,6 +81,11 @@ def make_position(factory: Callable[..., nn.Module], head_dim: int, num_heads: i
     """
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     position = factory(head_dim, num_heads, **like)
+    if not isinstance(position, nn.Module):
+        raise TypeError(
+            f"position({head_dim}, {num_heads}) returned {position!r}: it must return a module from Grid to "
+            "RelativeTerms, such as RelativePosition2d(head_dim, num_heads)"
+        )
     check_position(position, head_dim, num_heads)
     return position
 

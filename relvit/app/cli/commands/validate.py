@@ -19,7 +19,12 @@ def validate(evaluation: Evaluation, *, reach: Reach = "trained", verbose: bool 
     Args:
         evaluation: The checkpoint's classifier and data.
         verbose: Whether the results are printed.
+
+    Raises:
+        UsageError: The options leave no image.
     """
+    if evaluation.options["limit_val_batches"] == 0:
+        raise UsageError("--trainer.limit_val_batches 0 leaves no image to validate: give a number above 0")
     evaluation.set_reach(reach)
     evaluation.run(report=report, verbose=verbose)
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -19,14 +18,16 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
 from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
+from relvit.app.utils.masks import fields_of
 
-# For each of these options of the Trainer, one value is refused, for a reason. `TRIAL`, the option to use instead, ends
-# the sentence.
+# jsonargparse writes this text, and the value's own text, in the place of a value that YAML cannot hold.
+LOST = "Unable to serialize instance "
+
+# For each of these options of the Trainer, one value is refused, for a reason.
 REFUSED: dict[str, tuple[bool, str]] = {
-    "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt; a trial that writes nothing is"),
-    "barebones": (True, "a run writes checkpoints, metrics and figures; a trial that writes nothing is"),
+    "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt"),
+    "barebones": (True, "a run writes checkpoints, metrics and figures"),
 }
-TRIAL = "--trainer.fast_dev_run true"
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
@@ -38,7 +39,10 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     """
     for name, (refused, reason) in REFUSED.items():
         if options[name] is refused:
-            raise UsageError(f"--trainer.{name} {str(refused).lower()}: {reason} {TRIAL}")
+            raise UsageError(
+                f"--trainer.{name} {str(refused).lower()}: {reason}: leave this option out; --trainer.fast_dev_run "
+                "true alone is a trial that writes nothing"
+            )
     if options["gradient_clip_algorithm"] is not None and options["gradient_clip_val"] is None:
         given = options["gradient_clip_algorithm"]
         raise UsageError(
@@ -69,15 +73,31 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
         UsageError: `config.yaml` cannot hold a value.
     """
     with warnings.catch_warnings():
-        # jsonargparse warns of a value that YAML cannot hold, and writes the text of the warning in the value's place.
-        # The search below finds this text, so the warning itself need not be shown.
+        # jsonargparse warns of a value that YAML cannot hold. The search below finds the value, so the warning need not
+        # be shown.
         warnings.simplefilter("ignore")
         try:
-            found = re.search(r"Unable to serialize instance (.*)", parser.dump(config, skip_none=False))
+            held = yaml.safe_load(parser.dump(config, skip_none=False))
+            texts = ((name, str(value)) for name, value in _leaves(held))
+            found = [(name, text.removeprefix(LOST)) for name, text in texts if text.startswith(LOST)]
         except yaml.representer.RepresenterError as error:
-            found = re.search(r"object', (.*)\)", str(error))
-    if found is not None:
-        raise UsageError(
-            f"config.yaml cannot hold {found[1]}, an argument of a class in the trainer's options, so this run could "
-            "not be resumed: give the argument as text or a number, or leave the class out"
-        )
+            found = [(name, repr(value)) for name, value in _leaves(config) if value is error.args[1]]
+    if found:
+        name, value = found[0]
+        cure = "give it as text or a number"
+        if not name.startswith("data."):
+            cure += ", or leave its class out"
+        raise UsageError(f"config.yaml cannot hold {value}, the value of {name}, so no run could be resumed: {cure}")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value in a configuration after its name, such as 'data.init_args.root'."""
+    if isinstance(value, Mapping | Namespace):
+        items = fields_of(value).items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, each in items:
+        yield from _leaves(each, f"{name}.{key}" if name else str(key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,14 +67,21 @@ def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSEr
     if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or folder is None:
         return error
     found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    cure = DISK_ERRORS[error.errno]
     if command != "fit":
-        return OSError(error.errno, f"{found}: make room, or give another folder than {folder} (--runs)")
+        # A full disk of the user's own data is no reason for another folder of runs. An error without a name may be of
+        # either.
+        if error.filename is None:
+            cure += f", or if {folder} is on that disk, give another folder (--runs)"
+        elif Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute()):
+            cure += f", or give another folder than {folder} (--runs)"
+        return OSError(error.errno, f"{found}: {cure}")
     parts = [found]
     kept = describe_last(folder / "checkpoints")
     if kept not in found:
         parts.append(kept)
     if (folder / "checkpoints" / "last.ckpt").is_file():
-        parts.append(f"make room, then relvit fit --resume {folder}")
+        parts.append(f"{cure}, then relvit fit --resume {folder}")
     return OSError(error.errno, "; ".join(parts))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -136,9 +136,16 @@ def batch_size_of(trainer: Trainer) -> int:
     parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
     size = next((size for part in parts if (size := getattr(part, "batch_size", None))), None)
     if not size:
-        raise ValueError(
-            f"the training loader, {type(loader).__name__}, does not say its batch_size: give it this attribute"
-        )
+        name = type(loader).__name__
+        if isinstance(loader, Sequence | Mapping):
+            raise ValueError(
+                f"the training images come from a {name} of loaders: give one loader, such as a DataLoader"
+            )
+        given = f"the training loader, {name}, does not say its batch_size"
+        # A DataLoader's own attribute cannot be set, but that of its samplers can.
+        which = next((each for each in ("batch_sampler", "sampler") if getattr(loader, each, None) is not None), None)
+        part = f"its {which}, {type(getattr(loader, which)).__name__}," if which else "it"
+        raise ValueError(f"{given}: give {part} the attribute batch_size, the number of images in a batch")
     return int(size)
 
 

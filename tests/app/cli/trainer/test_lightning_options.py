@@ -90,7 +90,12 @@ TRAINER = [
     ("check_val_every_n_epoch", ["check_val_every_n_epoch=null", "val_check_interval=2"], 3),
     ("num_sanity_val_steps", ["num_sanity_val_steps=0"], 3),
     ("log_every_n_steps", ["log_every_n_steps=1"], 3),
-    ("enable_checkpointing", ["enable_checkpointing=false"], "a run writes best.ckpt and last.ckpt; a trial"),
+    ("enable_checkpointing", ["enable_checkpointing=false"], "a run writes best.ckpt and last.ckpt: leave this"),
+    (
+        "enable_checkpointing",
+        ["enable_checkpointing=false", "fast_dev_run=true"],
+        "leave this option out; --trainer.fa",
+    ),
     ("enable_progress_bar", ["enable_progress_bar=true"], 3),
     ("enable_model_summary", ["enable_model_summary=true"], 3),
     ("accumulate_grad_batches", ["accumulate_grad_batches=2"], 2),
@@ -245,7 +250,10 @@ def test_values_that_the_configuration_cannot_hold(photos, tmp_path, monkeypatch
     """A default of a user's callback may be any object; the run could not be resumed."""
     monkeypatch.chdir(tmp_path)
     message = fails(fit(photos, *with_callback("failures.OfADevice")))
-    assert "config.yaml cannot hold cpu, an argument of a class in the trainer's options" in message
+    assert (
+        "config.yaml cannot hold cpu, the value of trainer.callbacks.0.init_args.device, so no run could be" in message
+    )
+    assert message.rstrip().endswith("give it as text or a number, or leave its class out")
     assert not Path("runs").exists()
 
 

@@ -66,6 +66,11 @@ class Private(DatasetData):
 SECRETS = {"password": "p4ss", "storage": {"headers": {"X": "h3ad"}, "user": "me"}}
 
 
+class Object(DatasetData):
+    def __init__(self, thing: object = object(), **options):
+        super().__init__(**splits(), **options)
+
+
 class Untransformed(ImageData):
     def __init__(self):
         super().__init__(class_names=NAMES, in_chans=3, img_size=16, num_workers=0)
@@ -203,6 +208,15 @@ def test_what_a_class_cannot_do_is_said(best, tmp_path, fails):
     message = fails(["predict", file, data, *QUIET, f"--runs={tmp_path / 'p'}"], 1)
     assert "items to predict are pairs of an image and its name" in message
     assert "unknown option --img_size" in fails(["fit", data, "--img_size=8"])
+
+
+def test_a_default_that_no_configuration_can_hold(fails, tmp_path, capsys):
+    fit = ["fit", f"--data={NAME}.Object", *MODEL, *SIZES, f"--runs={tmp_path}", "--trainer.fast_dev_run=true"]
+    message = fails(fit)
+    assert "config.yaml cannot hold <object object at " in message
+    assert ">, the value of data.init_args.thing, so no run could be resumed: give it as text or a number\n" in message
+    for given in ("text", "3"):
+        assert main([*fit, f"--data.thing={given}"]) == 0
 
 
 def test_a_class_is_looked_for_in_the_module_that_was_named(best, fails):

@@ -160,7 +160,7 @@ def test_metrics_do_not_count_what_was_skipped(skipping, tmp_path, capsys):
     assert summary["test/loss"] == pytest.approx(sum(losses) / 17, rel=1e-4)
 
 
-def test_numbers_of_images_and_standard_errors_leave_out_what_was_skipped(skipping, tmp_path, capsys):
+def test_numbers_of_images_and_standard_errors_leave_out_what_was_skipped(skipping, tmp_path, capsys, fails):
     root, folder = skipping
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test/images"] == 17
@@ -172,6 +172,9 @@ def test_numbers_of_images_and_standard_errors_leave_out_what_was_skipped(skippi
     assert "\n17 images of val at 16 x 16 px, accuracy" in capsys.readouterr().out
     assert main([*given, "--trainer.limit_val_batches=3"]) == 0
     assert "\n6 images of val at" in capsys.readouterr().out
+    assert "--trainer.limit_val_batches 0 leaves no image to validate: give" in fails(
+        [*given, "--trainer.limit_val_batches=0"]
+    )
 
 
 def test_a_validation_without_a_readable_image_is_an_error(skipping, tmp_path, fails):

@@ -3,10 +3,12 @@
 import errno
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +82,29 @@ def test_a_full_disk_is_called_one(tmp_path):
     assert os.listdir(tmp_path) == ["x.ckpt"]
     error = explain_full_disk(OSError(errno.EFBIG, "File too large"), "fit", tmp_path / "run")
     assert "File too large; there is no earlier checkpoint" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "filename", "cure"),
+    [
+        (
+            errno.ENOSPC,
+            "runs/test-1/metrics.csv",
+            "metrics.csv: make room, or give another folder than runs/test-1 .--runs.$",
+        ),
+        (errno.ENOSPC, "/data/cache/shard-3.tar", "/data/cache/shard-3.tar: make room$"),
+        (errno.EDQUOT, None, "make room, or if runs/test-1 is on that disk, give another folder .--runs.$"),
+        (errno.EROFS, "/mnt/photos/.index", "/mnt/photos/.index: make the disk writable$"),
+        (
+            errno.EFBIG,
+            "/mnt/x.csv",
+            "/mnt/x.csv: raise the limit on the size of files .ulimit -f, or the file system's.$",
+        ),
+    ],
+)
+def test_what_to_do_about_an_error_of_the_disk(number, filename, cure):
+    error = OSError(number, os.strerror(number), *([filename] if filename else []))
+    assert re.search(cure, str(explain_full_disk(error, "test", Path("runs/test-1"))))
 
 
 @pytest.mark.parametrize(("ema", "links", "copies"), [(None, True, 3), (0.9, True, 3), (None, False, 4)])

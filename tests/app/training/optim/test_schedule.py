@@ -1,11 +1,14 @@
 """The learning rate against the closed formula, in the function and in real trainings."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from small_training import Record, build, train
+from torch.utils.data import DataLoader
 
 from relvit.app.training import warmup_cosine
+from relvit.app.training.optim.schedule import batch_size_of
 
 
 def test_closed_form():
@@ -79,3 +82,35 @@ def test_a_small_rate_and_a_backbone_that_stays_frozen_are_noted(capsys):
     assert "Note: the backbone stays frozen to the end, and the classifier alone is trained: freeze_epochs 2 is" in out
     train(build(**given, lr_base_batch=16), max_epochs=3, **few)
     assert "Note:" not in capsys.readouterr().out
+
+
+class Batches:
+    """A batch sampler of a user's own, which does not say how large its batches are."""
+
+    def __iter__(self):
+        yield [0, 1]
+
+    def __len__(self):
+        return 1
+
+
+def test_a_loader_that_does_not_say_its_batch_size():
+    loaders = {
+        "batch_sampler, Batches": DataLoader([1, 2], batch_sampler=Batches()),
+        "sampler, SequentialSampler": DataLoader([1, 2], batch_size=None),
+    }
+    for part, loader in loaders.items():
+        trainer = SimpleNamespace(train_dataloader=loader)
+        with pytest.raises(
+            ValueError, match=f"DataLoader, does not .*: give its {part}, the attribute batch_size, the"
+        ):
+            batch_size_of(trainer)
+        getattr(loader, part.partition(",")[0]).batch_size = 2
+        assert batch_size_of(trainer) == 2
+    with pytest.raises(ValueError, match=r"the training loader, Batches, .*: give it the attribute batch_size, the"):
+        batch_size_of(SimpleNamespace(train_dataloader=Batches()))
+    for loader in ([DataLoader([1, 2], batch_size=2)], {"a": DataLoader([1, 2], batch_size=2)}):
+        with pytest.raises(
+            ValueError, match=f"from a {type(loader).__name__} of loaders: give one loader, such as a D"
+        ):
+            batch_size_of(SimpleNamespace(train_dataloader=loader))
