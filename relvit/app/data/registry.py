@@ -5,6 +5,7 @@ import inspect
 
 import relvit.app.data
 from relvit.app.data.modules.base import ImageData
+from relvit.app.utils.shown_text import one_line
 from relvit.utils.messages import did_you_mean, listing
 
 
@@ -33,14 +34,8 @@ def import_data_module(name: str) -> type[ImageData] | None:
 
     Return None if the name is no data module; the parser of the command line then refuses the name and says why.
     """
-    module, _, last = name.rpartition(".")
-    if module and not module.startswith("relvit."):
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return None
-        return imported_data_module(name)
-    return next((cls for cls in data_modules() if cls.__name__ == last), None)
+    found = _find(name)
+    return None if isinstance(found, str) else found
 
 
 def named_data_module(name: str | None) -> type[ImageData] | None:
@@ -49,13 +44,31 @@ def named_data_module(name: str | None) -> type[ImageData] | None:
     Raises:
         ValueError: There is no such data module.
     """
-    found = None if name is None else import_data_module(name)
-    if name is not None and found is None:
-        known = [cls.__name__ for cls in data_modules()]
-        raise ValueError(
-            f"no data module {name!r}{did_you_mean(name, known)}: give one of {listing(known)}, or MODULE.CLASS"
-        )
+    found = None if name is None else _find(name)
+    if isinstance(found, str):
+        raise ValueError(f"no data module {name!r}{found}")
     return found
+
+
+def _find(name: str) -> type[ImageData] | str:
+    """Return the data module that a user names; otherwise the end of a message that says why there is none."""
+    module, _, last = name.rpartition(".")
+    if not module or module.startswith("relvit."):
+        known = [cls.__name__ for cls in data_modules()]
+        hint = f"{did_you_mean(name, known)}: give one of {listing(known)}, or MODULE.CLASS"
+        return next((cls for cls in data_modules() if cls.__name__ == last), hint)
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        return f": module {module!r} cannot be imported ({one_line(error)})"
+    if (found := imported_data_module(name)) is not None:
+        return found
+    if not hasattr(loaded, last):
+        return f": module {module!r} has no {last!r}{did_you_mean(last, vars(loaded))}"
+    value = getattr(loaded, last)
+    if isinstance(value, type) and value in data_modules():
+        return f": give {class_path_of(value)}, the module that defines it"
+    return ": it must be a subclass of relvit.app.data.ImageData that defines all abstract methods"
 
 
 def class_path_of(cls: type[ImageData]) -> str:

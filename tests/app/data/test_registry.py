@@ -1,7 +1,11 @@
 """Names of data modules in configurations and checkpoints."""
 
+import sys
+
+import pytest
+
 from relvit.app.data import DigitsData
-from relvit.app.data.registry import class_path_of, imported_data_module
+from relvit.app.data.registry import class_path_of, imported_data_module, named_data_module
 
 
 def test_relvits_classes_are_named_by_their_package_and_a_users_class_by_its_module():
@@ -11,3 +15,27 @@ def test_relvits_classes_are_named_by_their_package_and_a_users_class_by_its_mod
     for cls in (DigitsData, mine):
         assert imported_data_module(class_path_of(cls)) is cls
     assert imported_data_module("relvit.DigitsData") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DigitData", r"no data module 'DigitData' \(did you mean 'DigitsData'\?\): give one of '.*, or MODULE.CLASS"),
+        ("own_broken.Mine", r"'own_broken' cannot be imported \(No module named 'not_installed'\)"),
+        ("own_gone.Mine", r"'own_gone' cannot be imported \(No module named 'own_gone'\)"),
+        ("own_data.Mien", r"'own_data' has no 'Mien' \(did you mean 'Mine'\?\)"),
+        ("own_data.NUMBER", "must be a subclass of relvit.app.data.ImageData"),
+        ("own_data.ImageData", "that defines all abstract methods"),
+        ("own_data.DigitsData", "give relvit.app.data.DigitsData"),
+    ],
+)
+def test_why_a_name_is_no_data_module(name, message, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_broken.py").write_text("import not_installed")
+    text = "from relvit.app.data import DigitsData, ImageData\nNUMBER = 1\nclass Mine(DigitsData): ..."
+    (tmp_path / "own_data.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        named_data_module(name)
+    assert named_data_module("own_data.Mine").__name__ == "Mine"
+    assert named_data_module("relvit.app.data.DigitsData") is DigitsData
+    monkeypatch.delitem(sys.modules, "own_data")

@@ -3,6 +3,7 @@
 import os
 import tarfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -72,6 +73,34 @@ def members(file: str, nested: bool = False) -> list[Member]:
         ValueError: The file is compressed, truncated, damaged, no tar archive, or has data after the end of the
             archive.
     """
+    found, left_out = _read(file, nested)
+    if left_out:
+        warnings.warn(
+            f"{file} holds {len(left_out)} members that are no regular files, left out: {visible(left_out[0])}",
+            stacklevel=2,
+        )
+    return found
+
+
+def none_in(place: str, files: Sequence[str]) -> str:
+    """Write the message that archives hold no image: what they hold, and what counts as an image."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        found, left_out = _read(file, nested=True)
+        counts["links or devices"] += len(left_out)
+        for member in found:
+            ending = os.path.splitext(member.name)[1].lower() or "without an ending"
+            counts["hidden" if _is_hidden(member.name) else ending] += 1
+    held = ", ".join(f"{count} {visible(kind)}" for kind, count in counts.most_common(6) if count)
+    return (
+        f"no image in {place}, which holds {held or 'no files'}: names of images end in .jpg, .png, .webp, .tif, .gif "
+        "or the like, and neither they nor their folders begin with '.'; of archives in an archive, only .tar is "
+        "opened; links are not followed (tar --dereference stores the files themselves)"
+    )
+
+
+def _read(file: str, nested: bool) -> tuple[list[Member], list[str]]:
+    """List the regular files of an archive, and name what else is in it; arguments and errors as of `members`."""
     if not os.path.isfile(file):
         problem = f"{file} is a folder, no archive" if os.path.isdir(file) else f"no archive at {file}"
         raise FileNotFoundError(f"{problem}; correct the name as given or in _info.json, or copy the archive there")
@@ -84,12 +113,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
     # For broken headers `tarfile` raises its own errors, but also ValueError, OverflowError and others.
     except Exception as error:
         raise ValueError(f"{file}: {_reason(file, error)}") from error
-    if left_out:
-        warnings.warn(
-            f"{file} holds {len(left_out)} members that are no regular files, left out: {visible(left_out[0])}",
-            stacklevel=2,
-        )
-    return found
+    return found, left_out
 
 
 class TarFolders(Reader):
@@ -117,6 +141,8 @@ class TarFolders(Reader):
         found = self._in_split(named, split, labelled) or self._in_split(files, split, labelled)
         if not found:
             found = self._with_folders(files)
+            if not found:
+                raise ValueError(none_in(self.place, files))
             self._check_all_are(split, [folders for _, folders in found])
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
@@ -162,10 +188,6 @@ class TarFolders(Reader):
 
     def _check_all_are(self, split: str, folders: Sequence[Sequence[str]]) -> None:
         """Check that the data have no splits, so that everything is train."""
-        if not folders:
-            raise ValueError(
-                f"no image in {self.place}; the names of images end in .jpg, .png, .webp, .tif, .gif or the like"
-            )
         parents = sorted({name for path in folders for name in path[:-1]})
         if split == "train" and not _SPLIT_NAMES & {name.lower() for name in parents}:
             return
@@ -264,5 +286,8 @@ def _inside(folders: Sequence[str], split: str) -> bool:
 
 
 def _is_image(name: str) -> bool:
-    hidden = any(part.startswith(".") and part != ".." for part in name.split("/"))
-    return name.lower().endswith(IMAGE_ENDINGS) and not hidden
+    return name.lower().endswith(IMAGE_ENDINGS) and not _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") and part != ".." for part in name.split("/"))

@@ -22,10 +22,11 @@ IMAGE_PARTS = "jpg;jpeg;png;webp"
 
 
 class _Split(NamedTuple):
-    """The shards of a split, the number of samples in them at least, and the default field of the label."""
+    """The shards of a split, the least number of samples in them, where it is from, and the label's default field."""
 
     files: list[str]
     least: int = 0
+    source: str = "num_samples or shard_lengths of the split"
     field: str | None = None
 
 
@@ -54,14 +55,21 @@ class Shards(Reader):
         shards = self._split(split)
         images: list[Member] = []
         labels: list[str | None] = []
+        left_out = 0
         for file in shards.files:
-            samples = self._samples(file)
+            samples, without = self._samples(file)
+            left_out += without
             images += [next(parts[ending] for ending in self.endings if ending in parts) for parts in samples]
             if labelled:
                 labels += _labels(file, samples, self.target_key or shards.field)
         if len(images) < shards.least:
+            cure = "copy the shards again"
+            if len(images) + left_out >= shards.least:
+                cure = f"{left_out} without a part {' or '.join(self.endings)} are left out: give the ending of their "
+                cure += "images, too (--data.input_key)"
             raise ValueError(
-                f"{split} has {len(images)} samples in {self.root}; there should be {shards.least}: copy them again"
+                f"{split} has {len(images)} samples with images in {self.root}, {shards.source} asks for "
+                f"{shards.least}: {cure}, or correct that number"
             )
         return Content(images, labels)
 
@@ -81,7 +89,7 @@ class Shards(Reader):
             if count and not count.isdigit():
                 raise ValueError(f"{split!r} should name a number of samples behind '|', such as 'a-{{0..9}}.tar|1000'")
             names = [name for part in pattern.split("::") for name in expand_braces(part)]
-            found = _Split(names, int(count or 0))
+            found = _Split(names, int(count or 0), "the text behind '|'")
         else:
             there = sorted(name for name in os.listdir(self.root) if name.endswith(".tar"))
             info = f"_info.json has {listing(sorted(known))}" if known else "there is no _info.json"
@@ -106,8 +114,8 @@ class Shards(Reader):
                     raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
         return {}
 
-    def _samples(self, file: str) -> list[dict[str, Member]]:
-        """Find the parts of each sample that has an image."""
+    def _samples(self, file: str) -> tuple[list[dict[str, Member]], int]:
+        """Find the parts of each sample that has an image, and count the other samples."""
         samples = _samples(file)
         without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
         if without:
@@ -117,7 +125,7 @@ class Shards(Reader):
             if len(without) == len(samples):
                 raise ValueError(f"{text}; give the ending of the images (--data.input_key)")
             warnings.warn(f"{text}; they are left out", stacklevel=2)
-        return [parts for name, parts in samples.items() if name not in without]
+        return [parts for name, parts in samples.items() if name not in without], len(without)
 
 
 def refuse_remote(name: str) -> None:
@@ -188,7 +196,7 @@ def _described(split: str, info: Any) -> _Split:
         if lengths and len(lengths) != len(names):
             raise ValueError(f"{len(names)} filenames and {len(lengths)} shard_lengths")
         least = max(int(info.get("num_samples") or 0), sum(lengths))
-        return _Split(names, least, info.get("alt_label") or None)
+        return _Split(names, least, field=info.get("alt_label") or None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"_info.json should describe {split} by 'filenames' and 'num_samples': {one_line(error)}"

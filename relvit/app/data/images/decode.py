@@ -21,6 +21,7 @@ from relvit.app.utils.shown_text import one_line, visible
 _GREY_TRANSPARENCY_SCALE = {"L;2": 85, "L;4": 17}
 
 _FIX = "delete or replace it"
+_SHRINK = "make it smaller"
 
 Image.init()
 # libtiff prints a line for each error without the file's name, although Pillow raises an error, too. So turn the
@@ -171,11 +172,14 @@ def _orientation(image: Image.Image) -> int | None:
 def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
     """Refuse an open image, not yet decoded, that takes too much memory or time."""
     most = int(os.environ.get(MAX_PIXELS, _DEFAULT_MAX_PIXELS)) if max_pixels is None else max_pixels
-    pixels, option = image.width * image.height, " (--max_pixels)" if max_pixels is None else ""
+    pixels, found = image.width * image.height, f"it has {image.width} x {image.height} pixels"
     if pixels > most:
-        raise _RefusedError(f"it has {image.width} x {image.height} pixels, the most are {most:,}{option}")
+        option, more = (
+            (f" (--max_pixels, in Python {MAX_PIXELS})", " or allow more") if max_pixels is None else ("", "")
+        )
+        raise _RefusedError(f"{found}, the most are {most:,}{option}", f"{_SHRINK}{more}")
     if max(image.size) > _LONGEST_SIDE:
-        raise _RefusedError(f"it has {image.width} x {image.height} pixels, the longest side is {_LONGEST_SIDE:,}")
+        raise _RefusedError(f"{found}, the longest side is {_LONGEST_SIDE:,}", _SHRINK)
     if image.format == "JPEG" and "progressive" in image.info:
         # In the compressed data of a JPEG, a byte 255 is followed by 0 unless it begins a marker, so this pair of bytes
         # marks a scan: one of the image, or of the thumbnails in its metadata, which have few scans.
@@ -186,7 +190,11 @@ def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
 
 
 class _RefusedError(Exception):
-    """The reason, in plain words, why relvit itself refuses a file."""
+    """The reason, in plain words, why relvit itself refuses a file, and what to do."""
+
+    def __init__(self, reason: str, fix: str = _FIX) -> None:
+        super().__init__(reason)
+        self.fix = fix
 
 
 class _TimedFile(BytesIO):
@@ -251,7 +259,7 @@ def _explain(error: Exception) -> tuple[str, str]:
     """Explain an exception met while reading: reason and remedy in plain words."""
     match error:
         case _RefusedError():
-            return str(error), _FIX
+            return str(error), error.fix
         case FileNotFoundError():
             return "there is no such file", "correct the path, or delete or replace a broken link"
         case IsADirectoryError():

@@ -160,12 +160,13 @@ def folders_of_classes(folder: str) -> list[str]:
     return [found for path in inside for found in folders_of_classes(path)]
 
 
-def labelled_files(folder: str, labels: Mapping[str, int]) -> list[tuple[str, int]]:
+def labelled_files(folder: str, labels: Mapping[str, int], every: bool = False) -> list[tuple[str, int]]:
     """Path and label of the images of ``folder/<class>/...``.
 
     Args:
         folder: The folder that holds the class folders.
         labels: Label of each class folder by its name; classes without a folder are allowed.
+        every: Whether the caller refuses classes without images: then a message must not advise to remove a folder.
 
     Raises:
         ValueError: There is no class folder, a folder is no class, or a class folder has no images.
@@ -181,7 +182,8 @@ def labelled_files(folder: str, labels: Mapping[str, int]) -> list[tuple[str, in
         files, others = _images_and_others(os.path.join(folder, name))
         if not files:
             found = f" that can be read ({_counted(others)})" if others else ""
-            raise ValueError(f"class folder {os.path.join(folder, name)} holds no image{found}; remove it or {_ADD}")
+            cure = _ADD if every else f"remove it or {_ADD}"
+            raise ValueError(f"class folder {os.path.join(folder, name)} holds no image{found}; {cure}")
         samples += [(file, labels[name]) for file in files]
         left_out += others
     _warn_about_formats(folder, left_out)

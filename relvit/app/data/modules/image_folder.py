@@ -52,6 +52,7 @@ class ImageFolderData(ImageFilesData):
         self._folders = find_splits(self.root)
         if not self._folders and _holds_classes(self.root):
             self._folders = {"train": self.root}
+        self._classes_given: bool = class_names is not None
         super().__init__(self._train_classes() if class_names is None else class_names, **options)
 
     @property
@@ -83,7 +84,8 @@ class ImageFolderData(ImageFilesData):
 
     def _samples(self, split: Split) -> list[tuple[str, int]]:
         folder = self._folders[split]
-        samples = labelled_files(folder, {name: label for label, name in enumerate(self._folder_classes)})
+        labels = {name: label for label, name in enumerate(self._folder_classes)}
+        samples = labelled_files(folder, labels, every=split == "train" and self._classes_given)
         if split == "train":
             check_every_class((label for _, label in samples), self._folder_classes, folder)
         return samples

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -18,6 +19,7 @@ from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
 _SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these.
+_RECODE = "; the list is not in UTF-8: save it as CSV in UTF-8"
 _SHOWN = 5  # A message names at most this number of wrong rows.
 
 
@@ -163,8 +165,14 @@ class ImageListData(ImageFilesData):
         """Paths of a list's rows. A file that does not exist is a wrong row, unless unreadable files are skipped."""
         paths = [self._absolute(file, row) for row in rows]
         if self.on_error == "error":
-            lines = zip((row.line for row in rows), paths, strict=True)
-            _refuse_rows(file, [(line, f"no file {path}") for line, path in lines if not os.path.isfile(path)])
+            pairs = zip(rows, paths, strict=True)
+            missing = [(row, path) for row, path in pairs if not os.path.isfile(path)]
+            cure = ""
+            if any(os.path.isfile(_joined(file, _as_latin_1(row.path), self.root)) for row, _ in missing):
+                cure = _RECODE
+            elif len(missing) == len(rows) and not all(os.path.isabs(row.path) for row in rows):
+                cure = f"; paths start from {_joined(file, '', self.root) or '.'}: give another folder (--data.root)"
+            _refuse_rows(file, [(row.line, f"no file {path}") for row, path in missing], cure)
         return paths
 
     def _read(self, file: str) -> list[Row]:
@@ -184,7 +192,8 @@ class ImageListData(ImageFilesData):
         for row, of_row in zip(rows, names, strict=True):
             if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
                 wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
-        _refuse_rows(file, wrong)
+        latin = any(_as_latin_1(name) in known for of_row in names for name in of_row if name not in known)
+        _refuse_rows(file, wrong, _RECODE if latin else "")
         if self.label_separator is None:
             return [known[name] for (name,) in names]
         return [tuple(sorted({known[name] for name in of_row})) for of_row in names]
@@ -256,16 +265,17 @@ def _repeated(rows: Sequence[Row], paths: Sequence[str]) -> list[tuple[int, str]
     return found
 
 
-def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]]) -> None:
+def _as_latin_1(text: str) -> str:
+    """Decode the bytes that are not UTF-8, and so were read as surrogates, as Latin-1."""
+    return re.sub("[\udc80-\udcff]", lambda letter: chr(ord(letter[0]) - 0xDC00), text)
+
+
+def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]], cure: str = "") -> None:
     """Raise a ValueError that names the first wrong rows of a list, if there are any."""
     if not wrong:
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
-    # Bytes that are not UTF-8 are read as surrogates, because file names may contain such bytes. But if wrong rows
-    # contain such bytes, the list is probably in Latin-1.
-    latin = any("\udc80" <= letter <= "\udcff" for _, text in wrong for letter in text)
-    cure = "; the list is not in UTF-8: save it as CSV in UTF-8" if latin else ""
     raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}{cure}")
 
 

@@ -42,7 +42,7 @@ class ImageNetData(ImageFolderData):
     def __init__(
         self, root: str, wnids: list[str] | None = None, class_names: list[str] | None = None, **options: Any
     ) -> None:
-        place, kind = kept_path(root), "wnids"
+        place, parent = kept_path(root), None
         if wnids is None:
             folders = find_splits(place)
             if not folders:
@@ -51,15 +51,20 @@ class ImageNetData(ImageFolderData):
                     "(a checkpoint knows them)"
                 )
             parent = folders.get("train") or folders.get("val") or folders["test"]
-            wnids, kind = class_folders(parent), f"the class folders in {parent}"
+            wnids = class_folders(parent)
         if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
             raise ValueError(
                 f"{listing(others)} are no WordNet ids such as 'n01440764': for other class folders use ImageFolderData"
             )
         if class_names is not None and len(class_names) != len(wnids):
-            raise ValueError(f"class_names holds {len(class_names)} names; give {len(wnids)}, one for each of {kind}")
+            cure = f"give {len(wnids)}, one for each of wnids"
+            if parent is not None:
+                cure = f"{parent} has {len(wnids)} class folders: give wnids (--data.wnids), the WordNet id of each of "
+                cure += f"the {len(class_names)} classes, or, to train, one name for each folder"
+            raise ValueError(f"class_names holds {len(class_names)} names; {cure}")
         self.wnids: list[str] = list(wnids)
         super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
+        self._classes_given = parent is None
 
     @property
     def _folder_classes(self) -> Sequence[str]:

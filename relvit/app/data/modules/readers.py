@@ -7,7 +7,7 @@ from typing import Any
 
 from relvit.app.data.archives.huggingface import HuggingFace
 from relvit.app.data.archives.reader import Content, Reader
-from relvit.app.data.archives.tar import TarFolders, images_in
+from relvit.app.data.archives.tar import TarFolders, images_in, none_in
 from relvit.app.data.archives.webdataset import IMAGE_PARTS, Shards, refuse_remote
 from relvit.app.data.class_labels import check_every_class, check_printable, classes_of, positions
 from relvit.app.data.images.decode import ImageSource, StoredImage
@@ -150,7 +150,7 @@ class ReaderData(ImageFilesData):
             return images_to_predict(self.predict)
         images = images_in(self.predict)
         if not images:
-            raise ValueError(f"no image in {self.predict}: give an archive or a folder with images")
+            raise ValueError(none_in(self.predict, [self.predict]))
         return sorted(images, key=str)
 
     def _display_name(self, path: StoredImage) -> str:

@@ -66,16 +66,20 @@ class RobustnessData(ImagePathsData):
         labels = self._labels({name for folder in sets for name in class_folders(folder)})
         samples: list[tuple[str, int]] = []
         conditions: list[tuple[str, int]] = []
+        kinds: dict[bool, str] = {}
         for folder in sets:
             found = labelled_files(folder, labels)
             samples += found
             place = Path(folder)
-            if place.name.isdigit() and folder != self.root:
+            severe = place.name.isdigit() and folder != self.root
+            kinds.setdefault(severe, folder)
+            if severe:
                 inside = place.parent.relative_to(self.root).as_posix()
                 conditions += [(place.parent.name if inside == "." else inside, int(place.name))] * len(found)
-        if conditions and len(conditions) < len(samples):
+        if len(kinds) == 2:
             raise ValueError(
-                f"{self.root} mixes corruptions with and without folders of severities: put each kind into its own root"
+                f"{self.root} mixes corruptions with and without folders of severities, such as {kinds[True]} and "
+                f"{kinds[False]}: put each kind into its own root"
             )
         self.conditions = conditions
         return LabelledFiles(samples, self.file_transform, self.num_classes)

@@ -163,7 +163,10 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
         if found or curve is None:
             return found
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no JSON file of relvit resolutions ({one_line(error)})") from error
+        reason = one_line(error) if isinstance(error, ValueError) else "it is no list of rows with a checkpoint"
+        cure = f"write it again by relvit resolutions {shlex.quote(str(ckpt_path))} --sizes SIZE ... --output "
+        cure += shlex.quote(str(path)) + (", or remove it" if curve is None else "")
+        raise ValueError(f"{path} is no JSON file of relvit resolutions ({reason}): {cure}") from error
     raise ValueError(f"{path} has no results of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
 
 

@@ -147,7 +147,10 @@ def check_export(
             raise ValueError(f"{option} is for files that end in {needed}, got {output}")
     if calibration is not None:
         if not int8:
-            raise ValueError("calibration images are for int8: add int8, or leave calibration out")
+            add = "add int8, or " if suffix == ".onnx" else ""
+            raise ValueError(
+                f"calibration images are for int8, for files that end in .onnx: {add}leave calibration out"
+            )
         find_images([calibration])
     if aot:
         # Import the compiler only here, because other exports do not need it.

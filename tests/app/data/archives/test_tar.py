@@ -11,7 +11,7 @@ from stored_images import data_of, grey_files, png, write_tar
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from relvit.app.data import UnreadableImageError, load_rgb
-from relvit.app.data.archives.tar import members
+from relvit.app.data.archives.tar import images_in, members
 
 # This is the header of a sparse file, which is not stored in one piece.
 SPARSE = {"major": "0", "minor": "1", "map": "0,4", "size": "9"}
@@ -123,6 +123,23 @@ def test_without_classes(tmp_path):
             write_tar(tmp_path / empty / "a.tar", [("a.txt", b"")])
         with pytest.raises(ValueError, match=message):
             data_of(name=str(tmp_path / empty))
+
+
+def test_an_archive_without_images_says_what_it_holds(tmp_path):
+    (tmp_path / "x.png").write_bytes(png(1))
+    (tmp_path / "link.png").symlink_to(tmp_path / "x.png")
+    others = [(".photos/1.png", png(1)), ("cat.tar.gz", b"1"), ("a.heic", b"1"), ("b.heic", b"2")]
+    file = write_tar(tmp_path / "a.tar", others)
+    with tarfile.open(file, "a") as archive:
+        archive.add(tmp_path / "link.png", "ant/1.png")
+    message = r"no image in .*a.tar, which holds 2 .heic, 1 links or devices, 1 hidden, 1 .gz: names of images end in"
+    for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
+        with pytest.warns(UserWarning, match="no regular files"), pytest.raises(ValueError, match=message):
+            data_of(**{"name": str(write_tar(tmp_path / "b.tar", in_folder("x", 3))), **arguments}).dataset("predict")
+    # As tar --dereference does it.
+    with tarfile.open(file, "w", dereference=True) as archive:
+        archive.add(tmp_path / "link.png", "ant/1.png")
+    assert [image.name for image in images_in(str(file))] == ["ant/1.png"]
 
 
 def test_later_files_replace_those_of_the_same_name_and_hidden_ones_do_not_count(tmp_path):

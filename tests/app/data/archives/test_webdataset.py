@@ -153,7 +153,8 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
         data_of(**place, train_split="trian")
     for lengths, total in (([5, 5], 0), ([5, 5], 9), ([5, 4], 10)):
         write_info(shard_lengths=lengths, num_samples=total)
-        with pytest.raises(ValueError, match=r"train has 9 samples in .*; there should be 10: copy them again"):
+        message = "train has 9 samples with images in .*, num_samples or shard_lengths of the split asks for 10: copy"
+        with pytest.raises(ValueError, match=message):
             data_of(**place)
     write_info(shard_lengths=[9], num_samples=9)
     with pytest.raises(ValueError, match=r"train by 'filenames' .*2 filenames and 1 shard_lengths"):
@@ -164,6 +165,14 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
     (tmp_path / "_info.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"_info.json does not describe shards as timm writes it"):
         data_of(**place)
+
+
+def test_samples_left_out_for_their_ending_explain_a_number_too_small(tmp_path):
+    write_tar(tmp_path / "a.tar", [(f"{i}.{'tif' if i == 3 else 'png'}", png(1)) for i in range(4)])
+    message = r"3 samples with .*: 1 without a part png or jpg are left out: .*, too \(--data.input_key\), or correct"
+    with pytest.warns(UserWarning, match="which has 'tif'"), pytest.raises(ValueError, match=message):
+        Shards(str(tmp_path), "png;jpg").find("a.tar|4", labelled=False)
+    assert len(Shards(str(tmp_path), "png;jpg;tif").find("a.tar|4", labelled=False).images) == 4
 
 
 def test_braces():
@@ -180,7 +189,7 @@ MISTAKES = {
     "z.tar": r"z.tar is a folder, no archive; correct the name",
     "s-{0,1}.tar::./s-1.tar": r"names '/.*/s-1.tar' more than once; name each shard once",
     "s-0.tar|many": r"should name a number of samples behind '\|', such as 'a-{0..9}.tar\|1000'",
-    "s-{0,1}.tar|99": r"s-\{0,1\}.tar\|99 has 6 samples in .*; there should be 99",
+    "s-{0,1}.tar|99": r"s-\{0,1\}.tar\|99 has 6 samples with images in .*, the text behind '\|' asks for 99: copy",
     "twice.tar": r"twice.tar holds a.png and a.PNG, which are the same part of one sample; write",
     "text.tar": r"1 of 1 samples in .*text.tar have no part jpg or .*, such as 'a', which has 'txt'; give the endi",
     "t.tar": r"no samples in .*t.tar; a sample is files such as '000.jpg' and '000.cls'",

@@ -148,6 +148,14 @@ def test_mistakes(tmp_path):
             attempt()
     with pytest.raises(ValueError, match="'ant' more than once"):
         data_of(root, class_names=["ant", "bee", "ant"])
+    for options, advice, count in ({}, "remove it or add", 6), ({"class_names": [*GREY, "dog"]}, "add", 7):
+        folder = tmp_path / "train" / "dog"
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"dog holds no image; {advice} images whose"):
+            data_of(root, **options).dataset("train")
+        add(folder) if options else folder.rmdir()
+        assert len(data_of(root, **options).dataset("train")) == count
+    shutil.rmtree(folder)
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         data_of(root, class_names=[*GREY, "dog"]).setup("fit")
     make(tmp_path, test=1)

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from grey_folders import AS_STORED, GREY, data_of, fits, make
+from stored_images import png
 
 from relvit.app.data import ImageListData
 from relvit.app.data.inspect import check_data
@@ -35,7 +36,8 @@ def test_paths_start_from_the_lists_folder_or_from_root(root, tmp_path_factory):
     absolute = ImageListData(write(root / "abs.csv", [(f"{root}/{path}", label) for path, label in rows]), **AS_STORED)
     for data in (inside, outside, absolute):
         assert sorted(fits(data.dataset("train")) + fits(data.dataset("val"))) == [0] * 3 + [1] * 5 + [2] * 10
-    with pytest.raises(ValueError, match=r"18 wrong rows: line 2: no file .*lists.*; and 13 more"):
+    message = r"18 wrong rows: line 2: no file .*lists.*; and 13 more; paths start from .*lists.*: .* \(--data.root\)"
+    with pytest.raises(ValueError, match=message):
         ImageListData(elsewhere, **AS_STORED).dataset("train")
 
 
@@ -160,12 +162,19 @@ def test_lists_in_another_encoding_are_named(tmp_path, encoding):
 
 
 def test_a_list_in_latin_1_is_named(tmp_path):
-    file = tmp_path / "list.csv"
-    file.write_text("path,label\nmüller.png,ant\nx.png,bee\n", encoding="latin-1")
-    with pytest.raises(
-        ValueError, match=r"no file .*\\xfcller.png.*; the list is not in UTF-8: save it as CSV in UTF-8$"
-    ):
-        ImageListData(str(file)).dataset("train")
+    file, cure = tmp_path / "list.csv", "; the list is not in UTF-8: save it as CSV in UTF-8$"
+    for name in ("müller.png", "x.png"):
+        (tmp_path / name).write_bytes(png(1))
+    # The repetition is the fault here, not the encoding.
+    file.write_text("path,label\nmüller.png,ant\nmüller.png,ant\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"line 3: m\\xfcller.png is already in line 2$"):
+        ImageListData(str(file))
+    for row, fault in ("müller.png,ant", r"no file .*\\xfcller.png"), ("x.png,béé", "unknown class .*"):
+        file.write_text(f"path,label\n{row}\n", encoding="latin-1")
+        with pytest.raises(ValueError, match=f"line 2: {fault}{cure}"):
+            ImageListData(None, str(file), class_names=["ant", "béé"]).dataset("val")
+        file.write_text(f"path,label\n{row}\n", encoding="utf-8")
+        assert len(ImageListData(None, str(file), class_names=["ant", "béé"]).dataset("val")) == 1
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG_LISTS, ids=range(len(WRONG_LISTS)))

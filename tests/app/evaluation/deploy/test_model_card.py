@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -147,6 +148,16 @@ def test_a_checkpoint_outside_its_run_replaces_the_folder_without_the_results_of
 def test_figures_of_another_checkpoint_are_refused(tmp_path, fails):
     message = fails(["publish", "other.ckpt", f"--to={tmp_path / 'owls'}", "--curve=run/resolutions.json"])
     assert "run/resolutions.json has no results of other.ckpt" in message
+
+
+def test_another_json_file_is_replaced_as_the_message_says(photos, tmp_path, fails):
+    given, file = ["publish", "other.ckpt", f"--to={tmp_path / 'owls'}"], tmp_path / "odd.json"
+    file.write_text("[1, 2]")
+    message = fails([*given, f"--curve={file}"])
+    assert "odd.json is no JSON file of relvit resolutions (it is no list of rows with a checkpoint): " in message
+    command = shlex.split(message.split("write it again by relvit ")[1])
+    assert main([*(word.replace("SIZE", "16") for word in command if word != "..."), f"--root={photos}"]) == 0
+    published(*given[1:], f"--curve={file}")
 
 
 def test_the_remedies_leave_nothing_that_the_card_lacks(card, photos, tmp_path):

@@ -199,10 +199,12 @@ def test_what_does_not_fit(best, photos, tmp_path, fails):
         assert message in fails(["test", best, *options, f"--runs={tmp_path / 'runs'}", *QUIET])
     for root, class_map, message in (
         ("empty", None, "is empty"),
-        ("mixed", None, "with and without folders of severities"),
+        ("mixed", None, "with and without folders of severities, such as .*/mixed/snow/1 and .*/mixed/fog: put each"),
         ("wnids", None, "n00000005 is a class that the training data or the"),
         ("mixed/fog", str(tmp_path / "list.json"), "list.json is no JSON object of names"),
     ):
         with pytest.raises(ValueError, match=message):
             RobustnessData(str(tmp_path / root), NAMES, class_map=class_map, **OPTIONS).dataset("test")
+    for root in ("mixed/fog", "mixed/snow"):
+        assert len(RobustnessData(str(tmp_path / root), NAMES, **OPTIONS).dataset("test")) == 6
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -355,7 +355,8 @@ def test_an_output_that_cannot_be_written_is_refused_and_leaves_no_folder(refuse
     [
         ("model.pt2", ["--int8"], "int8 is for files that end in .onnx"),
         ("model.onnx", ["--aot"], "aot is for files that end in .pt2"),
-        ("model.onnx", ["--calibration", "."], "calibration images are for int8"),
+        ("model.onnx", ["--calibration", "."], "files that end in .onnx: add int8, or leave calibration out"),
+        ("model.pt2", ["--calibration", "."], "files that end in .onnx: leave calibration out"),
         ("model.onnx", ["--int8", "--calibration", "."], "no image below"),
         ("model.onnx", ["--int8", "--calibration", "nowhere"], "no file or folder 'nowhere'"),
     ],
