@@ -14,6 +14,7 @@ from relvit.layers.attention import GridAttention
 from relvit.layers.attention_weights import record_logit_inputs
 from relvit.layers.mixer import lack_of
 from relvit.models.depth import lack
+from relvit.models.retrofit.api import can_retrofit
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
 from relvit.ops.checks import check_model
@@ -83,8 +84,10 @@ def _record_weights(
             "attention within windows has no N x N weights: call relvit.models.set_reach(model, 'trained') first"
         )
     if any(getattr(attentions[index], "block_window", None) for index in chosen):
+        whole = [index for index, attention in enumerate(attentions) if not getattr(attention, "block_window", None)]
         raise ValueError(
-            f"blocks of {type(model).__name__} with windows have no N x N weights: give layers without windows"
+            f"blocks of {type(model).__name__} with windows have no N x N weights: "
+            + (f"give layers={whole}, which are without windows" if whole else "all blocks of this model have windows")
         )
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
@@ -196,7 +199,9 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
     check_model(model)
     blocks = list(getattr(model, "blocks", ()))
     if not blocks:
-        parts = [part_of(name) for name, part in model.named_modules() if getattr(part, "blocks", None)]
+        inner = [(name, part) for name, part in model.named_modules() if getattr(part, "blocks", None)]
+        # A stage of Swin or MViT has `blocks`, too, but no embedding of images.
+        parts = [part_of(name) for name, part in inner if hasattr(part, "forward_features")]
         raise _unknown(model, f"it has no `blocks`{f', {parts[0]} has: give this part' if parts else ''}")
     for index, block in enumerate(blocks):
         attention = getattr(block, "attn", None)
@@ -205,12 +210,13 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         if attention is None:
             raise _unknown(model, f"blocks.{index} is {an(_name(type(block)))}, without attention of the name attn")
         if not isinstance(attention, GridAttention) and type(attention) not in TIMM_ATTENTIONS:
-            raise _unknown(model, f"blocks.{index}.attn is {an(_name(type(attention)))}")
+            cure = ": call relvit.retrofit(model) first" if can_retrofit(model) else ""
+            raise _unknown(model, f"blocks.{index}.attn is {an(_name(type(attention)))}{cure}")
     return [block.attn for block in blocks]
 
 
 def _unknown(model: nn.Module, why: str) -> TypeError:
-    timms = listing([cls.__name__ for cls in TIMM_ATTENTIONS])
+    timms = listing([_name(cls) for cls in TIMM_ATTENTIONS])
     return TypeError(
         f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes models with `blocks`: "
         f"relvit's, those that relvit.retrofit has changed, and timm's with {timms}"

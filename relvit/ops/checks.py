@@ -59,7 +59,7 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
 
 def check_heads(dim: int, num_heads: int) -> None:
     """Raise unless the width of the tokens divides into this number of heads."""
-    if not isinstance(num_heads, int) or num_heads < 1 or dim % num_heads:
+    if not isinstance(num_heads, Integral) or num_heads < 1 or dim % num_heads:
         raise ValueError(f"num_heads must divide dim {dim}, got {num_heads}")
 
 

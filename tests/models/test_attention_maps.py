@@ -125,7 +125,11 @@ def test_a_model_within_another_is_named():
     ("name", "arguments", "why"),
     [
         ("test_relvit_aft", {}, "AFTVisionTransformer has no attention weights: its AFTConv2d is attention-free"),
-        ("test_resnet", {}, "ResNet: it has no `blocks`; it takes models with `blocks`.* 'EvaAttention'"),
+        (
+            "test_resnet",
+            {},
+            "ResNet: it has no `blocks`; it takes models with `blocks`.* 'timm.*.EvaAttention'",
+        ),
         ("cait_xxs24_224", {"depth": 1}, "blocks.0.attn is a timm.models.cait.TalkingHeadAttn; it takes"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, r"blocks.0 is a timm\.models\..*\.ParallelThingsBlock"),
     ],
@@ -134,6 +138,24 @@ def test_models_that_are_refused(name, arguments, why):
     model = timm.create_model(name, **arguments).eval()
     with pytest.raises(TypeError, match=why):
         relvit.attention_maps(model, images())
+
+
+@pytest.mark.parametrize("name", ["beit", "relpos", "sam"])
+def test_the_advice_to_retrofit_a_model_works(name):
+    model, x = build(name), images(40, 56, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"blocks.0.attn is a timm.*ttention: call relvit.retrofit\(model\) first"):
+        relvit.attention_maps(model, x)
+    model = relvit.retrofit(model)
+    if name == "sam":
+        with pytest.raises(ValueError, match=r"RetrofittedSam with windows have no .* give layers=\[1\], which"):
+            relvit.attention_maps(model, x)
+    layers = [1] if name == "sam" else None
+    assert relvit.attention_maps(model, x, layers).weights[0].isfinite().all()
+
+
+def test_the_stages_of_swin_are_no_models():
+    with pytest.raises(TypeError, match="RetrofittedSwin: it has no `blocks`; it takes models with `blocks`"):
+        relvit.attention_maps(relvit.retrofit(build("swin")), images())
 
 
 def test_arguments_that_are_refused():

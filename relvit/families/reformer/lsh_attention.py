@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -99,10 +100,10 @@ class LSHAttention(Mixer, KeepConstants):
             ValueError: `bucket_size` or `rounds` is no integer, or is below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
                 raise ValueError(f"{name} must be an integer, at least 1, got {number!r}")
-        self.bucket_size = bucket_size
-        shape, device = (rounds, self.head_dim, MOST_BUCKETS // 2), self.proj.weight.device
+        self.bucket_size: int = int(bucket_size)
+        shape, device = (int(rounds), self.head_dim, MOST_BUCKETS // 2), self.proj.weight.device
         rotations = torch.empty(shape, device=device, dtype=torch.float32)
         self.register_buffer("rotations", rotations, persistent=False)
         self.init_non_persistent_buffers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Bands(NamedTuple):
         if rows is None:
             raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
         check_bands(model)
-        return cls(rows, memory_rows)
+        return cls(int(rows), None if memory_rows is None else int(memory_rows))
 
     def features(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Compute the normalised tokens (B, N, embed_dim) of images (B, in_chans, height, width)."""
@@ -140,7 +141,7 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
 
 
 def _check_rows(name: str, given: object, least: int = 0) -> None:
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < least):
+    if given is not None and (not isinstance(given, Integral) or isinstance(given, bool) or given < least):
         raise ValueError(f"{name} must be an integer, {least} or more, or None, got {given!r}")
 
 

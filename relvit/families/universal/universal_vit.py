@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -157,10 +158,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def set_steps(self, steps: int) -> None:
         """Choose the number of steps, which may differ from the training's; with halting it is the highest number."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
-        self.steps = steps
-        self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * steps
+        self.steps: int = int(steps)
+        self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * self.steps
 
     def set_training_losses(self, enable: bool = True) -> None:
         """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.

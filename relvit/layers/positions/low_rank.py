@@ -141,9 +141,12 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
     # A graph that compares sizes does not work for all sizes, so compare sizes only for padded batches.
     if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (keeps the comparison apart)
         if key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]:
+            rows, cols = (max(pair) for pair in zip((key_grid.height, key_grid.width), factors.shape[:2], strict=True))
             raise ValueError(
-                "factors cannot be stretched for a padded batch, whose images differ in size: give a larger grid_size, "
-                "or images of one size"
+                f"images of a native batch have up to {key_grid.height} x {key_grid.width} patches, and factors of "
+                f"{factors.shape[0]} x {factors.shape[1]} patches are not stretched for it: give images of one size as "
+                "a tensor (B, C, height, width), or build the position with larger factors, "
+                f"functools.partial(LowRankPosition2d, grid_size=({rows}, {cols}))"
             )
     of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)

@@ -170,6 +170,15 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}
 
 
+def can_retrofit(model: nn.Module) -> bool:
+    """Return whether `retrofit` knows all parts of a model."""
+    try:
+        _source_of(model).check(model)
+    except ValueError:
+        return False
+    return True
+
+
 def _source_of(model: nn.Module) -> type[Retrofitted]:
     """Return the class that a model becomes, or raise with the reason why there is none."""
     check_model(model)

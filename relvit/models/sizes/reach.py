@@ -10,6 +10,7 @@ from torch import nn
 from relvit.layers.attention import GridAttention
 from relvit.layers.mixer import lack_of
 from relvit.layers.positions.base import is_stretchable, needs_tokens
+from relvit.models.retrofit.api import can_retrofit
 from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
 from relvit.ops.checks import check_model, int_pair
@@ -72,10 +73,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
-            raise ValueError(
-                f"{refused}, which has no relative attention to all tokens; relvit_small and others have it, and "
-                "relvit.retrofit gives it to timm's Vision Transformers"
-            )
+            # `retrofit` also takes NaFlexVit, which has no patch_embed, and Swin, whose layers attend in windows alone.
+            usable = hasattr(model, "patch_embed") and not hasattr(model, "layers") and can_retrofit(model)
+            cure = "call relvit.retrofit(model) first" if usable else "take a model such as relvit_small"
+            raise ValueError(f"{refused}, which has no relative attention to all tokens: {cure}")
         if reach != "stretch" and (why := lack_of(layers[0], "reach")):
             raise ValueError(f"{refused}: {why}")
         embed = getattr(model, "patch_embed", None)

@@ -244,11 +244,13 @@ def grid_of(
         side = math.isqrt(length - prefix)
         if side * side == length - prefix:
             return prefix, (side, side)
-    if length - tokens == model.patch_embed.num_patches:
-        return tokens, model.patch_embed.grid_size
+    for prefix in (tokens, 0):
+        if length - prefix == model.patch_embed.num_patches:
+            return prefix, model.patch_embed.grid_size
     raise ValueError(
         f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid, and no image of "
-        f"{model.pretrained_cfg['input_size'][1:]} pixels; give the checkpoint's input_size in pretrained_cfg_overlay"
+        f"{model.pretrained_cfg['input_size'][1:]} pixels; build the model with the checkpoint's img_size and "
+        "patch_size, or give timm.create_model the checkpoint's input_size in pretrained_cfg_overlay"
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -283,6 +284,9 @@ def test_errors_of_calls():
             call()
     with pytest.raises(ValueError, match=r"number of steps \(depth\) must be an integer, 1 or more, got 0"):
         model.set_steps(0)
+    model.set_steps(np.int64(3))
+    assert type(model.steps) is int
+    assert model(doubles()).shape[1] == 5
     with pytest.raises(TypeError, match=r"no argument 'rel_term' \(did you mean 'rel_terms'\?\)"):
         build(rel_term="k")
 

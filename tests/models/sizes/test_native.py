@@ -164,9 +164,19 @@ def test_more_errors():
     ("position", "message"),
     [
         ("fire", "FIRE divides by the size of the image"),
-        (partial(LowRankPosition2d, grid_size=(5, 7)), "factors cannot be stretched for a padded batch"),
+        (
+            partial(LowRankPosition2d, grid_size=(5, 9)),
+            r"up to 6 x 7 patches, and factors of 5 x 9 patches .* functools.partial\(.*, grid_size=\(6, 9\)\)$",
+        ),
     ],
 )
 def test_positions_that_depend_on_the_size_of_each_image_refuse(position, message):
     with pytest.raises(ValueError, match=message):
         small(patch_size=PATCH, position=position)(native_batch(images(torch.float32), PATCH))
+
+
+def test_larger_factors_and_a_tensor_serve_images_that_factors_refuse():
+    larger = small(patch_size=PATCH, position=partial(LowRankPosition2d, grid_size=(6, 9)))
+    assert larger(native_batch(images(torch.float32), PATCH)).shape == (5, 5)
+    model = small(patch_size=PATCH, position=partial(LowRankPosition2d, grid_size=(5, 9)))
+    assert model(torch.randn(2, 3, 6 * PATCH[0], 7 * PATCH[1])).shape == (2, 5)

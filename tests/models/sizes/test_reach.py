@@ -105,7 +105,13 @@ def original(case):
     ("make", "reach", "message"),
     [
         (small, "strech", r"reach is 'strech'; allowed are 'trained', .* \(did you mean 'stretch'\?\)"),
-        (lambda: timm.create_model("test_vit"), "logn", "not for VisionTransformer, which has no relative attention"),
+        (lambda: timm.create_model("test_vit"), "logn", "not for VisionTransformer, which .*: call relvit.retrofit"),
+        (lambda: retrofit_cases.build("naflex"), "logn", "not for NaFlexVit, .*: take a model such as relvit_small$"),
+        (
+            lambda: retrofit_cases.build("swin"),
+            "logn",
+            "not for SwinTransformer, .*: take a model such as relvit_",
+        ),
         (lambda: small("test_relvit_aft"), "stretch", "not for AFTVisionTransformer, which has no relative attention"),
         (partial(original, "naflex"), "stretch", "not for RetrofittedNaFlexVit, which has no patch_embed"),
         (
@@ -134,6 +140,14 @@ def test_refusals_change_nothing(make, reach, message):
     attentions = [part for part in model.modules() if hasattr(part, "trained_keys")]
     assert all(part.trained_keys is None for part in attentions)
     assert set_reach(model, "trained") is model
+
+
+@pytest.mark.parametrize("case", ["dinov2", "beit", "relpos"])
+def test_the_advice_to_retrofit_a_model_works(case):
+    model = retrofit_cases.build(case)
+    with pytest.raises(ValueError, match=r"to all tokens: call relvit.retrofit\(model\) first"):
+        set_reach(model, "logn")
+    set_reach(relvit.retrofit(model), "logn")
 
 
 def test_attention_maps_have_the_reach():
