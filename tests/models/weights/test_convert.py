@@ -140,13 +140,13 @@ def test_the_grid_of_an_embedding_of_unknown_size():
         model = load(plain.state_dict(), img_size=(16, 64), **unknown, **VIT, **extra)
         assert_same(model(wide(16, 64)), plain(wide(16, 64)))
     for extra in ({}, {"no_embed_class": True}):
-        plain = foreign(img_size=(8, 56), **extra)
+        plain = foreign(img_size=(8, 88), **extra)
         state = plain.state_dict()
         with pytest.raises(ValueError, match=r"with or without 1 prefix tokens .* img_size and .* or .* input_size in"):
             load(state, **unknown, **VIT)
         # Do what the message says.
-        assert_same(load(state, img_size=(8, 56), **unknown, **VIT)(wide(8, 56)), plain(wide(8, 56)))
-        assert load(state, overlay={"input_size": (3, 8, 56)}, **VIT)(wide(24, 16)).shape == (2, 5)
+        assert_same(load(state, img_size=(8, 88), **unknown, **VIT)(wide(8, 88)), plain(wide(8, 88)))
+        assert load(state, overlay={"input_size": (3, 8, 88)}, **VIT)(wide(24, 16)).shape == (2, 5)
 
 
 def test_class_token_left_out_and_norm_behind_the_pooling():
