@@ -87,7 +87,7 @@ def none_in(place: str, files: Sequence[str]) -> str:
     counts: Counter[str] = Counter()
     for file in files:
         found, left_out = _read(file, nested=True)
-        counts["links or devices"] += len(left_out)
+        counts["links (or devices, or sparse files)"] += len(left_out)
         for member in found:
             ending = os.path.splitext(member.name)[1].lower() or "without an ending"
             counts["hidden" if _is_hidden(member.name) else ending] += 1
@@ -166,6 +166,8 @@ class TarFolders(Reader):
             raise FileNotFoundError(f"neither a tar archive nor a folder of them at {self.place}; correct the name")
         found = files_below(self.place, (".tar",))
         if not found:
+            if packed := files_below(self.place, (".tgz", *(f".tar.{kind}" for kind in ("gz", "bz2", "xz", "zst")))):
+                raise ValueError(f"{packed[0]} is compressed: decompress it to a plain .tar")
             raise ValueError(
                 f"no tar archive in {self.place}; for images in folders use --data ImageFolderData, for Hugging Face "
                 "datasets and WebDataset shards a name that begins with hfds/ or wds/"

@@ -1,5 +1,6 @@
 """Tar archives: the files that are found, hostile archives, and every kind of damage."""
 
+import gzip
 import io
 import os
 import pickle
@@ -132,7 +133,10 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
     file = write_tar(tmp_path / "a.tar", others)
     with tarfile.open(file, "a") as archive:
         archive.add(tmp_path / "link.png", "ant/1.png")
-    message = r"no image in .*a.tar, which holds 2 .heic, 1 links or devices, 1 hidden, 1 .gz: names of images end in"
+    message = (
+        r"no image in .*a.tar, which holds 2 .heic, 1 links \(or devices, or sparse files\), 1 hidden, 1 .gz: names of "
+        "images end in"
+    )
     for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
         with pytest.warns(UserWarning, match="no regular files"), pytest.raises(ValueError, match=message):
             data_of(**{"name": str(write_tar(tmp_path / "b.tar", in_folder("x", 3))), **arguments}).dataset("predict")
@@ -140,6 +144,17 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
     with tarfile.open(file, "w", dereference=True) as archive:
         archive.add(tmp_path / "link.png", "ant/1.png")
     assert [image.name for image in images_in(str(file))] == ["ant/1.png"]
+
+
+def test_compressed_archives_in_a_folder_are_named(tmp_path):
+    plain = write_tar(tmp_path / "a.tar", in_folder("x", 3))
+    packed = tmp_path / "photos" / "a.tar.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(ValueError, match=r"photos/a.tar.gz is compressed: decompress it to a plain .tar"):
+        data_of(name=str(packed.parent))
+    packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+    assert len(data_of(name=str(packed.parent), val_split="train").dataset("train")) == 9
 
 
 def test_later_files_replace_those_of_the_same_name_and_hidden_ones_do_not_count(tmp_path):
