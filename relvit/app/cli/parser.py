@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from relvit.app.cli.config_text import MODE
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.mistakes import explain
-from relvit.app.cli.secrets import CLASSES, check_data_given, without_masks
+from relvit.app.cli.secrets import CLASSES, without_data_masks, without_masks
 from relvit.app.cli.trainer.own_data import open_inherited_options
 from relvit.app.cli.typed_words import parameters, parts
 from relvit.app.data import ImageData
@@ -77,12 +77,13 @@ class Parser(LightningArgumentParser):
     def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
         """Build the objects of a configuration in which secrets may be hidden as `***`.
 
-        Loggers and callbacks are built without their hidden secrets, and read them from the environment. The user has
-        to give the hidden secrets of a data module again.
+        Loggers, callbacks and data modules are built without their hidden secrets, and read them from the environment.
+        The user has to give again the hidden secrets that have no default.
         """
-        check_data_given(cfg.get("data"))
+        cfg = cfg.clone()
+        if "data" in cfg:
+            cfg.data = without_data_masks(cfg.data)
         if "trainer" in cfg:
-            cfg = cfg.clone()
             for kind in CLASSES:
                 cfg.trainer[kind] = without_masks(cfg.trainer[kind], kind)
         return super().instantiate_classes(cfg, **kwargs)

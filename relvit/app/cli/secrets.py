@@ -15,6 +15,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from relvit.app.cli.errors import UsageError
+from relvit.app.data.registry import imported_data_module
 from relvit.app.utils.masks import MASK, fields_of, masked
 from relvit.app.utils.shown_text import without_secrets
 from relvit.utils.messages import listing
@@ -57,17 +58,26 @@ def without_masks(logger: Any, kind: str = "logger") -> Any:
     return type(logger)({name: without_masks(value, kind) for name, value in fields.items() if value != MASK})
 
 
-def check_data_given(data: Any) -> None:
-    """Refuse the configuration of a data module in which a secret is `***`.
+def without_data_masks(data: Any) -> Any:
+    """Return the configuration of a data module without secrets that are `***` and have a default.
 
     Raises:
-        UsageError: the secret has to be given again.
+        UsageError: a secret without a default has to be given again.
     """
-    arguments = data.get("init_args") if isinstance(data, Namespace) else None
-    if arguments and (names := masked(fields_of(arguments))):
+    arguments = fields_of(data.get("init_args") or {}) if isinstance(data, Namespace) else {}
+    if not masked(arguments):
+        return data
+    data_type = imported_data_module(data.class_path)
+    defaults = {} if data_type is None else data_type.argument_defaults()
+    required = inspect.Parameter.empty
+    kept = {
+        name: value for name, value in arguments.items() if value != MASK or defaults.get(name, required) is required
+    }
+    if names := masked(kept):
         cls = data.class_path.rpartition(".")[2]
         options = " ".join(f"--data.{name}" for name in names)
         raise UsageError(f"{cls} had {listing(names)}, which no file of the training records: give {options} again")
+    return Namespace(class_path=data.class_path, init_args=Namespace(kept))
 
 
 def _check_given(path: str, arguments: Mapping[str, Any], kind: str) -> None:

@@ -71,7 +71,11 @@ class ExportedClassifier(Answering):
             raise
         # onnxruntime and PyTorch raise exceptions of any type for broken files.
         except Exception as error:
-            raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+            reason = one_line(error)
+            if "external data" in reason.casefold():
+                data = f"{self.path.name}.data"
+                reason += f"; the weights of a large .onnx lie beside it, by relvit export in {data}: copy them, too"
+            raise ValueError(f"cannot open {path}: {reason}") from error
         self.run: Callable[[Tensor], Tensor] = opened.run
         self.description: dict[str, Any] = read_description(self.path, opened.metadata, opened.classes)
         self.checkpoint: Checkpoint = _as_checkpoint(self.path, self.description)

@@ -231,7 +231,8 @@ def model_arguments(name: str) -> set[str]:
     if not timm.is_model(architecture):
         ours = sorted(timm.list_models("relvit*"), key=len)
         raise ValueError(
-            f"unknown model {name!r}{model_hint(architecture)}; known: {listing(ours, 4)}, and every model of timm"
+            f"unknown model {name!r}{model_hint(architecture)}; known: {listing(ours, 4)}, and every model of timm; "
+            "for one of your own, import the module that registers it"
         )
     model_class = _model_class(name)
     if model_class is None:

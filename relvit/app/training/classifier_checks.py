@@ -12,7 +12,7 @@ from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
-from relvit.utils.messages import check_choice, did_you_mean
+from relvit.utils.messages import check_choice, did_you_mean, listing
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -40,9 +40,14 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ):
         if given[name] != default and not there:
             raise ValueError(f"{name} {given[name]} has no effect without {needed}: give both or neither")
-    backend, backends = given["compile"], torch.compiler.list_backends(exclude_tags=())
-    if isinstance(backend, str) and backend not in backends:
-        raise ValueError(f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, backends)}")
+    backend = given["compile"]
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        # Do not offer the backends for PyTorch's own tests.
+        offered = [*torch.compiler.list_backends(), "eager", "aot_eager"]
+        raise ValueError(
+            f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, offered)}: give True, False or one of "
+            f"{listing(offered)}"
+        )
     check_optimizer(given["opt"], given["layer_decay"], given["opt_kwargs"])
     check_choice("nonfinite", given["nonfinite"], get_args(NonFinite))
     check_choice("distill", given["distill"], get_args(Distill))

@@ -83,7 +83,10 @@ def test_every_kind_of_checkpoint(kind, place, refused):
     folder, files = place
     message = refused("load", files[kind])
     reason = "is damaged, is no checkpoint, or holds more than tensors and plain values"
-    assert f"cannot be read: it {'has compressed entries' if kind == 'torchscript' else reason}" in message
+    assert (
+        f"cannot be read: it {'has compressed entries, as TorchScript has' if kind == 'torchscript' else reason}"
+        in message
+    )
     assert not (folder / "marker").exists()
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
 from photos import TINY
 
+from relvit.app.cli import main
 from relvit.app.cli.errors import describe, is_self_explanatory
 from relvit.app.data.archives.webdataset import expand_braces
 
@@ -65,10 +67,27 @@ def test_a_folder_with_such_a_description_in_the_place_of_a_checkpoint(command, 
     assert str(tmp_path / "w") in fails([command, tmp_path / "w"])
 
 
-def test_a_list_of_accuracies_that_is_nested_too_deeply(best, tmp_path, fails):
-    (tmp_path / "curve.json").write_text("[" * 100_000)
-    message = fails(["publish", best, f"--to={tmp_path / 'w'}", f"--curve={tmp_path / 'curve.json'}"])
-    assert "curve.json is no JSON file of relvit resolutions (it is nested too deeply)" in message
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "it is nested too deeply"),
+        *((text, "it is no list of rows with a checkpoint") for text in ('{"a": 1}', "[1]", '[{"image": 3}]')),
+    ],
+)
+def test_a_list_of_accuracies_of_another_form(text, reason, best, tmp_path, fails):
+    curve = tmp_path / "curve.json"
+    curve.write_text(text)
+    publish = ["publish", str(best), f"--to={tmp_path / 'w'}"]
+    message = fails([*publish, f"--curve={curve}"])
+    again = f"relvit resolutions {best} --sizes SIZE ... --output {curve}"
+    assert f"curve.json is no JSON file of relvit resolutions ({reason}): write it again by {again}" in message
+    if text == "[1]":
+        run = shutil.copytree(best.parent.parent, tmp_path / "run")
+        curve.rename(run / "resolutions.json")
+        moved = str(run / "checkpoints" / "best.ckpt")
+        assert fails(["publish", moved, *publish[2:]]).rstrip().endswith("resolutions.json, or remove it")
+        (run / "resolutions.json").unlink()
+        assert main(["publish", moved, *publish[2:]]) == 0
 
 
 @pytest.mark.parametrize("mean", ["NaN", "1e999"])

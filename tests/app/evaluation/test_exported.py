@@ -4,6 +4,7 @@ import json
 import zipfile
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import helper
@@ -169,14 +170,28 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*a\.onnx: relvit export CKPT --output .*a\.onnx writes"):
         ExportedClassifier(path)
     path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
+    with pytest.raises(ValueError, match=r"^cannot open .*a\.onnx: "):
         ExportedClassifier(path)
     for text in ("[" * 100_000, "{", "[]", "3"):
         with pytest.raises(ValueError, match=r"a\.onnx is no file of relvit export: "):
             ExportedClassifier(classifier_of(path, text))
-    with pytest.raises(ValueError, match=r"c\.onnx is no file of relvit export: it computes \['x', 'y'\], not"):
+    with pytest.raises(ValueError, match=r"^cannot open .*c\.onnx: it computes \['x', 'y'\], not"):
         ExportedClassifier(
             save(tmp_path / "c.onnx", [helper.make_node("Abs", ["x"], ["y"])], {}, ("x", [1]), ("y", [1]))
         )
     with pytest.raises(ValueError, match=r"b\.onnx has no class names in it: relvit export CKPT --output .*b\.onnx"):
         ExportedClassifier(classifier_of(path.with_name("b.onnx"), None))
+
+
+def test_weights_in_another_file(tmp_path):
+    path, weights = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
+    model = onnx.load(classifier_of(path))
+    onnx.external_data_helper.set_external_data(model.graph.initializer[1], weights.name)
+    onnx.save(model, path)
+    weights.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        ValueError, match=r"^cannot open .*a\.onnx: .*; the weights of .* in a\.onnx\.data: copy them, too$"
+    ):
+        ExportedClassifier(path)
+    (tmp_path / "elsewhere").rename(weights)
+    ExportedClassifier(path)

@@ -80,8 +80,16 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
             held = yaml.safe_load(parser.dump(config, skip_none=False))
             texts = ((name, str(value)) for name, value in _leaves(held))
             found = [(name, text.removeprefix(LOST)) for name, text in texts if text.startswith(LOST)]
-        except yaml.representer.RepresenterError as error:
-            found = [(name, repr(value)) for name, value in _leaves(config) if value is error.args[1]]
+        except (ValueError, yaml.representer.RepresenterError) as error:
+            # Where a type is annotated, jsonargparse raises a ValueError from PyYAML's error.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, yaml.representer.RepresenterError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            lost = cause.args[1]
+            found = [(name, repr(lost)) for name, value in _leaves(config) if value is lost]
+            found = found or [("an option", repr(lost))]
     if found:
         name, value = found[0]
         cure = "give it as text or a number"

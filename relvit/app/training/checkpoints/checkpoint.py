@@ -327,12 +327,16 @@ def first_difference(
         # Empty arguments such as {} mean the same as None, except in `retrofit`: {} is a retrofit with the default
         # arguments, and None is no retrofit.
         if ours != theirs and (ours or theirs or name == "retrofit"):
-            return name, _short(repr(ours)), _short(repr(theirs))
+            return name, *_short(repr(ours), repr(theirs))
     return None
 
 
-def _short(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _short(ours: str, theirs: str, most: int = 80) -> list[str]:
+    """Cut two long texts, each to the part in which they differ."""
+    same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+    start = same - most // 4 if same > most // 2 and max(len(ours), len(theirs)) > most else 0
+    shown = (f"...{text[start:]}" if start else text for text in (ours, theirs))
+    return [text if len(text) <= most else f"{text[: most - 3]}..." for text in shown]
 
 
 def _plain(value: Any) -> Any:

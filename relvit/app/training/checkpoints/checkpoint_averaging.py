@@ -118,7 +118,7 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
         name, ours, theirs = difference
         raise ValueError(
             f"{other.path} was trained with {name} {theirs}, {first.path} with {ours}: "
-            "only checkpoints of the same model, classes and transforms have a mean"
+            "only checkpoints of the same model, classes and transforms have a mean: leave one of them out"
         )
     for one, rest in ((first, other), (other, first)):
         if only := [name for name in one.weights if name not in rest.weights]:

@@ -160,8 +160,11 @@ def check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            if any("/code/" in entry.filename for entry in entries):
+                raise ArchiveError("it has compressed entries, as TorchScript has; give a file of torch.save")
             raise ArchiveError(
-                "it has compressed entries, as TorchScript but never torch.save writes them; give a file of torch.save"
+                "it has compressed entries, which torch.save never writes; if a checkpoint was packed, unpack it and "
+                "give the checkpoint, otherwise take another copy"
             )
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ArchiveError("the entries of its ZIP archive claim to be larger than the file; take another copy")

@@ -23,7 +23,7 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
         classifier.load_state_dict(checkpoint.weights)
     # The file may hold any arguments, and models raise almost any type of error for wrong arguments.
     except Exception as error:
-        raise ValueError(f"no model can be built from the checkpoint: {one_line(error)[:300]}") from error
+        raise ValueError(f"no model can be built from {checkpoint.path}: {one_line(error)[:400]}") from error
     classifier.temperature = checkpoint.temperature
     classifier.labels = classifier.labels.restored(checkpoint.thresholds)
     return classifier.eval()

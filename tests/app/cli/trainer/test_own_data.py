@@ -71,6 +71,11 @@ class Object(DatasetData):
         super().__init__(**splits(), **options)
 
 
+class Listed(DatasetData):
+    def __init__(self, things: dict = {"a": [object()]}, **options):
+        super().__init__(**splits(), **options)
+
+
 class Untransformed(ImageData):
     def __init__(self):
         super().__init__(class_names=NAMES, in_chans=3, img_size=16, num_workers=0)
@@ -215,6 +220,7 @@ def test_a_default_that_no_configuration_can_hold(fails, tmp_path, capsys):
     message = fails(fit)
     assert "config.yaml cannot hold <object object at " in message
     assert ">, the value of data.init_args.thing, so no run could be resumed: give it as text or a number\n" in message
+    assert ", the value of data.init_args.things.a.0, so no run" in fails([fit[0], f"--data={NAME}.Listed", *fit[2:]])
     for given in ("text", "3"):
         assert main([*fit, f"--data.thing={given}"]) == 0
 
@@ -237,7 +243,9 @@ def test_secrets_are_recorded_as_stars(trained, best):
 
 def test_secrets_that_no_file_records_are_asked_for(trained, best, tmp_path, fails):
     (run, _), file, data, runs = trained("Private"), best("Private"), f"--data={NAME}.Private", f"--runs={tmp_path}"
-    asked = "Private had 'password', 'token', 'storage', which no file of the training records: give --data.password"
+    asked = (
+        "Private had 'password', 'storage', which no file of the training records: give --data.password --data.storage"
+    )
     for again in (
         ["fit", f"--resume={run}", "--epochs=2"],
         ["fit", f"--config={run / 'config.yaml'}", runs],
@@ -263,6 +271,9 @@ def test_secrets_that_are_given_again_are_accepted_and_written_nowhere(trained, 
     for arguments in (
         # Another token may be given.
         ["fit", f"--resume={run}", "--epochs=2", SECRET[0], "--data.token=n3w", SECRET[2]],
+        # One with a default need not be given.
+        ["fit", f"--resume={run}", "--epochs=3", SECRET[0], SECRET[2]],
+        ["validate", best, data, SECRET[0], SECRET[2], *QUIET],
         ["test", best, data, *SECRET, *QUIET, runs],
         ["validate", best, data, *SECRET, *QUIET],
         ["resolutions", best, "--sizes=16", "--accelerator=cpu", data, *SECRET],

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from sample_files import write_sample
 
@@ -91,3 +92,13 @@ def test_options_that_contradict_the_weights_are_refused(checkpoint):
 def test_content_that_is_missing_is_a_value_error(read, changes, checkpoint):
     with pytest.raises(ValueError, match=r"checkpoint|ckpt"):
         read(replace(checkpoint, **changes))
+
+
+def test_a_model_of_a_users_own_has_to_be_imported(checkpoint, monkeypatch):
+    foreign = replace(checkpoint, model=checkpoint.model | {"model": "of_my_own"})
+    message = f"no model can be built from {re.escape(checkpoint.path)}: unknown model 'of_my_own'.* import the mod"
+    with pytest.raises(ValueError, match=message):
+        classifier_of(foreign)
+    made = timm.model_entrypoint(checkpoint.model["model"])
+    monkeypatch.setitem(timm.models._registry._model_entrypoints, "of_my_own", made)
+    classifier_of(foreign)

@@ -10,6 +10,7 @@ import torch
 from small_training import KWARGS, NAMES, NoiseImages, train_and_save
 
 from relvit.app.training import ImageClassifier, average_checkpoints
+from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
 
 
@@ -103,7 +104,7 @@ HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(*MODEL, "model", "test_vit"), "q.ckpt .* model 'test_vit', .*p.ckpt with 'test_r"),
+        (put(*MODEL, "model", "test_vit"), "q.ckpt .* model 'test_vit', .*p.ckpt with 'test_r.* a mean: leave one of "),
         (put(*MODEL, "model_kwargs", "depth", 3), "model_kwargs {'depth': 3}, .* {'depth': 1}"),
         (put(*MODEL, "retrofit", {}), "retrofit {}, .* None"),
         (put(*MODEL, "class_names", NAMES[::-1]), r"class_names \['class 6', .* \['class 0'"),
@@ -164,3 +165,18 @@ def test_files(three, tmp_path, monkeypatch):
             average_checkpoints(paths, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.ckpt", "link.ckpt"]
     assert sorted(path.name for path in Path(a).parent.iterdir()) == ["a.ckpt", "b.ckpt", "c.ckpt"]
+
+
+def test_what_differs_is_shown_where_the_rest_is_long():
+    names = [f"class {number:03d}" for number in range(40)]
+    for ours, theirs, ends in (
+        ([*names, "owl"], [*names, "zebra"], ("'class 039', 'owl']", "'class 039', 'zebra']")),
+        (f"/{'a' * 90}/x", f"/{'a' * 90}/y", ("aaa/x'", "aaa/y'")),
+    ):
+        name, *shown = first_difference({"it": ours}, {"it": theirs}, ["it"])
+        assert name == "it"
+        assert all(text.startswith("...") and len(text) < 50 for text in shown)
+        assert all(text.endswith(end) for text, end in zip(shown, ends, strict=True)), shown
+    _, *shown = first_difference({"it": names}, {"it": ["owl", *names]}, ["it"])
+    assert [text[:7] for text in shown] == ["['class", "['owl',"]
+    assert [len(text) for text in shown] == [80, 80]

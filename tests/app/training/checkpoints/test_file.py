@@ -107,6 +107,18 @@ def test_what_to_do_about_an_error_of_the_disk(number, filename, cure):
     assert re.search(cure, str(explain_full_disk(error, "test", Path("runs/test-1"))))
 
 
+def test_a_checkpoint_that_was_packed(sample, tmp_path):
+    with zipfile.ZipFile(tmp_path / "best.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(sample, "best.ckpt")
+    message = (
+        "best.zip cannot be read: it has compressed entries, .*; if a checkpoint was packed, unpack it and give the c"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_classifier(tmp_path / "best.zip")
+    with zipfile.ZipFile(tmp_path / "best.zip") as archive:
+        load_classifier(archive.extract("best.ckpt", tmp_path))
+
+
 @pytest.mark.parametrize(("ema", "links", "copies"), [(None, True, 3), (0.9, True, 3), (None, False, 4)])
 def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, links, copies, tmp_path, monkeypatch):
     layer = torch.nn.Linear(1000, 1000, bias=False)
