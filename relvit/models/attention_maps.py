@@ -18,7 +18,7 @@ from relvit.models.retrofit.api import can_retrofit
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
 from relvit.ops.checks import check_model
-from relvit.utils.messages import an, listing, part_of
+from relvit.utils.messages import an, full_name, listing, part_of
 
 
 class AttentionMaps(NamedTuple):
@@ -95,7 +95,7 @@ def _record_weights(
         model.forward_features(images)
     for index in chosen:
         if attentions[index] not in recorded:
-            kind = _name(type(attentions[index]))
+            kind = full_name(type(attentions[index]))
             raise TypeError(
                 f"the forward of blocks.{index % depth}.attn, {an(kind)}, shows no weights: leave the block out of "
                 "layers"
@@ -152,7 +152,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
     if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
         raise ValueError(
-            "attention within windows or parts has no logits of all pairs: call set_reach(model, 'trained') first"
+            "attention within windows or parts has no logits of all pairs: call set_reach(model, 'trained') first, and "
+            "for a model with bands of its own set_bands(model, None)"
         )
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
@@ -208,24 +209,19 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         if hasattr(attention, "lacks") and (why := lack_of(attention, "weights")):
             raise TypeError(f"{type(model).__name__} has no attention weights: {why}")
         if attention is None:
-            raise _unknown(model, f"blocks.{index} is {an(_name(type(block)))}, without attention of the name attn")
+            raise _unknown(model, f"blocks.{index} is {an(full_name(type(block)))}, without attention of the name attn")
         if not isinstance(attention, GridAttention) and type(attention) not in TIMM_ATTENTIONS:
             cure = ": call relvit.retrofit(model) first" if can_retrofit(model) else ""
-            raise _unknown(model, f"blocks.{index}.attn is {an(_name(type(attention)))}{cure}")
+            raise _unknown(model, f"blocks.{index}.attn is {an(full_name(type(attention)))}{cure}")
     return [block.attn for block in blocks]
 
 
 def _unknown(model: nn.Module, why: str) -> TypeError:
-    timms = listing([_name(cls) for cls in TIMM_ATTENTIONS])
+    timms = listing([full_name(cls) for cls in TIMM_ATTENTIONS])
     return TypeError(
         f"attention_maps does not know the attention of {type(model).__name__}: {why}; it takes models with `blocks`: "
         f"relvit's, those that relvit.retrofit has changed, and timm's with {timms}"
     )
-
-
-def _name(cls: type) -> str:
-    """Return the full name of a class, since several classes of timm are called Attention."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @contextmanager

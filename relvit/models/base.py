@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import PatchDropoutWithIndices
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, GridBlock
 from relvit.layers.feed_forward import check_chunk
+from relvit.layers.patch_embed import check_divisible
 from relvit.models.absolute import AbsoluteEmbedding
 from relvit.models.depth import DEPTHS, Depth
 from relvit.models.segments import Segmenter
@@ -137,7 +139,7 @@ class GridForward(AbsoluteEmbedding):
             if keep is not None:
                 name = type(self.segmenter).__name__
                 raise ValueError(
-                    f"keep is for whole images; this model computes in parts ({name}): call set_reach(model, 'trained')"
+                    f"keep is for whole images; this model computes in parts ({name}): call set_bands(model, None)"
                 )
             # An exported graph serves all sizes, so the number of parts is not known. Instead of parts it computes the
             # whole image under a mask that gives the same outputs.
@@ -263,6 +265,9 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
                 f"block_fn must make GridBlocks, got {an(type(other).__name__)}: give block_fn=partial(MixerBlock, "
                 "mixer=...), or choose RelVisionTransformer, whose blocks have relative attention"
             )
+        embed = self.patch_embed
+        if isinstance(embed, AnySizePatchEmbed) and not embed.dynamic_img_pad:
+            check_divisible(torch.empty(1, 1, *embed.img_size, device="meta"), embed.patch_size)
         self.depth_plan: Depth = self.depth_for({"reversible": reversible})
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)

@@ -99,6 +99,11 @@ def an(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
+def full_name(cls: type) -> str:
+    """Return a class with its module: several classes of timm have the same name, such as Attention."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def listing(names: Sequence[str], most: int = 10) -> str:
     """Join quoted names by commas; of many names the first ``most``, and how many more there are."""
     shown = ", ".join(map(repr, names[:most]))

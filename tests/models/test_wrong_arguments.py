@@ -24,6 +24,15 @@ WRONG = {
 }
 
 
+def test_an_image_size_that_the_model_refuses():
+    for size in ((20, 16), 4):
+        with pytest.raises(ValueError, match=r"image height .* multiple of the patch size 8: use .*dynamic_img_pad"):
+            small("relvit_tiny", img_size=size)
+    # Do what the message says.
+    padded = small("relvit_tiny", img_size=(20, 16), dynamic_img_pad=True)
+    assert padded(images(20, 16)).shape == small("relvit_tiny", img_size=(24, 16))(images()).shape
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_numbers(name):
     given, message = WRONG[name]

@@ -121,8 +121,8 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
         return False
     if grid.valid is not None:
         raise ValueError(
-            "tables cannot be stretched for a padded batch, whose images differ in size: give images of one size, or "
-            "use reach 'trained' or 'logn'"
+            "tables cannot be stretched for a padded batch: give images of one size as a tensor (B, C, height, width), "
+            "or use reach 'trained' or 'logn'"
         )
     # A compiled or exported graph must work for all sizes, so it always stretches.
     return is_compiling() or grid.height != trained_grid[0] or grid.width != trained_grid[1]

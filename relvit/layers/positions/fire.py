@@ -87,8 +87,8 @@ class FirePosition2d(Position):
         """Return the bias, tables (num_heads, 2 size - 1)."""
         if grid.valid is not None and grid.coords is not None:
             raise ValueError(
-                "FIRE divides by the size of the image, and images of a padded batch differ in size: give images of "
-                "one size, or another position"
+                "FIRE divides by the size of the image, which a padded batch does not hold: give images of one size as "
+                "a tensor (B, C, height, width), or take another position"
             )
         dy, dx = axis_offsets(grid, self.trained_grid, None, self.c)
         height, width = grid.height, grid.width

@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from packaging.specifiers import SpecifierSet
 
 from relvit.models.retrofit.source import Retrofitted
+from relvit.utils.messages import full_name
 
 # `SOURCES` maps each class of a model to a file in `sources/` and the class in this file that the model becomes.
 # Classes are given by name, because their library may not be installed.
@@ -68,7 +69,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     Raises:
         ValueError: relvit is not tested with the installed version of the model's library.
     """
-    place = SOURCES.get(_full_name(model_class))
+    place = SOURCES.get(full_name(model_class))
     if place is None:
         return None
     library = model_class.__module__.partition(".")[0]
@@ -86,8 +87,4 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
 
 def refusal_of(model_class: type) -> str | None:
     """Return the known reason why a model of this class cannot be retrofitted, or None."""
-    return next((why for name, why in REFUSED.items() if _full_name(model_class).startswith(name)), None)
-
-
-def _full_name(model_class: type) -> str:
-    return f"{model_class.__module__}.{model_class.__qualname__}"
+    return next((why for name, why in REFUSED.items() if full_name(model_class).startswith(name)), None)

@@ -12,7 +12,7 @@ from relvit.layers.patch_embed import AnySizePatchEmbed
 from relvit.layers.positions.by_name import make_position, numbered
 from relvit.models.base import NoTorchScript, TablesWithoutDecay
 from relvit.utils.constants import FillConstants
-from relvit.utils.messages import an, listing
+from relvit.utils.messages import an, full_name, listing
 
 Classes = tuple[type[nn.Module], ...]
 # An `Exchange` maps the class of a part of the original model to the class that the part becomes.
@@ -182,5 +182,5 @@ def declare_any_size(model: nn.Module) -> None:
 def check_part(name: str, part: nn.Module, allowed: Classes) -> None:
     """Raise unless the part's class is one of `allowed`: a subclass may compute something else."""
     if type(part) not in allowed:
-        names = listing([cls.__name__ for cls in allowed])
-        raise ValueError(f"{name} is {an(type(part).__name__)}, which cannot be retrofitted; allowed: {names}")
+        names = listing([full_name(cls) for cls in allowed])
+        raise ValueError(f"{name} is {an(full_name(type(part)))}, which cannot be retrofitted; allowed: {names}")

@@ -11,7 +11,7 @@ from vits import band_mask, images, small
 
 from relvit.families.transformer_xl import classify_bands, forward_segment, set_bands
 from relvit.layers import AnySizePatchEmbed
-from relvit.models import attention_maps, set_reach
+from relvit.models import attention_maps, logit_inputs, set_reach
 from relvit.ops import Grid, make_grid, relative_attention
 
 # 7 x 3 patches: no multiple of the bands.
@@ -247,3 +247,18 @@ def test_the_start_is_a_row_and_a_column_of_which_only_differences_count():
         _, memory = forward_segment(model, photos(), start=(row + 4, column + 1))
         shifted.append(forward_segment(model, photos(), memory, start=(row, column))[0])
     torch.testing.assert_close(*shifted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (attention_maps, r"N x N weights in bands: set_bands\(model, None\), set_reach\(model, 'trained'\) first"),
+        (logit_inputs, r"call set_reach\(model, 'trained'\) first, and .* bands of its own set_bands\(model, None\)$"),
+        (lambda model, x: model.forward_features(x, keep=torch.tensor([[0, 2]])), r"call set_bands\(model, None\)$"),
+    ],
+)
+def test_the_advice_for_whole_images_works(call, message):
+    model = build(band_rows=2, depth=1)
+    with pytest.raises(ValueError, match=message):
+        call(model, photos(batch=1))
+    call(set_bands(model, None), photos(batch=1))

@@ -69,11 +69,11 @@ def hf_swin(family):
 MODELS = {
     "parallel": (
         lambda: plain(block_fn=ParallelScalingBlock),
-        r"blocks\.0 is a ParallelScalingBlock, which cannot be retrofitted; allowed: 'Block', 'ResPostBlock'",
+        r"blocks\.0 is a timm\..*\.ParallelScalingBlock, which cannot be retrofitted; allowed: 'timm\..*\.Block'",
     ),
     "one differential": (
         with_one_other_attention,
-        r"blocks\.1\.attn is a DiffAttention, which .* allowed: .Attention",
+        r"blocks\.1\.attn is a timm\..*\.DiffAttention, which .* allowed: 'timm\.layers\.attention\.Attention'",
     ),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
@@ -113,7 +113,7 @@ MODELS = {
     "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), "build the model with its own"),
     "MViT that pools first": (
         lambda: mvit("patches", pool_first=True),
-        r"0\.attn is a MultiScaleAttentionPoolFirst, .* allowed: 'MultiScaleAtt",
+        r"0\.attn is a timm\..*\.MultiScaleAttentionPoolFirst, .* allowed: 'timm\..*\.MultiScaleAtt",
     ),
     "absolute MViT": (
         lambda: mvit("patches", use_abs_pos=True),
@@ -161,7 +161,7 @@ MODELS = {
     ),
     "SAM's attention": (
         lambda: spoilt(sam_encoder("segment_anything"), "blocks.2.attn", nn.Identity()),
-        r"blocks\.2\.attn is an Identity, which cannot be retrofitted; allowed: 'Attention'",
+        r"blocks\.2\.attn is a torch\..*\.Identity, which .* allowed: 'segment_anything\..*\.Attention'",
     ),
     "whole SAM": (sam_model, r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"),
     # As MONAI's CellSamWrapper holds a SAM of `segment_anything`.
@@ -183,7 +183,7 @@ MODELS = {
     ),
     "embedding": (
         lambda: plain(embed_layer=type("MyEmbed", (timm.layers.PatchEmbed,), {})),
-        "patch_embed is a MyEmbed, which cannot be retrofitted; allowed: 'PatchEmbed'",
+        r"patch_embed is a .*\.MyEmbed, which cannot be retrofitted; allowed: 'timm\.layers\.patch_embed\.PatchEmbed'",
     ),
 }
 ARGUMENTS = [
