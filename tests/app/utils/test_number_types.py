@@ -97,7 +97,8 @@ OPTIONS = [
 @pytest.mark.parametrize(("option", "message"), OPTIONS, ids=[option for option, _ in OPTIONS])
 def test_the_command_line(option, message, fails, tmp_path):
     runs = tmp_path / "runs"
-    arguments = ["fit", "--data=DigitsData", "--model.model=test_relvit", f"--runs={runs}", "--accelerator=cpu", option]
+    model = ["--model.model=test_relvit", "--model.model_kwargs.patch_size=4"]
+    arguments = ["fit", "--data=DigitsData", *model, f"--runs={runs}", "--accelerator=cpu", option]
     assert message in fails(arguments)
     assert not runs.exists()
 

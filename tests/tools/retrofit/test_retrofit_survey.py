@@ -15,7 +15,11 @@ survey = load("retrofit_survey")
         ("vit_small_patch16_rope_mixed_224", "retrofitted", "Eva with AttentionRope"),
         # 384 pixels at patch 14 leave a remainder.
         ("vit_so400m_patch14_siglip_384", "retrofitted", "VisionTransformer with Attention"),
-        ("vit_small_patch16_18x2_224", "refused, blocks.N is a ParallelThingsBlock", "VisionTransformer"),
+        (
+            "vit_small_patch16_18x2_224",
+            "refused, blocks.N is a timm.models.vision_transformer.ParallelThingsBlock",
+            "VisionTransformer",
+        ),
         ("test_vit_relpos", "retrofitted", "VisionTransformerRelPos with RelPosAttention"),
         ("swin_tiny_patch4_window7_224", "retrofitted", "SwinTransformer with WindowAttention"),
         ("swinv2_cr_tiny_224", "refused, it is another implementation of Swin V2", "SwinTransformerV2Cr"),
