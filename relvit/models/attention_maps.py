@@ -58,8 +58,8 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
 
     Raises:
         TypeError: `model` is no module, has no attention, or has another kind of attention.
-        ValueError: the model is in training mode, or computes windows or bands; an index has no block; the images have
-            another shape.
+        ValueError: the model is in training mode, or computes windows or parts of images; an index has no block; the
+            images have another shape.
     """
     weights = _record_weights(model, images, layers, Tensor.float)
     return AttentionMaps(weights, patch_grid(model, images.shape[-2:]), model.num_prefix_tokens)
@@ -140,8 +140,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
 
     Raises:
         TypeError: `model` is no module, or has no attention with relative positions.
-        ValueError: the model is in training mode, computes windows or bands, or has a layer that does not compute all
-            patches.
+        ValueError: the model is in training mode, computes windows or parts of images, or has a layer that does not
+            compute all patches.
     """
     check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
@@ -150,11 +150,9 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         raise TypeError(f"{name} has no attention with relative positions: change the model by relvit.retrofit first")
     if model.training:
         raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
-    if getattr(model, "segmenter", None) or any(layer.window for layer in layers.values()):
-        raise ValueError(
-            "attention within windows or parts has no logits of all pairs: call set_reach(model, 'trained') first, and "
-            "for a model with bands of its own set_bands(model, None)"
-        )
+    if (segmenter := getattr(model, "segmenter", None)) or any(layer.window for layer in layers.values()):
+        cure = segmenter.undo if segmenter else "set_reach(model, 'trained')"
+        raise ValueError(f"attention within windows or parts has no logits of all pairs: call {cure} first")
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
     found = {}

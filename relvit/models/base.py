@@ -139,7 +139,7 @@ class GridForward(AbsoluteEmbedding):
             if keep is not None:
                 name = type(self.segmenter).__name__
                 raise ValueError(
-                    f"keep is for whole images; this model computes in parts ({name}): call set_bands(model, None)"
+                    f"keep is for whole images; this model computes in parts ({name}): call {self.segmenter.undo}"
                 )
             # An exported graph serves all sizes, so the number of parts is not known. Instead of parts it computes the
             # whole image under a mask that gives the same outputs.

@@ -13,9 +13,11 @@ class Segmenter(Protocol):
 
     Attributes:
         lacks: what a model with this segmenter cannot do -> the reason; `relvit.models.lack` lists the keys.
+        undo: the call after which the model computes whole images, for messages.
     """
 
     lacks: ClassVar[Mapping[str, str]]
+    undo: ClassVar[str]
 
     @classmethod
     def of(cls, model: nn.Module, *options: Any) -> Segmenter:

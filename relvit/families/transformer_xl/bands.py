@@ -43,6 +43,7 @@ class Bands(NamedTuple):
     memory_rows: int | None = None
 
     lacks = LACKS
+    undo = "set_bands(model, None)"
 
     @classmethod
     def of(cls, model: nn.Module, rows: int | None, memory_rows: int | None = None) -> Bands:

@@ -84,10 +84,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             inner = next((name for name, part in model.named_modules() if hasattr(part, "patch_embed")), None)
             hint = "" if inner is None else f": set the reach of {part_of(inner)}, which has one"
             raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training{hint}")
-        if getattr(model, "own_segmenter", None):
-            raise ValueError(
-                f"{refused}, which computes in parts already: leave it out (set_bands(model, None) ends that)"
-            )
+        if own := getattr(model, "own_segmenter", None):
+            raise ValueError(f"{refused}, which computes in parts already: leave it out ({own.undo} ends that)")
         grid = embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
