@@ -40,10 +40,10 @@ class RecordedArguments(LightningDataModule):
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
-        For a user's class these are the given arguments and the defaults of its constructor. If the module has an
-        attribute with the name of an argument, the attribute's value is returned in place of None, and in place of a
-        text or number if it has the same type (an absolute path in place of a relative one). An argument of another
-        type, such as a dataset, is left out.
+        For a user's class these are the given arguments and the defaults of its constructor. Where the module keeps an
+        attribute with an argument's name, the attribute's value replaces an argument that is None, and a text or number
+        if both have the same type: a relative path then becomes the absolute path that the module keeps. An argument
+        whose value is not of the types above, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:

@@ -98,7 +98,8 @@ def evaluate_sizes(
     Raises:
         FileNotFoundError, ValueError: a checkpoint or a folder of images cannot be found or read; a data module, split,
             protocol, fill or reach is unknown; a model cannot have the reach; the checkpoints have different classes or
-            images; a checkpoint or a size is given twice; or no checkpoint takes a size.
+            images; no checkpoint or no size is given, or one is given twice; or none of the checkpoints takes one of
+            the sizes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):

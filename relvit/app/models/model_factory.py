@@ -21,8 +21,9 @@ from relvit.models import GridVisionTransformer, retrofit_arguments, retrofitted
 from relvit.models import retrofit as retrofit_model
 from relvit.utils.messages import did_you_mean, listing
 
-# These arguments of timm's builders choose the weights that are loaded. The description of a model may hold none of
-# these arguments, because a description may come from a user, a checkpoint, a published folder or the hub.
+# These are the arguments of timm's builders; some of them choose the weights that are loaded. The description of a
+# model must hold none of them, because a description may come from a downloaded checkpoint or from the hub, and such a
+# file must not choose other files to load.
 BUILDER_ARGUMENTS = {
     name for build in (timm.create_model, build_model_with_cfg) for name in inspect.signature(build).parameters
 } - {"kwargs"}

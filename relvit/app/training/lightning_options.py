@@ -63,9 +63,10 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
         ema_decay: The decay of the average of the weights; None: there is no average.
 
     Raises:
-        ValueError: A callback would change the training against its plan, would write checkpoints that cannot be
-            resumed, or needs a logger; the strategy divides the weights; or an option does not fit relvit's data or
-            averaged weights.
+        ValueError: A callback would change what the classifier's options plan (learning rate, batch size, steps), would
+            write checkpoints that cannot be resumed, does not work with the classifier, or needs a logger; the strategy
+            divides the weights among devices; `overfit_batches` is given with an `ImageData`; or `ema_decay` is given
+            with a precision whose weights have two bytes.
     """
     check_strategy(trainer.strategy)
     if trainer.state.fn != "fit":

@@ -33,8 +33,8 @@ _ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?
 def without_secrets(value: Any) -> Any:
     """Return a text, or the texts in mappings and lists, whose addresses have neither user and password nor query.
 
-    Everything that relvit prints or writes goes through this function. The `?` of a pattern such as
-    s3://bucket/shard-?.tar stays.
+    Messages, recorded arguments, and the CSV and JSON files that relvit writes go through this function. The `?` of a
+    pattern such as s3://bucket/shard-?.tar stays.
     """
 
     def public(found: re.Match[str]) -> str:

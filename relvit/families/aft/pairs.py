@@ -84,7 +84,7 @@ def place_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int],
 
 
 def window_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:
-    """Make the `bias_of` of `average_of_pairs` for windows (heads, r, c) by offset."""
+    """Make the `bias_of` of `average_of_pairs` for windows (heads, rows, columns) by offset."""
     coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
     placed = torch.arange(coords.shape[1], device=device) >= grid.prefix
 

@@ -36,8 +36,9 @@ def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
         valid: (1 or B, N), False for padding, whose exponentials are zero, whatever numbers the padding holds.
 
     Returns:
-        (B, N, heads head_dim + heads c), in float32 at least, but in bfloat16 if the inputs are in bfloat16 on a GPU,
-        because bfloat16 has the range of float32.
+        (B, N, heads head_dim + heads c): exp(key - m) value of all heads, then exp(key - m) of all heads, with c the
+        size of the last axis of `key`. The dtype is bfloat16 if the inputs are in bfloat16 on a GPU, because bfloat16
+        has the range of float32; otherwise it is float32, or float64 for float64 keys.
     """
     dtype, precision = value.dtype, torch.promote_types(key.dtype, torch.float32)
     key, value = (part.to(precision).transpose(1, 2) for part in (key, value))
@@ -81,7 +82,10 @@ class _Exponentials(torch.autograd.Function):
 
 
 def split_heads(parts: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Split (B, N, heads width + heads c) into numerators (B, N, heads, width) and denominators (B, N, heads, c)."""
+    """Split (B, N, heads width + heads c) into numerators (B, N, heads, width) and denominators (B, N, heads, c).
+
+    c is 1 or `width`, see `exponentials`.
+    """
     numerator, denominator = parts.split((heads * width, parts.shape[2] - heads * width), dim=2)
     return numerator.unflatten(2, (heads, width)), denominator.unflatten(2, (heads, -1))
 

@@ -54,7 +54,9 @@ def resume_arguments(given: Arguments) -> Arguments:
     """Return all arguments: the run's configuration, the options on the command line, and the run's last checkpoint.
 
     Raises:
-        UsageError: the folder of `--resume` is no run, or has no checkpoint, or further options say where to begin.
+        UsageError: the value of `--resume` is not the folder of a run on this machine; the folder has no last
+            checkpoint; or an option is given that also chooses the configuration, the checkpoint, the folder or the
+            model.
     """
     run = given.values["resume"]
     if is_address(run):

@@ -277,7 +277,8 @@ def backward_keys(
             grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
         grad_k = add_product(grad_k, grad_pairs.to(q.dtype), q, PRECISION)
     grad_k *= scale * LN_2
-    # Attention weights of padding are zero, so the gradients of padding are zero, too.
+    # Store the gradients of padding, too, because the memory for gradients is allocated without being set. These
+    # gradients are zero, since the attention weights of padding are zero.
     y, x = top + tl.arange(0, ROWS * COLS) // COLS, left + tl.arange(0, ROWS * COLS) % COLS
     exists = (y < height) & (x < width)
     store_tokens(grad_key + batch * gk_batch + head * gk_head, tokens, gk_token, exists, grad_k, DIM, BLOCK_DIM)

@@ -65,8 +65,8 @@ def _find(
     """Find the table entry of each row and column of `axes`, and the rows and columns of each entry, as int16 or int32.
 
     Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases from one
-    row or column to the next; and the bounds (1 or B, Nq, entries + 1): entry e belongs to the rows and columns from
-    bounds[e] to bounds[e + 1] - 1.
+    row or column to the next; and the bounds (1 or B, Nq, entries + 1): query i uses entry e for the rows and columns
+    numbered from bounds[i, e] to bounds[i, e + 1] - 1, where columns are numbered after all rows.
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()

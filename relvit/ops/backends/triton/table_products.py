@@ -110,7 +110,8 @@ def run_up(
 def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
     """Compute the sums for the entries `place` (n,) as differences of running sums: (queries, n) float32.
 
-    `bounds` (Nq, ENTRIES + 1): entry e belongs to the rows and columns from bounds[e] to bounds[e + 1] - 1.
+    `bounds` (Nq, ENTRIES + 1): query i uses table entry e for the rows and columns numbered from bounds[i, e] to
+    bounds[i, e + 1] - 1; columns are numbered after all rows.
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

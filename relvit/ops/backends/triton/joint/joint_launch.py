@@ -251,8 +251,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a joint bias between grids without `coords`; `triton.refusal` has let `inputs` pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
-        # With free channels, as in BEiT, widths may be no multiple of 8. A GPU loads such vectors in small pieces, so
-        # fill them up with zeros.
+        # Free channels, as in BEiT, can make a width that is not a multiple of 8. A GPU would load such vectors in
+        # small pieces, so fill queries and keys up with zeros to a multiple of 16, as tensor cores take them.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
 
