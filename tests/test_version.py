@@ -22,6 +22,7 @@ def test_they_are_those_of_the_package():
     assert all(f"{name} {oldest}" in (ROOT / "README.md").read_text() for name, oldest in OLDEST.items())
 
 
+@pytest.mark.slow
 def test_importing_relvit_with_an_older_timm_says_what_to_install():
     code = "import timm, relvit_start; timm.__version__ = '1.0.25'; relvit_start.run(['fit']); import relvit"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

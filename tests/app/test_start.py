@@ -50,6 +50,7 @@ def test_an_unknown_command_is_answered_without_pytorch(capsys):
     assert capsys.readouterr().err in done.stderr
 
 
+@pytest.mark.slow
 def test_the_core_alone_names_the_extra_that_is_missing():
     """`import relvit` works without the application's packages, and the command line answers in one line."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"
@@ -63,6 +64,7 @@ def test_the_core_alone_names_the_extra_that_is_missing():
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_the_core_alone_answers_what_needs_no_extra():
     """`python -m relvit` says what the console script says, although packages of the application are missing."""
     missing = "import runpy, sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse')))"

@@ -83,6 +83,7 @@ def test_hooks_on_attn_drop_get_the_weights_with_padding():
     torch.testing.assert_close(layer.proj((weights @ value).transpose(1, 2).flatten(2)), alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_without_hooks_and_in_compiled_layers_no_weights_are_computed(monkeypatch):
     computed = []
     monkeypatch.setattr(module, "attention_weights", lambda inputs: computed.append(inputs) or inputs.query)

@@ -58,6 +58,7 @@ def test_agreement_is_one_where_places_do_not_matter():
     assert segment.agreement(model, (64, 48), count=1) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_row_has_means_over_seeds(capsys, monkeypatch):
     monkeypatch.setattr(segment, "SIZES", ((48, 48), (24, 48)))
     segment.main(["--models", "relvit_tiny", "--seeds", "0", "1", "--steps", "2", "--count", "1"])

@@ -100,6 +100,7 @@ def test_archives(kind, tmp_path, capsys):
     assert clean(out + err)
 
 
+@pytest.mark.slow
 def test_honest_names(tmp_path, capsys):
     root = tmp_path / "фото 写真"
     make(root, train=2, val=1, test=1)

@@ -10,6 +10,7 @@ from photos import TINY
 from relvit.app.cli import main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["unreadable image", "SIGINT", "SIGTERM"])
 def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch, capsys, request, end):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"

@@ -32,6 +32,7 @@ def check_lines(text, folder, epochs, total):
         assert [float(cell) for cell in line.groups()[2:]] == pytest.approx([float(row[n]) for n in names], rel=6e-3)
 
 
+@pytest.mark.slow
 def test_in_a_terminal(tmp_path):
     status, text = in_terminal(["fit", *SMALL, "--trainer.max_epochs=2"], tmp_path)
     assert status == 0, text

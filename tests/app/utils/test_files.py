@@ -94,6 +94,7 @@ def _replace_folder(folder, kill_at):
             (part / name).write_text("new")
 
 
+@pytest.mark.slow
 def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_ones(tmp_path):
     folder, found, count = tmp_path / "folder", [], 0
     context = multiprocessing.get_context("fork")

@@ -13,6 +13,7 @@ from relvit.ops.attention import BACKENDS
 recorded, tool = load("recorded"), load("host_time")
 
 
+@pytest.mark.slow
 def test_one_layer_and_one_round_print_all_figures(capsys):
     names = ["relvit_small", "rope", "relpos retrofitted", "sam retrofitted", "swin retrofitted"]
     threads = torch.get_num_threads()

@@ -82,6 +82,7 @@ def test_the_table_is_sorted_by_size_and_shows_differences(compared):
     assert f"2 minus 1, on the same images at 16 x 16: {difference}" in lines
 
 
+@pytest.mark.slow
 def test_heights_by_widths(best, tmp_path, capsys):
     command = ["resolutions", best, "--sizes", "16", "24", "--widths", "16", "24", "32", "--accelerator", "cpu"]
     assert main(list(map(str, [*command, "--output", tmp_path]))) == 0

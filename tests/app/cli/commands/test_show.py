@@ -67,6 +67,7 @@ def test_all_zero_maps_are_named(place, capsys):
     }
 
 
+@pytest.mark.slow
 def test_sizes_patches_and_layers_and_nothing_is_overwritten(place, capsys):
     options = ["--kind", "logits", "--patch", "1", "4", "--layer", "0", "--img_size", "[24,40]", "--output", "a/b"]
     assert main(["show", "best.ckpt", "owls/1.jpg", *options]) == 0

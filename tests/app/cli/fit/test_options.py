@@ -37,6 +37,7 @@ def test_lightnings_callbacks_by_a_configuration_and_an_option(photos, tmp_path,
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "runs"}
 
 
+@pytest.mark.slow
 def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     keep = ("ModelCheckpoint", ".monitor=epoch", ".mode=max", ".save_top_k=2")
     flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(keep)]
@@ -76,6 +77,7 @@ def test_learning_rate_finder(photos, tmp_path, capsys):
         assert read_metrics(again / "metrics.csv")[name] == read_metrics(folder / "metrics.csv")[name]
 
 
+@pytest.mark.slow
 def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, capsys):
     flags = {
         "opt": "lamb",
@@ -109,6 +111,7 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
     assert found == pytest.approx(of_best(folder, photos, "val")[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_train_in_one_folder_and_count_every_image_once(photos, tmp_path):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"
     for split in ("val", "test"):

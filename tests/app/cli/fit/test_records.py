@@ -61,6 +61,7 @@ def test_the_state_of_the_repository(tmp_path):
     assert git_state(tmp_path) == clean | {"changed": True}
 
 
+@pytest.mark.slow
 def test_deterministic_trainings_are_bit_equal(photos, tmp_path):
     """The seed decides everything: not the state of the generators, nor which worker loads an image."""
     contents = []

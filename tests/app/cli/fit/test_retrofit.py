@@ -49,6 +49,7 @@ def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, ph
     assert "6 predictions" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_resolutions_mirror_its_embedding_where_the_field_of_view_grows(checkpoint, tmp_path):
     """As with the embedding of a grid of 4 x 6 patches that NumPy mirrors around the trained one of 2 x 2."""
     content = torch.load(checkpoint, weights_only=True)

@@ -263,6 +263,7 @@ def test_images_that_are_named_need_no_secret_since_no_data_module_is_built(best
     assert len(rows(found / "predictions.csv")) == 18
 
 
+@pytest.mark.slow
 def test_secrets_that_are_given_again_are_accepted_and_written_nowhere(trained, place, tmp_path, monkeypatch, capsys):
     run, printed = trained("Private")
     run = shutil.copytree(run, tmp_path / "run")

@@ -184,6 +184,7 @@ def test_wrong_names(arguments, message):
         ReaderData(**arguments)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path, photos, capsys):
     splits = {
         split: [(f"{path.parent.name}/{path.name}", path.read_bytes(), path.parent.name) for path in paths]

@@ -182,6 +182,7 @@ def test_export_uses_it(calibrated, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_without_it(calibrated, tmp_path):
     common = [a for a in TINY if not a.startswith(("--model.", "--data."))]
     assert main(["fit", f"--ckpt_path={calibrated[1]}", f"--runs={tmp_path}", "--epochs=2", *common]) == 0

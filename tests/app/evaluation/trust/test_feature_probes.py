@@ -104,6 +104,7 @@ def test_differences_of_two_models(digits_run, tmp_path):
         assert theirs[f"{probe}_difference"] != 0 < theirs[f"{probe}_difference_se"] < 0.1
 
 
+@pytest.mark.slow
 def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
     path = str(best)
     arguments = ["--shares", "0.5", "1", "--random", f"--output={tmp_path / 'p.json'}"]

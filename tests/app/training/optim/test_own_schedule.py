@@ -38,6 +38,7 @@ def test_rates_are_those_of_the_function_also_after_a_resume(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_by_name_on_the_command_line(tmp_path, monkeypatch, capsys, fails):
     (tmp_path / "rates_of_mine.py").write_text(MODULE)
     (tmp_path / "never.py").write_text("raise SystemExit('imported')")

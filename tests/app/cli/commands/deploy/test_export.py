@@ -79,6 +79,7 @@ def test_program(program, classifier, tmp_path):
         torch.testing.assert_close(logits, classifier(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_and_its_description_are_enough_to_predict(best, folder, session, classifier, photos):
     for x in images():
         (logits,) = session.run(["logits"], {"images": x.numpy()})
@@ -111,6 +112,7 @@ def same_predictions(ours, theirs):
                 assert value == other[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [[], ["--img_size=[24,40]"]])
 def test_predict_by_the_file_alone(best, folder, photos, tmp_path, size, capsys):
     """The same table as by the checkpoint, at any size, past a file that cannot be read."""
@@ -134,6 +136,7 @@ def other(best, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, tmp_path):
     shutil.copy(folder / "model.onnx", tmp_path)
     export_model(relvit.load(other), tmp_path / "model.pt2")
@@ -190,6 +193,7 @@ def copy_of(path):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_int8_and_what_it_costs(run, best, folder, photos, tmp_path, monkeypatch, capsys, static):
     monkeypatch.setattr(module, "_onnx", copy_of(folder / "model.onnx"))
@@ -272,6 +276,7 @@ def test_native_shapes_of_timms_model(best, photos, tmp_path):
     same_predictions(table(tmp_path / "ours"), table(tmp_path / "theirs"))
 
 
+@pytest.mark.slow
 def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(best, tmp_path, fails):
     kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "embed_dim": 16, "depth": 1}
     best = str(write_checkpoint_like(best, tmp_path / "best.ckpt", "test_vit", kwargs, img_size=[20, 40]))
@@ -322,6 +327,7 @@ def raise_no_compiler():
     raise InvalidCxxCompiler
 
 
+@pytest.mark.slow
 def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     file, images = str(folder / "model.onnx"), str(photos / "test")
     for arguments, message in {

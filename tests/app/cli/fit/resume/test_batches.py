@@ -70,6 +70,7 @@ def test_from_within_an_epoch_other_batches_go_on_at_the_end_of_the_epoch_before
     assert_whole(folder)
 
 
+@pytest.mark.slow
 def test_with_the_same_batches_the_end_of_an_epoch_is_as_exact_as_the_last_step(interrupted, tmp_path):
     whole, from_end = (shutil.copytree(interrupted, tmp_path / name) for name in ("whole", "from_end"))
     shutil.copy(from_end / "checkpoints" / "epoch.ckpt", from_end / "checkpoints" / "last.ckpt")
@@ -80,6 +81,7 @@ def test_with_the_same_batches_the_end_of_an_epoch_is_as_exact_as_the_last_step(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(from_end).items())
 
 
+@pytest.mark.slow
 def test_the_end_of_the_epoch_stays_over_a_second_stop_and_without_hard_links(interrupted, tmp_path, monkeypatch):
     folder = shutil.copytree(interrupted, tmp_path / "run")
     at_end = folder / "checkpoints" / "epoch.ckpt"
