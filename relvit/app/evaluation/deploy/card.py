@@ -159,11 +159,13 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
     try:
         rows = parse_json(path.read_text(encoding="utf-8"))
         own = Path(ckpt_path).resolve()
-        found = [row for row in rows if Path(row["checkpoint"]).resolve() == own]
+        found = [row for row in rows if row["height"] and row["width"] and Path(row["checkpoint"]).resolve() == own]
         if found or curve is None:
             return found
     except (ValueError, TypeError, KeyError) as error:
-        reason = one_line(error) if isinstance(error, ValueError) else "it is no list of rows with a checkpoint"
+        reason = (
+            one_line(error) if isinstance(error, ValueError) else "it is no list of rows with a checkpoint and a size"
+        )
         cure = f"write it again by relvit resolutions {shlex.quote(str(ckpt_path))} --sizes SIZE ... --output "
         cure += shlex.quote(str(path)) + (", or remove it" if curve is None else "")
         raise ValueError(f"{path} is no JSON file of relvit resolutions ({reason}): {cure}") from error

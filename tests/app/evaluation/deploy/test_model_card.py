@@ -152,9 +152,10 @@ def test_figures_of_another_checkpoint_are_refused(tmp_path, fails):
 
 def test_another_json_file_is_replaced_as_the_message_says(photos, tmp_path, fails):
     given, file = ["publish", "other.ckpt", f"--to={tmp_path / 'owls'}"], tmp_path / "odd.json"
-    file.write_text("[1, 2]")
-    message = fails([*given, f"--curve={file}"])
-    assert "odd.json is no JSON file of relvit resolutions (it is no list of rows with a checkpoint): " in message
+    for odd in ("[1, 2]", '[{"checkpoint": "other.ckpt"}]'):
+        file.write_text(odd)
+        message = fails([*given, f"--curve={file}"])
+        assert "(it is no list of rows with a checkpoint and a size): " in message
     command = shlex.split(message.split("write it again by relvit ")[1])
     assert main([*(word.replace("SIZE", "16") for word in command if word != "..."), f"--root={photos}"]) == 0
     published(*given[1:], f"--curve={file}")
