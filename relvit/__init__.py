@@ -50,8 +50,8 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file, or it is a folder.
-        ValueError: the file is no checkpoint of `relvit fit`, or the model cannot have this size or reach.
-        TypeError: `ckpt_path` is no path.
+        ValueError: the file is not a checkpoint of `relvit fit`, or the model cannot have this size or reach.
+        TypeError: `ckpt_path` is not a path.
         ModuleNotFoundError: the packages of `pip install "relvit[train]"` are missing.
     """
     if not isinstance(ckpt_path, str | os.PathLike):

@@ -249,9 +249,9 @@ class RelativeAttention(GridAttention, Attention):
         rope: module that rotates queries and keys, `RotaryEmbedding2d`; None: there is no rotation.
 
     Raises:
-        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` whose tables do
-            not fit the heads.
-        TypeError: a `position` that is no module, such as a class.
+        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` whose tables are
+            for another number or width of heads.
+        TypeError: a `position` that is not a module, such as a class.
     """
 
     def __init__(

@@ -24,12 +24,12 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
         torch.Size([2, 4, 6, 192])
 
     Attributes:
-        cropped_size: one image size that is allowed although its sides are no multiples of the patch: the convolution
+        cropped_size: one image size that is allowed although its sides are not multiples of the patch: the convolution
             leaves out the pixels behind the last whole patch, at the lower and the right edge.
 
     Raises:
-        TypeError, ValueError: in `forward`, an input that is no batch of images, see `check_images`, or sides that are
-            no multiples of the patch without `dynamic_img_pad`.
+        TypeError, ValueError: in `forward`, an input that is not a batch of images, see `check_images`.
+        ValueError: in `forward`, sides that are not multiples of the patch without `dynamic_img_pad`.
     """
 
     cropped_size: tuple[int, int] | None = None
@@ -94,7 +94,7 @@ class PatchSizes(Leaf):
 
 
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are no multiples.
+    """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are not multiples.
 
     An ONNX graph holds no checks: its convolution would silently leave out the pixels behind the last whole patch. The
     reshape into patches fails instead.
@@ -108,7 +108,7 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
         patch_size: (height, width) of a patch.
 
     Raises:
-        RuntimeError: sides that are no multiples of the patch.
+        RuntimeError: sides that are not multiples of the patch.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size
@@ -120,7 +120,7 @@ def check_images(images: Tensor, in_chans: int) -> None:
     """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
 
     Raises:
-        TypeError: images that are no tensor, or a tensor of integers.
+        TypeError: images that are not a tensor, or a tensor of integers.
         ValueError: images that do not have four dimensions, or have another number of channels.
     """
     if not isinstance(images, Tensor):

@@ -30,7 +30,7 @@ class AttentionMaps(NamedTuple):
             `prefix` tokens come first, then the patches, row by row.
         grid: numbers of rows and columns of patches. `weights[-1][..., 0, prefix:].unflatten(-1, grid)` shows the last
             layer's weights of the first token on all patches, as one map per head.
-        prefix: number of tokens that are no patches: class token, registers.
+        prefix: number of tokens that are not patches: class token, registers.
     """
 
     weights: list[Tensor]
@@ -57,7 +57,7 @@ def attention_maps(model: nn.Module, images: Tensor, layers: Sequence[int] | Non
         layers: indices of the blocks; negative indices count from the last block. None: all blocks.
 
     Raises:
-        TypeError: `model` is no module, has no attention, or has another kind of attention.
+        TypeError: `model` is not a module, has no attention, or has another kind of attention.
         ValueError: the model is in training mode, or computes windows or parts of images; an index has no block; the
             images have another shape.
     """
@@ -139,7 +139,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         of its last run.
 
     Raises:
-        TypeError: `model` is no module, or has no attention with relative positions.
+        TypeError: `model` is not a module, or has no attention with relative positions.
         ValueError: the model is in training mode, computes windows or parts of images, or has a layer that does not
             compute all patches.
     """

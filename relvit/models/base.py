@@ -223,10 +223,12 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             `block_fn` is a class of `GridBlock`s or a `functools.partial` of one, such as of `MixerBlock`.
 
     Raises:
-        ValueError: `pos_embed` or `global_pool` is unknown; `patch_drop_rate` is out of range; `mlp_chunk` is below 1,
-            or the MLP mixes tokens; `reversible` is not boolean, or is True for a class that applies its blocks in a
-            way of its own.
-        TypeError: `mlp_chunk` is no integer, or `block_fn` does not make `GridBlock`s.
+        ValueError: `pos_embed` or `global_pool` is unknown; or `global_pool` is 'token', and there is no class token.
+        ValueError: `patch_drop_rate` is not in 0 <= x < 1; or a side of `img_size` is not a multiple of the patch.
+        ValueError: `mlp_chunk` is below 1, or is given with an MLP that may mix tokens.
+        ValueError: `reversible` is not boolean, or is True for a class that does not run its blocks one after the
+            other.
+        TypeError: `mlp_chunk` is not an integer, or `block_fn` does not make `GridBlock`s.
     """
 
     # Users of this class cannot choose these arguments; the error gives the reason.

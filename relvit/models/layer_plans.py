@@ -44,7 +44,7 @@ def explain(
         A plan for each layer, in the order of the model.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: the model does not take this size, has no layers of relvit or no `patch_embed`; or the device is
             unknown.
     """

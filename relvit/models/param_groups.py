@@ -49,7 +49,7 @@ def param_groups(
             `param_groups_layer_decay`.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: a `position_lr_scale` other than 1 is given for a model whose relative positions have no trainable
             parameters.
     """

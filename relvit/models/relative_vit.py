@@ -61,8 +61,11 @@ class RelVisionTransformer(GridVisionTransformer):
             mlp_chunk) and `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim ...).
 
     Raises:
-        ValueError: `position`, `pos_embed` or `global_pool` is unknown, or an argument cannot be chosen for this class,
-            position or mixer; in `forward`, the sides of an image are no multiples of the patch.
+        ValueError: `position`, `rope`, `pos_embed` or `global_pool` is unknown, or a number is out of its range.
+        ValueError: an argument is given that this class sets itself, that the position lacks, or that is for positions
+            while the mixer has no attribute `position`.
+        ValueError: `backend` is given with a `mixer`, or `prefix_bias` without class token and registers.
+        ValueError: in `forward`, a side of an image is not a multiple of the patch.
         TypeError: an argument is unknown, or `position` makes no modules.
     """
 

@@ -98,7 +98,7 @@ def relative_attention(
         dropout_p: dropout on the attention weights, which the value term shares. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
-            log(trained_keys), with n the number of keys that are no padding; see `relvit.ops.log_n_scaling`.
+            log(trained_keys), with n the number of keys that are not padding; see `relvit.ops.log_n_scaling`.
         backend: 'auto' (see `choose`) or one of these: 'fused' (one `scaled_dot_product_attention` over augmented q, k
             and v, in O(N (H + W)) memory where PyTorch has a fused kernel; N x N with `dropout_p` > 0 on the CPU, in
             float64 on a GPU, or for a joint bias); 'lean' (as 'fused', in the fewest operations, for one grid without
@@ -114,9 +114,10 @@ def relative_attention(
         padding, even NaN, change nothing.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other or the grid, or an unknown backend; the message names
-            the tensor, its shape and the expected shape.
-        TypeError: arguments of the wrong type, such as integer contents or masks.
+        ValueError: a tensor has another shape, dtype or device than the query and the grids ask for.
+        ValueError: an unknown backend or one that cannot compute these inputs, `attn_mask` with `is_causal`, or an
+            option out of its range.
+        TypeError: an argument of another type, or a tensor of integers where floating-point numbers are needed.
     """
     options = (attn_mask, is_causal, dropout_p, scale, position_query, position_key, trained_keys)
     return attend(AttentionInputs(query, key, value, terms, grid, key_grid, *options), backend)

@@ -59,7 +59,7 @@ def make_grid(
     Args: see `Grid`.
 
     Raises:
-        TypeError: a size that is no integer, coordinates that are not integers, a `valid` that is not boolean.
+        TypeError: a size that is not an integer, coordinates that are not integers, a `valid` that is not boolean.
         ValueError: a size out of range, wrong shapes, coordinates outside the grid.
     """
     height, width, prefix = _checked_sizes(height, width, prefix)

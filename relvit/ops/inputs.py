@@ -111,8 +111,8 @@ def signature(given: Any) -> Any:
     """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 
     Raises:
-        TypeError: a value has no signature: it is no tensor or parameter (objects of other subclasses of `Tensor` are
-            refused), and no tuple, int, float, bool, str or None.
+        TypeError: a value has no signature: it is not a tensor or parameter (objects of other subclasses of `Tensor`
+            are refused), tuple, int, float, bool, str or None.
     """
     kind = type(given)
     if kind is Tensor or kind is nn.Parameter:

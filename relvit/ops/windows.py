@@ -53,9 +53,10 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
         border.
 
     Raises:
-        ValueError: a grid with prefix tokens or coordinates, tokens or `valid` that do not fit the grid, sizes out of
-            range.
-        TypeError: sizes that are no integers, arguments in another order.
+        ValueError: the grid has prefix tokens or coordinates, or `x` or `valid` does not have one token for each patch
+            of the grid.
+        ValueError: `size` is below 1, or `shift` is below 0 or not less than `size`.
+        TypeError: sizes that are not integers, arguments in another order.
     """
     division = _divide(grid, size, shift)
     check_kind("x", x, Tensor, "a tensor")

@@ -51,7 +51,8 @@ def read_config(config: str) -> dict[str, Any]:
     """Load a configuration: the path of a file, or YAML in one line.
 
     Raises:
-        UsageError: the file cannot be read, `load_config` refuses its content, or the content is no mapping of options.
+        UsageError: the file cannot be read, `load_config` refuses its content, or its content is not a mapping of
+            options.
     """
     try:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))

@@ -172,7 +172,7 @@ class Arguments(NamedTuple):
     typed: Mapping[str, str]
 
     def lists(self) -> Namespace:
-        """Return the options whose values are lists; they are no words, because paths may hold any character.
+        """Return the options whose values are lists; they are not words, because paths may hold any character.
 
         As a word, a list would be a text such as '[a,b]', in which a path with a comma would be read as two paths.
         """
@@ -207,7 +207,7 @@ def parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a command; `given` is no option."""
+    """Return the parameters of a command; `given` is not an option."""
     found = {name: each for part in parts(function) for name, each in inspect.signature(part).parameters.items()}
     return {name: each for name, each in found.items() if name != "given"}
 

@@ -32,8 +32,9 @@ def at_size(
         protocol, fill, squash: see :func:`relvit.app.data.eval_transform`.
 
     Raises:
-        ValueError: a size that is neither a positive integer nor two of them, an unknown protocol or fill, a fill
-            without the protocol 'field', a split that does not exist, or a dataset without the attribute `transform`.
+        ValueError: `img_size` or `squash` is neither a positive integer nor two of them.
+        ValueError: `protocol` or `fill` is unknown, or `fill` is given with another protocol than 'field'.
+        ValueError: `split` does not exist, or its dataset has no attribute `transform`.
     """
     own = copy.copy(data)
     own.trainer, own.unreadable, own.evaluated_split = None, {}, split

@@ -128,7 +128,7 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(group) > 1
     ]
     for name in sorted(counts, key=lambda name: counts[name])[:_COMPARED]:
-        # Leave out names with digits, because names that differ only in a digit, such as 'type 1' and 'type 2', are no
+        # Leave out names with digits, because names that differ only in a digit, such as 'type 1' and 'type 2', are not
         # typos.
         if len(name) < 3 or re.search(r"\d", name):
             continue

@@ -61,7 +61,7 @@ class RecordedArguments(LightningDataModule):
 
     @classmethod
     def public_names(cls) -> set[str]:
-        """Names of the arguments that relvit's own classes have: `max_tokens` and `input_key` are no secrets."""
+        """Names of the arguments that relvit's own classes have: `max_tokens` and `input_key` are not secrets."""
         own = [part for part in cls.__mro__ if issubclass(part, RecordedArguments) and not part.is_of_user()]
         return {name for part in own for name in part.argument_names()}
 

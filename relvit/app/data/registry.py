@@ -32,7 +32,7 @@ def imported_data_module(class_path: str) -> type[ImageData] | None:
 def import_data_module(name: str) -> type[ImageData] | None:
     """Return the data module that a user names: `ImageFolderData`, `relvit.app.data.ImageFolderData`, `my_module.Mine`.
 
-    Return None if the name is no data module; the parser of the command line then refuses the name and says why.
+    Return None if the name is not a data module; the parser of the command line then refuses the name and says why.
     """
     found = _find(name)
     return None if isinstance(found, str) else found

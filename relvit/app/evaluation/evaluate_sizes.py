@@ -96,10 +96,11 @@ def evaluate_sizes(
         the accuracy at the square) and its standard error 'square_difference_se'.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or a folder of images cannot be found or read; a data module, split,
-            protocol, fill or reach is unknown; a model cannot have the reach; the checkpoints have different classes or
-            images; no checkpoint or no size is given, or one is given twice; or none of the checkpoints takes one of
-            the sizes.
+        FileNotFoundError, ValueError: a checkpoint or a folder of images is missing or cannot be read.
+        ValueError: `data`, `split`, `protocol`, `fill` or `reach` is unknown, or a model cannot have this reach.
+        ValueError: the checkpoints have different classes or images.
+        ValueError: no checkpoint or no size is given, or one is given twice.
+        ValueError: one of the sizes is a size that no checkpoint takes.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
@@ -174,8 +175,8 @@ def evaluate_size(
         thresholds) replace accuracies and calibration error.
 
     Raises:
-        ValueError: a size that is wrong or that the model does not take; an unknown split, protocol or fill; or a split
-            that does not exist or has no images.
+        ValueError: `size` is neither a positive integer nor two of them, or is a size that the model does not take.
+        ValueError: `split`, `protocol` or `fill` is unknown, or the data have no images of the split.
     """
     return _evaluate(classifier, data, size, split, protocol, fill, progress)[0]
 

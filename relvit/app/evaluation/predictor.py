@@ -92,8 +92,8 @@ class Predictor:
         transform: function from a PIL image to the model's input.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing or no checkpoint of `relvit fit`, a part of the checkpoint is
-            missing, or the model does not take the size or the reach.
+        FileNotFoundError, ValueError: the file is missing or not a checkpoint of `relvit fit`, a part of the checkpoint
+            is missing, or the model does not take the size or the reach.
     """
 
     mean: tuple[float, ...]
@@ -212,7 +212,7 @@ class Predictor:
 
         Raises:
             UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
-            TypeError, ValueError: something that is no image, or a folder without images.
+            TypeError, ValueError: something that is not an image, or a folder without images.
         """
         if top is not None and top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
@@ -264,7 +264,7 @@ class Predictor:
 
         Raises:
             UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
-            TypeError: something that is no image, or several; a model without attention.
+            TypeError: something that is not an image, or several; a model without attention.
         """
         items, form = _several(image)
         if form != "one":

@@ -40,8 +40,8 @@ def paired_difference(first: np.ndarray, second: np.ndarray) -> tuple[float, flo
 def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
     """Return results in which the standard error of each accuracy, `NAME_se`, follows the accuracy `NAME`.
 
-    An accuracy is a result whose name ends in acc1, acc5, knn or linear. Mean average precision is no share of images,
-    so it has no such error. Without images there are no errors.
+    An accuracy is a result whose name ends in acc1, acc5, knn or linear. Mean average precision is not a share of
+    images, so it has no such error. Without images there are no errors.
     """
     found: dict[str, float] = {}
     for name, value in results.items():

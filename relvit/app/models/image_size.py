@@ -89,7 +89,7 @@ def at_image_size(
     try:
         check_image_size(net, img_size, in_chans, trained_size)
     except ValueError:
-        # Refuse sides that are no multiples of the patch: timm would leave out the pixels beyond the last whole patch.
+        # Refuse sides that are not multiples of the patch: timm would leave out the pixels beyond the last whole patch.
         if not hasattr(net, "set_input_size") or any(n % p for n, p in zip(img_size, patch_size_of(net), strict=True)):
             raise
         net = copy.deepcopy(net)

@@ -379,7 +379,7 @@ class ImageClassifier(Answering):
             self.restore_metrics(checkpoint[METRICS_KEY])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:
-        """Also move the average and the teacher, which are no submodules, to another device or dtype."""
+        """Also move the average and the teacher, which are not submodules, to another device or dtype."""
         super()._apply(fn, recurse)
         for companion in (self.average, self.teacher):
             if companion is not None:

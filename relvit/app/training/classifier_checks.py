@@ -75,9 +75,11 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
     `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not checked.
 
     Raises:
-        ValueError: The data have one label per image and the model is for several, or the other way round; the images
-            have a size that the model does not take; or they have different sizes, and an option needs images of one
-            size.
+        ValueError: The data have one label per image and the model is for several, or the other way round.
+        ValueError: The model does not take `img_size` or one of `train_sizes` of the data, or does not take native
+            shapes.
+        ValueError: The data have native shapes, and 'mixup', 'cutmix' or 'teacher' is set in a training, which need
+            images of one size.
     """
     check_labels(data, hparams["multi_label"], stage)
     shape = getattr(data, "shape", None)

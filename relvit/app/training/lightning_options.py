@@ -63,10 +63,11 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
         ema_decay: The decay of the average of the weights; None: there is no average.
 
     Raises:
-        ValueError: A callback would change what the classifier's options plan (learning rate, batch size, steps), would
-            write checkpoints that cannot be resumed, does not work with the classifier, or needs a logger; the strategy
-            divides the weights among devices; `overfit_batches` is given with an `ImageData`; or `ema_decay` is given
-            with a precision whose weights have two bytes.
+        ValueError: A callback is of a class in `REFUSED`, which says why; or of a class in `LOGGING`, and the trainer
+            has no logger.
+        ValueError: The strategy divides the weights among devices.
+        ValueError: `overfit_batches` is given with an `ImageData`.
+        ValueError: `ema_decay` is given with the precision 'bf16-true' or '16-true', whose weights have two bytes.
     """
     check_strategy(trainer.strategy)
     if trainer.state.fn != "fit":

@@ -238,7 +238,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON text from an untrusted source.
 
     Raises:
-        ValueError: the text is no JSON, or is nested too deeply for Python's parser.
+        ValueError: the text is not JSON, or is nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)

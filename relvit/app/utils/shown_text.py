@@ -24,7 +24,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 
 # This pattern finds addresses with possible secrets: user and password, and a query or fragment (signatures, tokens).
 # Passwords should be percent-encoded, but often are not, so a password may hold '/', '?' or spaces. The text after a
-# colon may also be a port, which is no secret.
+# colon may also be a port, which is not a secret.
 _PLAIN_USER = r"[^\s/?#'\"]*@"
 _ODD_PASSWORD = r"[^\s/?#'\"@:]*:(?!\d{1,5}(?:[/?#\s,;)\]]|$))(?:(?!://)[^'\"\n])*?@"
 _ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*://)(?:{_PLAIN_USER}|{_ODD_PASSWORD})?([^\s?#'\"]*)([?#][^\s'\"]*)?")

@@ -63,7 +63,7 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Raises:
         ValueError: a name is unknown, or this class or this mixer does not have an argument; in `forward`, an
-            `attn_mask` is given, or the sides of an image are no multiples of the patch.
+            `attn_mask` is given, or the sides of an image are not multiples of the patch.
         TypeError: an argument is unknown.
     """
 

@@ -45,7 +45,7 @@ class AFTSimple(Mixer, KeepConstants):
         backend: see `aft_conv` and `aft_full`; an attribute that may be set at any time.
 
     Raises:
-        ValueError: the width is no multiple of the number of heads, or the backend is unknown.
+        ValueError: the width is not a multiple of the number of heads, or the backend is unknown.
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
@@ -114,7 +114,7 @@ class AFTFull(AFTSimple):
 
     Raises:
         ValueError: a size is out of range; in `forward`, the grid has another number of prefix tokens.
-        TypeError: a size is no integer.
+        TypeError: a size is not an integer.
     """
 
     lacks: ClassVar[Mapping[str, str]] = AFTSimple.lacks | {"native": "has the bias of one grid"}
@@ -224,7 +224,7 @@ class AFTConv2d(AFTSimple):
 
     Raises:
         ValueError: a size is even or below 1.
-        TypeError: a size is no integer.
+        TypeError: a size is not an integer.
     """
 
     key_dim: int | None = 1

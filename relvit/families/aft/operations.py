@@ -69,8 +69,11 @@ def aft_full(
         products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
-        ValueError: shapes or dtypes do not fit each other or the grid, or the backend is unknown.
-        TypeError: an argument has the wrong type.
+        ValueError: a tensor has another shape than the query and the grid ask for, or `key` or `value` has another
+            dtype than `query`.
+        ValueError: the backend is unknown, or is 'products' with `is_causal`; or a device's kernels cannot index such
+            large tensors.
+        TypeError: `grid` is not a `Grid`, or another argument is not a tensor of floating-point numbers.
     """
     check_backend(backend, FULL_BACKENDS)
     _check_contents(query, key, value, grid, backend)

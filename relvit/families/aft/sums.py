@@ -119,7 +119,7 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
     Args:
         query: (B, heads, N, head_dim).
         sums: (B, N or 1, heads head_dim + heads c): numerators, then denominators, see the start of this file.
-        valid: where tokens are no padding; None: there is no padding. With padding a denominator may be zero, and the
+        valid: where tokens are not padding; None: there is no padding. With padding a denominator may be zero, and the
             average is then zero.
 
     Returns:

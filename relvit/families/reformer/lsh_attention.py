@@ -54,7 +54,7 @@ class LSHAttention(Mixer, KeepConstants):
         rounds: how often tokens are hashed; more rounds find more pairs, and take proportionally longer.
 
     Raises:
-        ValueError: the width is no multiple of the number of heads; `bucket_size` or `rounds` is below 1; or the
+        ValueError: the width is not a multiple of the number of heads; `bucket_size` or `rounds` is below 1; or the
             position has other terms than a bias.
     """
 
@@ -97,7 +97,7 @@ class LSHAttention(Mixer, KeepConstants):
         """Set the number of tokens per bucket and of hashing rounds, at any time, because no parameters depend on them.
 
         Raises:
-            ValueError: `bucket_size` or `rounds` is no integer, or is below 1.
+            ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
         """
         for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
             if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:

@@ -66,8 +66,11 @@ def lsh_attention(
         (B, heads, N, value_dim) in the value's dtype; the softmax is computed in float32 or better.
 
     Raises:
-        ValueError: a shape is wrong, there are terms besides a bias, or the chunk size is below 1.
-        TypeError: an argument has the wrong type.
+        ValueError: a tensor has another shape than above, or `value` has another dtype than `query_key`.
+        ValueError: `terms` has others than `bias`, `chunk_size` is below 1, or a device's kernels cannot index such
+            large tensors.
+        TypeError: `grid` is not a `Grid`, `terms` are not `RelativeTerms`, or another argument is not a tensor of
+            floating-point numbers.
     """
     check_tokens("query_key", query_key, "grid", grid)
     batch, heads, tokens, head_dim = query_key.shape

@@ -223,7 +223,7 @@ def forward_segment(
         Tokens (B, N, embed_dim) after the last norm, and the memory for the next segment.
 
     Raises:
-        TypeError: `start` is no pair, or does not hold integers.
+        TypeError: `start` is not a pair, or does not hold integers.
         ValueError: The model cannot compute in bands, or the memory belongs to another model or batch.
     """
     check_bands(model)

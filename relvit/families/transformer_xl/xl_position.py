@@ -43,7 +43,7 @@ class TransformerXLPosition2d(Position):
 
     Raises:
         ValueError: the clip distance or the standard deviation is out of range.
-        TypeError: the clip distance is no integer.
+        TypeError: the clip distance is not an integer.
     """
 
     stretchable = True

@@ -50,7 +50,7 @@ class PositionStepSignals(KeepConstants, Leaf):
         gain_init: initial gain of all channels.
 
     Raises:
-        ValueError: `dim` is no multiple of 4.
+        ValueError: `dim` is not a multiple of 4.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class Position(KeepConstants):
 
     A position implements `forward(grid)`, or `terms` if the position depends on the tokens. Every block makes its own
     position by the call `position(head_dim, num_heads, device=, dtype=)`, so the constructor must take these arguments,
-    even if it ignores them. A position that is no subclass of `Position` only needs `forward(grid)`.
+    even if it ignores them. A position that is not a subclass of `Position` only needs `forward(grid)`.
 
     Examples:
         >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches

@@ -77,7 +77,7 @@ def make_position(factory: Callable[..., nn.Module], head_dim: int, num_heads: i
     """Build a position module for an attention layer, given its `device` and `dtype`, and check it.
 
     Raises:
-        TypeError: `factory` is a module, or makes something that is no position module.
+        TypeError: `factory` is a module, or makes something that is not a position module.
     """
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     position = factory(head_dim, num_heads, **like)
@@ -104,8 +104,8 @@ def check_position(position: object, head_dim: int, num_heads: int) -> None:
     """Check a position by a call with a grid of one patch.
 
     Raises:
-        TypeError: the position is no position module.
-        ValueError: its tables do not fit the heads.
+        TypeError: the position is not a module that maps a `Grid` to `RelativeTerms`.
+        ValueError: its tables are for another number or width of heads.
     """
     if not isinstance(position, nn.Module):
         kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)

@@ -55,7 +55,7 @@ class RotaryEmbedding2d(KeepConstants):
             or float64.
 
     Raises:
-        ValueError: an unknown kind, a head width that is no multiple of 4, a temperature that is not positive.
+        ValueError: an unknown kind, a head width that is not a multiple of 4, a temperature that is not positive.
     """
 
     frequencies: nn.Parameter

@@ -19,8 +19,8 @@ class SlopePosition2d(Position):
     sequences. As in ALiBi, the attention's scale does not apply to the bias.
 
     The Manhattan distance is the sum of a distance in rows and a distance in columns, so its bias has one table per
-    axis. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is no
-    such sum, so it has a joint table.
+    axis. The Euclidean bias -m_h sqrt(dy^2 + dx^2) of CROMA (Fuller et al. 2023, arXiv 2311.00566, "2D-ALiBi") is not
+    such a sum, so it has a joint table.
 
     Examples:
         >>> bias = SlopePosition2d(head_dim=64, num_heads=8)(make_grid(4, 6)).bias

@@ -83,7 +83,7 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module, `position` makes no modules, or an argument is unknown.
+        TypeError: `model` is not a module, `position` makes no modules, or an argument is unknown.
         ValueError: the model cannot be retrofitted (the message gives the reason and the name of the module at fault),
             or an argument is out of range. The model is not changed then.
     """

@@ -76,7 +76,8 @@ def restore(model: nn.Module) -> nn.Module:
 
     This undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library again. Where
     nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes compute the
-    same outputs from the trained tables at the training size. Hooks, the training mode and all other modules stay.
+    same outputs from the trained tables at the training size. Hooks, the training mode and all other modules stay. If
+    an error is raised, the model is not changed.
 
     Examples:
         >>> beit = timm.create_model("beit_base_patch16_224", img_size=64, depth=1)
@@ -92,10 +93,12 @@ def restore(model: nn.Module) -> nn.Module:
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: the model has not been retrofitted; the original classes cannot hold the model's tables, since
-            `relvit.retrofit` has created these tables, or has added a shared table to a block's table; or the retrofit
-            has dropped the absolute embedding. The model is not changed then.
+        TypeError: `model` is not a module.
+        ValueError: the model has not been retrofitted, or had no relative positions of its own before the retrofit, so
+            that the original classes have no place for the tables.
+        ValueError: the retrofit has added a table that all blocks share to a block's own table, and only the sum is
+            known.
+        ValueError: the retrofit has removed the absolute embedding (`abs_pos='drop'`).
     """
     check_model(model)
     if not isinstance(model, Retrofitted):

@@ -48,7 +48,7 @@ def retrofitted(
         kwargs: arguments of `model`.
 
     Raises:
-        TypeError: `retrofit` is no dictionary.
+        TypeError: `retrofit` is not a dictionary.
         ValueError: there is no `model`, or the model cannot be retrofitted.
     """
     if model is None:

@@ -61,7 +61,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         `model` itself.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: `reach` is unknown, or this model cannot have it. The model is not changed then.
     """
     check_model(model)

@@ -72,9 +72,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         log: whether to warn of tensors that are left out.
 
     Raises:
-        ValueError: the checkpoint has tables per head, but the model's heads share tables; it has joint tables, but the
-            model has separate tables; it has another clip distance than a model with piecewise bucketing; or the grid
-            of its absolute embedding is unknown.
+        ValueError: the checkpoint has a table for each head, and the model's heads share one table.
+        ValueError: the checkpoint has joint tables, and the model has tables per axis (layout 'separate').
+        ValueError: the clip distances differ, and the model's `bucketing` is not 'clip'.
+        ValueError: the checkpoint's absolute embedding has as many vectors as neither the grid of its images, nor the
+            model's grid, nor a square grid.
     """
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
@@ -284,7 +286,7 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
         own: the model's state dict.
 
     Raises:
-        ValueError: the tables do not fit the model's tables, see `checkpoint_filter_fn`.
+        ValueError: tables cannot be converted, see the first three cases of `checkpoint_filter_fn`.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
     # Blocks may share a position module. Such a module has one name per block, and the state dict has tensors for each

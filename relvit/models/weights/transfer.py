@@ -119,8 +119,10 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         class_names: names of the model's classes, in the order of its outputs; None: they have no names.
 
     Raises:
-        ValueError: the model and `weights` have no tensor in common; a tensor has another shape that resizing cannot
-            adapt, such as another width; or the weights are of an attention-free model, and the model has attention.
+        ValueError: after the conversion no tensor of `weights` has the name of a tensor of `net`.
+        ValueError: after the conversion a tensor of `weights` has another shape than `net`'s tensor of this name, for
+            example because the widths of the models differ.
+        ValueError: the weights are of an attention-free model (`relvit.families.aft`), and `net` is not.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}

@@ -153,7 +153,7 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     """Work out the plan for inputs.
 
     Raises:
-        ValueError: inputs that are refused, with the reason.
+        ValueError: `refusal` gives a reason why this backend cannot compute the inputs.
     """
     if (reason := refusal(inputs)) is not None:
         raise ValueError(f"backend 'lean' {reason}: use 'auto'")

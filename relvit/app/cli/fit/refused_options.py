@@ -35,7 +35,7 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
 
     Raises:
         UsageError: An argument contradicts the run or has no effect.
-        ValueError: A callback does not work with relvit's trainings.
+        ValueError: A callback is one that `check_callback` refuses.
     """
     for name, (refused, reason) in REFUSED.items():
         if options[name] is refused:

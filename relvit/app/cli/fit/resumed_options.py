@@ -54,9 +54,10 @@ def resume_arguments(given: Arguments) -> Arguments:
     """Return all arguments: the run's configuration, the options on the command line, and the run's last checkpoint.
 
     Raises:
-        UsageError: the value of `--resume` is not the folder of a run on this machine; the folder has no last
-            checkpoint; or an option is given that also chooses the configuration, the checkpoint, the folder or the
-            model.
+        UsageError: the value of `--resume` is a remote address, or is not a folder that contains `config.yaml`.
+        UsageError: the folder does not contain `checkpoints/last.ckpt`.
+        UsageError: one of `--config`, `--ckpt_path`, `--runs` and `--model.model` is given, too, although the run
+            decides it.
     """
     run = given.values["resume"]
     if is_address(run):
@@ -92,8 +93,9 @@ def checkpoint_of_epoch_end(
         batch_size, accumulated, devices: the numbers of the resumed training, see `begins_epoch_again`.
 
     Raises:
-        UsageError: the devices cannot resume within an epoch, and the last epoch's checkpoint is missing or a new run
-            is to go on; or the optimiser steps would have another number of images than before.
+        UsageError: batch size, accumulation or number of devices has changed within an epoch, and `same_run` is false
+            or the run has no checkpoint of the last epoch's end.
+        UsageError: batch size x accumulation x devices, the number of images in an optimiser step, has changed.
     """
     point = checkpoint.point()
     try:

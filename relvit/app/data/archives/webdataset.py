@@ -176,7 +176,7 @@ def _samples(file: str) -> dict[str, dict[str, Member]]:
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, dot, ending = base.partition(".")
-        # Skip hidden files and WebDataset's own metadata (`__NAME__`, or files in such a folder), which are no samples.
+        # Skip hidden files and WebDataset's own metadata (`__NAME__`, or files in such a folder): they are not samples.
         if not stem or not dot or re.match(r"__[^/]*__($|/)", member.name):
             continue
         parts = samples.setdefault(folder + slash + stem, {})

@@ -128,9 +128,12 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
         An image of mode 'RGB', completely in memory.
 
     Raises:
-        UnreadableImageError: A ValueError: the file is missing, empty, no image, truncated or otherwise broken, has
-            more than `max_pixels` pixels or 32-bit grey values, or its decoding takes more than `max_seconds` or far
-            more time than its number of pixels explains.
+        UnreadableImageError: A ValueError: the file is missing, empty, truncated, otherwise broken, or not an image of
+            a format that relvit reads.
+        UnreadableImageError: The image has more than `max_pixels` pixels, a side longer than 65,500 pixels,
+            floating-point pixels, or grey values outside 0 ... 65535.
+        UnreadableImageError: Decoding takes more than `max_seconds`; or it would take far more time than the number of
+            pixels explains, because of the scans of a progressive JPEG or the comments of a GIF.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:
@@ -212,7 +215,7 @@ class _TimedFile(BytesIO):
 
 
 def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.Image:
-    """Open an image file, not yet decoded; what is no file, such as a pipe, is never opened."""
+    """Open an image file, not yet decoded; what is not a file, such as a pipe, is never opened."""
     if isinstance(source, StoredImage):
         content = source.read()
         file, size = BytesIO(content), len(content)

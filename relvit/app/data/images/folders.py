@@ -43,7 +43,7 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
                 continue
             seen.add(identity)
             # Skip hidden names: .ipynb_checkpoints contains copies of images, and macOS puts a file ._name.jpg, which
-            # is no image, next to name.jpg.
+            # is not an image, next to name.jpg.
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             paths = (os.path.join(parent, name) for name in folders)
             links += [path for path in paths if os.path.islink(path)]
@@ -169,7 +169,7 @@ def labelled_files(folder: str, labels: Mapping[str, int], every: bool = False) 
         every: Whether the caller refuses classes without images: then a message must not advise to remove a folder.
 
     Raises:
-        ValueError: There is no class folder, a folder is no class, or a class folder has no images.
+        ValueError: There is no class folder, a folder is not a class, or a class folder has no images.
     """
     samples, left_out = [], []
     for name in class_folders(folder):

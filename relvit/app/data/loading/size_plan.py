@@ -138,7 +138,8 @@ def check_sizes(
     """Return the sizes to train at as (height, width).
 
     Raises:
-        ValueError: A wrong size, an empty list, a size twice, an unknown schedule, or a schedule without sizes.
+        ValueError: `train_sizes` is empty, has a size twice, or has something other than positive integers; or the
+            schedule is unknown, or is not 'random' without sizes.
     """
     check_choice("size_schedule", schedule, get_args(SizeSchedule))
     if train_sizes is None:

@@ -46,8 +46,9 @@ class DatasetData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or no class names; later, a label that is not allowed.
-        TypeError: Later, an item that is no pair of image and label.
+        ValueError: An argument is out of its range, or there are no class names; later, a label is not a class, or an
+            image cannot be converted.
+        TypeError: Later, an item that is not a pair of image and label.
     """
 
     # `--data` does not offer this class, because the command line cannot pass dataset objects.

@@ -134,7 +134,7 @@ def find_splits(root: str) -> dict[Split, str]:
     """Find the folder of each split below root.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: root does not exist, or is no folder.
+        FileNotFoundError, NotADirectoryError: root does not exist, or is not a folder.
         ValueError: There are two folders with validation images.
     """
     if os.path.isfile(root):

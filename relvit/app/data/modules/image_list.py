@@ -56,8 +56,10 @@ class ImageListData(ImageFilesData):
 
     Raises:
         FileNotFoundError: A list, or root, is missing.
-        ValueError: An argument out of its range, neither train nor class_names, or fewer than two classes; wrong rows
-            of train; wrong rows of another list when the list is first used.
+        ValueError: An argument is out of its range, both train and class_names are missing, or there are fewer than two
+            classes.
+        ValueError: A row of train, or of another list when the list is first used, is wrong: see `read_list`; or its
+            label is not a class.
         ModuleNotFoundError: A Parquet file without pyarrow.
     """
 
@@ -214,9 +216,11 @@ def read_list(
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: Another kind of file, broken text, a missing or repeated column, no rows, a row without path or
-            label, a row with more cells than columns, or two rows for the same image, even if its path is written
-            differently.
+        ValueError: `file` has another ending than these three, is in UTF-16 or UTF-32, or breaks the rules of CSV.
+        ValueError: A column `path` or `label` is missing (`label` only if labels are read), or occurs twice.
+        ValueError: There are no rows; or a row has no path, no label that is needed, or more cells than there are
+            columns.
+        ValueError: Two rows are for the same image, even if its path is written differently.
         ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):

@@ -54,8 +54,12 @@ class ReaderData(ImageFilesData):
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: An argument out of its range, a name of another kind, URLs, fewer than two classes, broken files, or
-            wrong labels of train; wrong labels of another split when the split is first used.
+        ValueError: An argument is out of its range; `name` is not of these kinds, or is a URL; or there are fewer than
+            two classes.
+        ValueError: `name` of shards and `root` are two folders, or `input_key` or `target_key` is given for tar
+            archives.
+        ValueError: A file is broken; or a label of train, or of another split when the split is first used, is not a
+            class.
         ModuleNotFoundError: ``hfds`` without the package datasets.
     """
 

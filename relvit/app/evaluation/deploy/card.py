@@ -212,7 +212,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the options of a training that are no defaults, without classes and folders of the machine."""
+    """Return the options of a training that are not defaults, without classes and folders of the machine."""
     data, fit = checkpoint.data, checkpoint.fit
     network = _not_default(checkpoint.model, _defaults(ImageClassifier))
     network = {name: value for name, value in network.items() if name not in OF_THE_DATA}

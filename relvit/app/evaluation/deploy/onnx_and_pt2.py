@@ -80,9 +80,11 @@ def export_model(
         The shapes of the images on which file and model were compared.
 
     Raises:
-        ValueError: another ending, `int8` or `aot` with the wrong ending, `calibration` without `int8` or without a
-            readable image, no C++ compiler, the reach "windows", or a predictor's `img_size` that the file would not
-            take.
+        ValueError: `output` ends neither in .onnx nor in .pt2; `int8` is given without .onnx, or `aot` without .pt2.
+        ValueError: `calibration` is given without `int8`, or contains no image that can be read.
+        ValueError: `aot` is given, and there is no C++ compiler.
+        ValueError: the predictor's reach is 'windows'; or a side of its `img_size` is not two whole patches or more,
+            although the model takes any size.
         NotADirectoryError: a part of the path is a file.
         ModuleNotFoundError: for .onnx, its packages are missing.
         ExportError: the logits of the file differ from the model's logits.

@@ -61,8 +61,10 @@ def publish_model(
         The name that `timm.create_model(NAME, pretrained=True)` takes, after `import relvit`.
 
     Raises:
-        FileNotFoundError, ValueError: a checkpoint or curve that cannot be read, a name that no repository can have, a
-            folder with files that are no published model, the current folder, or a mount point.
+        FileNotFoundError, ValueError: the file at `ckpt_path` or `curve` is missing or cannot be read.
+        ValueError: `to` is a name that no repository of the hub can have, a file, or a remote address other than the
+            hub.
+        ValueError: the folder `to` contains files but no published model, or is the current folder or a mount point.
         PublishError: timm does not build the same model from the files; nothing is published.
     """
     hub = to.startswith(HUB)

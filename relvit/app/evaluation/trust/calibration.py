@@ -77,9 +77,11 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         labels: int64 (N,).
 
     Raises:
-        ValueError: logits that are not finite, or no optimum: every image is classified right, so that the likelihood
-            grows for ever as the temperature falls; or the logits are no better than chance, so that the likelihood
-            grows for ever as the temperature rises.
+        ValueError: a logit is infinite or NaN.
+        ValueError: in every image the label's logit is the largest, so that the likelihood grows for ever as the
+            temperature falls.
+        ValueError: the mean of the labels' logits is not above the mean of all logits, so that the likelihood grows for
+            ever as the temperature rises.
     """
     logits = logits.detach().double()
     if not logits.isfinite().all():
@@ -148,10 +150,12 @@ def calibrate(
             records.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint, or no such folder of images.
-        ValueError: the file is no checkpoint, the data have other classes than the checkpoint, an image cannot be read,
-            or there is no best temperature, see `fit_temperature`; or `output` exists already, or does not end in
-            .ckpt.
+        FileNotFoundError: there is no file at `ckpt_path`, or no folder of images at `root` (None: where the checkpoint
+            says).
+        ValueError: `output` exists already, or does not end in .ckpt.
+        ValueError: the file at `ckpt_path` is not a checkpoint of relvit, or `data` is not the name of a data module.
+        ValueError: the data have other classes than the checkpoint, or an image cannot be read.
+        ValueError: no temperature is the best one for these images, see `fit_temperature`.
         CalibrationError: the temperature was fitted to another split, and would raise the loss (the negative
             log-likelihood) on val; nothing is written.
     """

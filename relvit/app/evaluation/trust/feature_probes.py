@@ -76,9 +76,12 @@ def probe_models(
         standard errors ('..._se', see `paired_difference`).
 
     Raises:
-        FileNotFoundError, ValueError: a model or a folder of images cannot be found or read; there are no pretrained
-            weights of a model; a number is out of range; the data have no such split or several labels per image; or a
-            checkpoint takes another number of channels than the images have.
+        FileNotFoundError, ValueError: a model or a folder of images is missing or cannot be read.
+        ValueError: `pretrained` is true, and there are no pretrained weights of a model; or `data` is None, and the
+            first model is not a checkpoint.
+        ValueError: a share is not in 0 < x <= 1, or `k` is below 1.
+        ValueError: the data have no images of the split, or several labels per image; or a checkpoint takes another
+            number of channels than the images have.
     """
     check_ranges(probe_models, locals())
     if data is None:

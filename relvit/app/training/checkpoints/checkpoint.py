@@ -58,7 +58,7 @@ class Normalisation(NamedTuple):
 
     @classmethod
     def read(cls, source: str, values: Mapping[str, Any]) -> Normalisation:
-        """Read 'mean' and 'std' from the values of a file; raise a ValueError if they are no numbers."""
+        """Read 'mean' and 'std' from the values of a file; raise a ValueError if they are not numbers."""
         try:
             found = cls(*(tuple(map(float, values.get(name) or ())) or None for name in cls._fields))
             if not all(map(math.isfinite, (*(found.mean or ()), *(found.std or ())))):
@@ -325,7 +325,7 @@ def first_difference(
             differ = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
             ours, theirs = ({key: side.get(key) for key in differ} for side in (ours, theirs))
         # Empty arguments such as {} mean the same as None, except in `retrofit`: {} is a retrofit with the default
-        # arguments, and None is no retrofit.
+        # arguments, and None is not a retrofit.
         if ours != theirs and (ours or theirs or name == "retrofit"):
             return name, *_short(repr(ours), repr(theirs))
     return None

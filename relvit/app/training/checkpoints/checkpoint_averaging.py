@@ -42,8 +42,9 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     Raises:
         FileNotFoundError: There is no such checkpoint.
         NotADirectoryError: A part of the output's path is a file.
-        ValueError: There are fewer than two checkpoints, or a checkpoint is given twice; the models, classes or
-            transforms differ; weights are not finite; or the output exists or does not end in .ckpt.
+        ValueError: There are fewer than two checkpoints, or a checkpoint is given twice.
+        ValueError: The models, classes, transforms or buffers differ, or a checkpoint has weights that are not finite.
+        ValueError: `output` exists already, or does not end in .ckpt.
     """
     _check_paths(ckpt_paths, output)
     first = Checkpoint.read(ckpt_paths[0])

@@ -71,7 +71,7 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, no checkpoint of relvit, or a checkpoint of a newer relvit; or the address
+        ValueError: The file is damaged, not a checkpoint of relvit, or a checkpoint of a newer relvit; or the address
             cannot be read, see `local_file`.
         DownloadError: The file could not be fetched.
     """
@@ -155,7 +155,7 @@ def check_archive(path: Path) -> None:
 
     Raises:
         ArchiveError: A CRC differs, or the archive is none of `torch.save`.
-        zipfile.BadZipFile: The file is no archive.
+        zipfile.BadZipFile: The file is not an archive.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -209,7 +209,7 @@ def _named(value: Any) -> bool:
 
 def _are_arguments(value: Any) -> bool:
     # The arguments become options of the command line. Its parser reads a dot in a name as a nested option, and fails
-    # at other names that are no identifiers.
+    # at other names that are not identifiers.
     return _named(value) and all(name.isidentifier() for name in value)
 
 

@@ -40,8 +40,10 @@ def make_optimizer(
         position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.
 
     Raises:
-        ValueError: The optimiser or an argument is unknown, the optimiser needs second derivatives, `layer_decay` is
-            out of range, or the model has no relative positions to which `position_lr_scale` could apply.
+        ValueError: `opt` is unknown, needs second derivatives, or needs a package that is missing.
+        ValueError: `opt_kwargs` has an argument that the optimiser lacks, or that is an option of its own; or
+            `layer_decay` is not in 0 < x <= 1.
+        ValueError: `position_lr_scale` is not 1, and the model has no relative positions with trainable parameters.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
     extra: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in (opt_kwargs or {}).items()}

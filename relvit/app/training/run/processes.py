@@ -129,7 +129,7 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     Lightning refuses such devices, too, but its errors do not name the options.
 
     Raises:
-        ValueError: The machine has no such device, or `devices` is no number of devices.
+        ValueError: The machine has no such device, or `devices` is not a number of devices.
     """
     kinds = AcceleratorRegistry.available_accelerators()
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]

@@ -37,7 +37,7 @@ def store_tokens(pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, BLOC
 
 @triton.jit
 def tile_keys(valid, top, left, first, height, width, ROWS: tl.constexpr, COLS: tl.constexpr, PADDED: tl.constexpr):
-    """Return which tokens a tile's keys are, and which of them exist and are no padding, (ROWS COLS,) each."""
+    """Return which tokens a tile's keys are, and which of them exist and are not padding, (ROWS COLS,) each."""
     place = tl.arange(0, ROWS * COLS)
     y, x = top + place // COLS, left + place % COLS
     tokens, keep = first + y * width + x, (y < height) & (x < width)

@@ -90,7 +90,7 @@ def pair_bias(table, of_queries, of_keys, PRECISION: tl.constexpr):
 
 @triton.jit
 def kept_keys(valid, tokens, keys, PADDED: tl.constexpr):
-    """Return which keys exist and are no padding."""
+    """Return which keys exist and are not padding."""
     keep = tokens < keys
     if PADDED:
         keep = keep & (tl.load(valid + tokens, mask=keep, other=0) != 0)
