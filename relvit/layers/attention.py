@@ -292,7 +292,7 @@ class RelativeAttention(GridAttention, Attention):
             x: the tokens.
             grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`.
-            memory: (B, M, dim), further tokens that `x` attends to; their keys come before the keys of `x`.
+            memory: (B, M, dim), M further tokens that `x` attends to; their keys come before the keys of `x`.
             key_grid: places of the tokens in `memory` and `x`; None: `grid`.
 
         Raises:

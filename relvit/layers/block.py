@@ -50,7 +50,7 @@ class GridBlock(Block):
             x, grid, attn_mask, is_causal, key_grid: see `RelativeAttention.forward`.
             branch: 'mixer' or 'mlp': return only the output of this branch, without adding `x`, as `reversible_blocks`
                 needs it. '': return the block's output.
-            memory: (B, M, dim), earlier inputs of this block; `RelativeAttention` lets the tokens of `x` attend to
+            memory: (B, M, dim), M earlier inputs of this block; `RelativeAttention` lets the tokens of `x` attend to
                 these inputs, too.
         """
         if branch == "mlp":

@@ -127,9 +127,9 @@ class GridForward(AbsoluteEmbedding):
             x: the images.
             attn_mask, is_causal: see `relvit.ops.relative_attention`; with `keep`, the mask has rows and columns for
                 the kept tokens only.
-            keep: for masked pretraining (MAE, I-JEPA), the indices (B, K) of the patches to encode; patches are counted
-                in raster order, without prefix tokens. Patches keep their places on the grid, so the outputs are as for
-                the whole image under a mask that hides all other patches. None: all patches.
+            keep: for masked pretraining (MAE, I-JEPA), the indices (B, K) of the K patches of each image to encode;
+                patches are counted in raster order, without prefix tokens. Patches keep their places on the grid, so
+                the outputs are as for the whole image under a mask that hides all other patches. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.

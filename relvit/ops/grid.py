@@ -31,10 +31,10 @@ class Grid(NamedTuple):
         width: number of patch columns, W. The column of a key is in 0 ... W - 1.
         prefix: number of leading tokens without coordinates (class token, registers). Relative terms to, from and
             between them are zero.
-        coords: (P, 2) or (B, P, 2) integers, row and column of each patch token. None: the tokens are all H W patches
-            in raster order (row by row); such a grid is called a raster.
-        valid: (P,) or (B, P) booleans, False for padding, which never receives attention; None: all patches are real.
-            Prefix tokens are always valid.
+        coords: (P, 2) or (B, P, 2) integers, row and column of each of P patch tokens. None: the tokens are all H W
+            patches in raster order (row by row); such a grid is called a raster.
+        valid: (P,) or (B, P) booleans of the P patches, False for padding, which never receives attention; None: all
+            patches are real. Prefix tokens are always valid.
     """
 
     height: int
@@ -93,7 +93,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
         tensor([0, 0])
 
     Args:
-        patch_coord: (B, P, 2) integers, row and column of each patch in its own image (timm's 'patch_coord').
+        patch_coord: (B, P, 2) integers, row and column of each of P patches in its own image (timm's 'patch_coord').
         patch_valid: (B, P) booleans, False for padding (timm's 'patch_valid'); None: all patches are real.
         height: a number of rows that no image exceeds; it is an argument because a compiled or exported graph cannot
             read it from the data.
@@ -128,7 +128,7 @@ def num_tokens(grid: Grid) -> int:
 
 
 def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """Return row and column of each patch token, (P, 2) or (B, P, 2) int64, also if the grid has no `coords`.
+    """Return row and column of all P patch tokens, (P, 2) or (B, P, 2) int64, also if the grid has no `coords`.
 
     Examples:
         >>> patch_coords(make_grid(2, 3)).tolist()
@@ -142,7 +142,7 @@ def patch_coords(grid: Grid, device: torch.device | None = None) -> Tensor:
 
 
 def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row and the column of each patch token, (1 or B, P, 1) int64 each."""
+    """Return the row and the column of all P patch tokens, (1 or B, P, 1) int64 each."""
     if grid.coords is not None:
         y, x = batched_coords(grid, device).split(1, dim=-1)
         return y, x
@@ -154,7 +154,7 @@ def rows_and_columns(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def batched_coords(grid: Grid, device: torch.device) -> Tensor:
-    """Return row and column of each patch token, (1 or B, P, 2) int64."""
+    """Return row and column of all P patch tokens, (1 or B, P, 2) int64."""
     coords = patch_coords(grid, device)
     return coords if coords.dim() == 3 else coords[None]
 
@@ -167,7 +167,7 @@ def token_places(grid: Grid, device: torch.device) -> Tensor:
 
 
 def keep_patches(grid: Grid, kept: Tensor) -> Grid:
-    """Return the grid of the patches that stay, given their indices among the patches, (B, K)."""
+    """Return the grid of the K patches of each image that stay, given their indices among the patches, (B, K)."""
     coords = batched_coords(grid, kept.device).expand(kept.shape[0], -1, -1)
     valid = grid.valid
     if valid is not None:
@@ -177,10 +177,11 @@ def keep_patches(grid: Grid, kept: Tensor) -> Grid:
 
 
 def keep_tokens(tokens: Tensor, grid: Grid, keep: Tensor) -> tuple[Tensor, Grid]:
-    """Keep the prefix tokens and some patches of (B, N, dim) tokens, given the indices of the patches, (B, K).
+    """Keep the prefix tokens and K patches of each of B images, given tokens (B, N, dim) and indices (B, K).
 
     Raises:
-        TypeError, ValueError: `keep` holds no integers, or not K of them for each image.
+        TypeError: `keep` does not hold integers.
+        ValueError: `keep` does not have the shape (B, K).
     """
     _check_integers("keep", keep)
     if keep.dim() != 2 or len(keep) != len(tokens):

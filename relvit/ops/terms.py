@@ -10,7 +10,7 @@ from relvit.utils.old_torch import compiled_replace
 
 
 class AxisTables(NamedTuple):
-    """One table per axis. Row r of a table belongs to the offset r - k, with k = (number of rows - 1) / 2.
+    """One table per axis. Row r of a table is for the offset r - k, with k = (number of rows - 1) / 2.
 
     Offsets are key minus query, clipped to -k ... k (Shaw et al. 2018, arXiv 1803.02155, eq. 3-4, on each axis of the
     image apart), so a table always has an odd number of rows, 2k + 1; k may differ between the axes.
@@ -32,11 +32,13 @@ class AxisTables(NamedTuple):
 
 
 class JointTable(NamedTuple):
-    """One table for both axes together: entry (r, c) belongs to the offset (r - k_row, c - k_col), each clipped.
+    """One table for both axes: the entry in row r and column c is for the offset (r - k_row, c - k_col).
+
+    Row offsets are clipped to -k_row ... k_row, column offsets to -k_col ... k_col.
 
     This is the product form of iRPE (Wu et al. 2021, arXiv 2107.14222). A joint table can express any function of both
-    offsets, which a sum of a row vector and a column vector cannot, but a joint table needs (2k + 1)^2 vectors instead
-    of 2 (2k + 1).
+    offsets, which a sum of a row vector and a column vector cannot, but with k_row = k_col = k it needs (2k + 1)^2
+    vectors instead of 2 (2k + 1).
 
     Examples:
         >>> bias = JointTable(torch.randn(12, 7, 9))  # 12 heads; k is 3 for rows and 4 for columns

@@ -86,7 +86,7 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
         True
 
     Args:
-        windows: (B n, rows columns, C), as `to_windows` returns them.
+        windows: (B n, rows columns, C), n windows of each image, as `to_windows` returns them.
         grid, size, shift: as given to `to_windows`.
 
     Returns:
@@ -141,7 +141,7 @@ def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -
 
 
 def _cut(x: Tensor, grid: Grid, division: Division) -> Tensor:
-    """Cut (B, H W, C) into (B n, rows columns, C), with zeros beyond the border."""
+    """Cut (B, H W, C) into n windows of each image, (B n, rows columns, C), with zeros beyond the border."""
     (top, left), (bottom, right) = division.before, division.after
     x = F.pad(x.unflatten(1, (grid.height, grid.width)), (0, 0, left, right, top, bottom))
     rows, cols = division.size

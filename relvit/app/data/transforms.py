@@ -358,7 +358,7 @@ class BatchTransform:
         return cls(resized, field, size or resized, padding, flip, mean, std)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Transform uint8 (B, h, w, 3) to float32 (B, 3, H, W)."""
+        """Transform uint8 (B, height, width, 3), of any size, to float32 (B, 3, H, W), of the size of the result."""
         B, (H, W) = len(images), self.size
         if tuple(images.shape[1:3]) != self.resized:
             bicubic = v2.InterpolationMode.BICUBIC

@@ -54,7 +54,7 @@ AnyClassMetrics = ClassMetrics | MultiLabelMetrics
 
 
 def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Count images of each class (rows) by predicted class (columns): int64 (N,), int64 (N,) -> int64 (C, C)."""
+    """Count images of each class (rows) by predicted class (columns): int64 (N,) each -> int64 (classes, classes)."""
     return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
@@ -91,8 +91,8 @@ def multi_label_metrics(
     `average_precision_score`.
 
     Args:
-        probabilities: (N, C).
-        labels: Bool (N, C).
+        probabilities: (N, classes).
+        labels: Bool (N, classes).
         thresholds: One threshold for each class. None takes, for each class, the threshold with the highest F1 on these
             images; of equally good thresholds the highest, and 0.5 for a class without images. Such a threshold is
             midway between the lowest probability that reaches it and the next lower probability (0 if there is none).
@@ -138,7 +138,7 @@ class MultiLabelScores(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add the logits and labels of a batch, both (B, C)."""
+        """Add the logits and labels of a batch, both (B, classes)."""
         # Also add empty batches, so that every process has states to gather.
         self.probabilities.append(logits.float().sigmoid())
         self.labels.append(labels.view(logits.shape).to(torch.uint8))

@@ -74,22 +74,22 @@ class Labels(Protocol):
     thresholds: list[float] | None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the probabilities (B, C) of logits: float64 if the logits are float64, otherwise float32.
+        """Compute the probabilities (B, classes) of logits: float64 if the logits are float64, otherwise float32.
 
         Raises:
             ValueError: A probability is not finite.
         """
 
     def mean_logits(self, logits: Tensor) -> Tensor:
-        """Compute the logits (B, C) of the mean of two probabilities from the logits (2, B, C) of both."""
+        """Compute the logits (B, classes) of the mean of two probabilities from the logits (2, B, classes) of both."""
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
-        """List the predicted classes of each image (B, C), most probable first; without thresholds these are `most`."""
+        """List the predicted classes of images (B, classes), most probable first; without thresholds `most` of them."""
 
     def predicted(
         self, probabilities: Tensor, names: Sequence[str], top: int | None = None
     ) -> list[list[tuple[str, float]]]:
-        """List names and probabilities of the classes of each image (B, C): those of `classes`, or the first `top`."""
+        """List names and probabilities of classes of images (B, classes): those of `classes`, or the first `top`."""
         most = min(top or TOP, len(names))
         chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
         rows = zip(probabilities.tolist(), chosen, strict=True)
@@ -124,7 +124,7 @@ class Labels(Protocol):
     # results from the whole array.
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
-        """Return the rows of a batch: probabilities (B, C) and labels (B,) or (B, C) on the CPU."""
+        """Return the rows of a batch: probabilities (B, classes) and labels (B,) or (B, classes) on the CPU."""
 
     def right(self, kept: np.ndarray) -> np.ndarray | None:
         """Return whether each image was right, bool (N,); None with several labels."""
@@ -317,7 +317,7 @@ def _finite(probabilities: Tensor) -> Tensor:
 
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
-    """List the classes of each image (B, C) that reach their thresholds, the most probable first."""
+    """List the classes of each image (B, classes) that reach their thresholds, the most probable first."""
     # Compare in float64, because a threshold may lie between two neighbouring float32 numbers; and on the CPU, because
     # some accelerators lack float64.
     probabilities = probabilities.cpu().double()

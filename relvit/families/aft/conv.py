@@ -27,7 +27,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
 
     Args:
         parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
-        weight: w, (heads, r, c), one entry for each offset; r and c are odd.
+        weight: w, (heads, rows, columns) of the window, both odd: one entry for each offset.
         top: (heads, 1, 1), an upper bound of a head's w, and of the 0 outside of the window if any pair is outside.
         width: head_dim.
         grid: layout of the tokens.
@@ -73,7 +73,7 @@ def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrix (n, n) by x (B, n, m) for each of B; `matrix @ x` would ask a graph whether B is 1."""
+    """Multiply a square matrix by each of B matrices x of as many rows; `matrix @ x` would ask a graph if B is 1."""
     return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
 
 
@@ -87,7 +87,7 @@ def depthwise(kernel: Tensor, x: Tensor) -> Tensor:
     """Compute sum_o kernel[o] x[i + o] in every channel, zero beyond the borders.
 
     Args:
-        kernel: (channels, r, c), one entry for each offset o; r and c are odd.
+        kernel: (channels, rows, columns) of the window, both odd: one entry for each offset o.
         x: (B, H, W, channels).
     """
     if x.device.type == "cpu" and torch.is_grad_enabled() and is_eager():

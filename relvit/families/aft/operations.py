@@ -199,8 +199,9 @@ def aft_conv(
         torch.Size([2, 4, 24, 16])
 
     Args:
-        weight: w, (heads, r, c), any floating dtype: entry [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx
-            columns right of the query; r and c are odd. For pairs with a prefix token w is 0.
+        weight: w, (heads, r, c) for a window of r rows and c columns, both odd, any floating dtype. Of each head, entry
+            [r // 2 + dy, c // 2 + dx] is for a key dy rows below and dx columns right of the query. For pairs with a
+            prefix token w is 0.
         backend: one of
 
             - 'convolution': a depthwise convolution with exp(w). A weight that is more than 70 below the head's largest

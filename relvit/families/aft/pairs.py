@@ -78,7 +78,7 @@ def average_of_pairs(
 
 
 def place_bias(grid: Grid, device: torch.device) -> Callable[[Tensor, int, int], Tensor]:
-    """Make the `bias_of` of `average_of_pairs` for a bias (1 or heads, T, T) by place."""
+    """Make the `bias_of` of `average_of_pairs` for a bias (1 or heads, places, places)."""
     place = token_places(grid, device)
     return lambda bias, first, last: bias[:, place[:, first:last, None], place[:, None, :]].transpose(0, 1)
 

@@ -108,7 +108,8 @@ def products(weights: Tensor, parts: Tensor, width: int) -> Tensor:
     if weights.shape[0] == 1:
         return weights @ parts
     split = split_heads(parts, weights.shape[0], width)
-    together = torch.cat(split, dim=3).permute(2, 1, 0, 3)  # (heads, N, B, head_dim + c)
+    # Numerators and denominators of a token and head side by side: (heads, N, B, head_dim + denominators).
+    together = torch.cat(split, dim=3).permute(2, 1, 0, 3)
     sums = torch.bmm(weights, together.flatten(2)).view(together.shape).permute(2, 1, 0, 3)
     return torch.cat((sums[..., :width].flatten(2), sums[..., width:].flatten(2)), dim=2)
 
@@ -118,7 +119,7 @@ def gated_average(query: Tensor, sums: Tensor, valid: Tensor | None) -> Tensor:
 
     Args:
         query: (B, heads, N, head_dim).
-        sums: (B, N or 1, heads head_dim + heads c): numerators, then denominators, see the start of this file.
+        sums: (B, N or 1, heads head_dim + heads c): numerators, then c denominators for each head; c is head_dim or 1.
         valid: where tokens are not padding; None: there is no padding. With padding a denominator may be zero, and the
             average is then zero.
 

@@ -50,7 +50,7 @@ class LSHAttention(Mixer, KeepConstants):
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
         bucket_size: average number of tokens per bucket. A sequence of up to 2 `bucket_size` - 1 tokens is one bucket,
-            so each token attends to all other tokens. Chunks of sorted tokens have about twice this size.
+            so each token attends to all other tokens. Chunks of sorted tokens are twice as large as the average bucket.
         rounds: how often tokens are hashed; more rounds find more pairs, and take proportionally longer.
 
     Raises:

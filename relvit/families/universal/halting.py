@@ -27,7 +27,7 @@ class HaltingState(NamedTuple):
 
 
 def start_halting(patches: Tensor, grid: Grid) -> HaltingState:
-    """Return the state before the first step for patches (B, P, dim) of `grid`."""
+    """Return the state before the first step for the P patches of each image, (B, P, dim), on `grid`."""
     shape = patches.shape[:2]
     running = patches.new_ones(shape, dtype=torch.bool)
     if grid.valid is not None:
@@ -87,7 +87,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
         nn.init.constant_(self.bias, self.bias_init)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Compute the halting probabilities (B, P) of inputs (B, P, dim), at least in float32."""
+        """Compute the halting probabilities (B, P) of the P patches of each image, (B, P, dim), at least in float32."""
         # Sums of probabilities need more than half precision. Multiply by element, because autocast would compute a
         # matrix product in half precision.
         wide = torch.promote_types(patches.dtype, torch.float32)
@@ -98,7 +98,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
         Args:
             state: the state of the halting before the step.
-            probability: (B, P), from `forward`; entries of patches that do not run are ignored.
+            probability: (B, P) of P patches per image, from `forward`; entries of patches that do not run are ignored.
             last: whether there are no steps after this one.
 
         Returns:

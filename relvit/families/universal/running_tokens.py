@@ -11,12 +11,12 @@ from relvit.ops import Grid
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Select tokens (B, M, ...) of x (B, K, ...) by their indices (B, M)."""
+    """Select M of the K tokens of each sample: (B, M, ...) of x (B, K, ...), by their indices (B, M)."""
     return x.flatten(0, 1).index_select(0, _flat(x, index)).unflatten(0, index.shape)
 
 
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
-    """Put `tokens` (B, M, ...) at the indices (B, M) of x (B, N, ...), or add `tokens` to the tokens there.
+    """Put M tokens of each sample, (B, M, ...), at the indices (B, M) of x (B, N, ...), or add them to those there.
 
     Without gradients x itself is changed, because copying all tokens at every step would take as much time as halting
     saves.
@@ -30,7 +30,7 @@ def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> T
 
 
 def _flat(x: Tensor, index: Tensor) -> Tensor:
-    """Turn indices (B, M) of the tokens of x (B, N, ...) into those of all B N tokens, (B M,)."""
+    """Turn indices of M tokens of each sample of x (B, N, ...), (B, M), into those of all B N tokens, (B M,)."""
     return (index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
 
 

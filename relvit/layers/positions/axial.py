@@ -100,7 +100,7 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
             setattr(self, name, nn.Parameter(look_up(table.detach(), index, size), table.requires_grad))
 
     def forward(self, grid: Grid) -> Tensor:
-        """Compute the embedding of the patches: (P, dim), or (B, P, dim) if each image has its own coords.
+        """Compute the embedding of P patches: (P, dim), or (B, P, dim) if each image has its own coords.
 
         A patch beyond the first or the last row (or column) of a table gets the vector of this row (or column).
         """

@@ -137,7 +137,10 @@ def _check_rank(rank: int) -> None:
 
 
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
-    """Return the factors (H0, W0, heads, r) of all tokens of `grid`, (1 or B, heads, N, r), zeros for prefix tokens."""
+    """Return the factors of all tokens of `grid`, (1 or B, heads, N, rank), zeros for prefix tokens.
+
+    `factors` are (rows, columns, heads, rank), those of `LowRankPosition2d`.
+    """
     # A graph that compares sizes does not work for all sizes, so compare sizes only for padded batches.
     if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (keeps the comparison apart)
         if key_grid.height > factors.shape[0] or key_grid.width > factors.shape[1]:
@@ -156,7 +159,7 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
 
 
 def factors_of_grid(factors: Tensor, height: int, width: int) -> Tensor:
-    """Resample factors (H0, W0, heads, r) to a grid: (height width, heads, r)."""
+    """Resample factors (rows, columns, heads, rank) to another grid: (height width, heads, rank)."""
     columns, heads, rank = factors.shape[1:]
     index = torch.arange(height, device=factors.device)
     rows = look_up(factors.flatten(1), index, height).view(height, columns, heads * rank)

@@ -88,7 +88,7 @@ class ParabolicPosition2d(Position):
 def parabolas(
     features: Tensor, directions: Tensor, grid: Grid, key_grid: Grid, trained_grid: tuple[int, int] | None, scale: float
 ) -> Channels:
-    """Compute the 6 channels from (B, N, 2 heads M) features, a's before b's; float32 at least."""
+    """Compute the 6 channels from features (B, N, 2 heads parabolas), a's before b's; float32 at least."""
     dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
@@ -125,5 +125,5 @@ def _coordinates(
 
 
 def _without_prefix(channels: Tensor, prefix: int) -> Tensor:
-    """Set channels (..., N, c) of prefix tokens to zero."""
+    """Set the channels of prefix tokens, which are the first of `channels`, (B, heads, N, 6), to zero."""
     return F.pad(channels[:, :, prefix:], (0, 0, prefix, 0))

@@ -51,8 +51,8 @@ class RotaryEmbedding2d(KeepConstants):
         temperature: temperature of the frequencies; None: the paper's, 100 for 'axial' and 10 for 'mixed'.
 
     Attributes:
-        frequencies: (2, 1 or num_heads, d / 2), f and then g: for 'mixed' a parameter, for 'axial' constants in float32
-            or float64.
+        frequencies: (2, 1 or num_heads, d / 2), f and then g: for 'mixed' a parameter; for 'axial' a constant in
+            float32, unless the module is converted to another dtype.
 
     Raises:
         ValueError: an unknown kind, a head width that is not a multiple of 4, a temperature that is not positive.
@@ -106,7 +106,7 @@ class RotaryEmbedding2d(KeepConstants):
         return {"frequencies"} if self.kind == "mixed" else set()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """Rotate queries or keys (B, heads, N, d) of `grid`; computed in float32 at least, dtype of `x`."""
+        """Rotate queries or keys (B, heads, N, head_dim) of `grid`; computed in float32 at least, dtype of `x`."""
         frequencies = self.frequencies
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()

@@ -20,7 +20,7 @@ class RelativePosition2d(Position):
     """Tables of Shaw et al. 2018 (arXiv 1803.02155, section 3.2) for the vertical and the horizontal offset.
 
     Every term in `rel_terms` has one table per axis, (2k + 1, head_dim), or (num_heads, 2k + 1, head_dim) with
-    `shared_heads=False`; row r belongs to the offset r - k, key minus query, clipped to -k ... k, and k is
+    `shared_heads=False`; row r is for the offset r - k, key minus query, clipped to -k ... k, and k is
     `max_distance`. The bias has one number per head, (num_heads, 2k + 1). Grids of all sizes use the same tables. If
     `trained_grid` is set, tables are interpolated for a grid of another size: offsets are divided by the ratio of this
     size to the size in training.

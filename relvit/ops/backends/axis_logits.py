@@ -2,8 +2,8 @@
 
 Let a_ij be the vector for query i and key j, the sum of a row of the row table and a row of the column table. Then
 q_i . a_ij = rows[i, y_j] + cols[i, x_j], so each query needs H + W products instead of H W. The two tables are joined
-into one, and for each token an index holds the entry of the joined table that belongs to each row and to each column of
-the grid.
+into one, and an index says for each token, and each row and each column of the grid, which entry of the joined table
+is for their offset.
 
 With the same index the attention weights, summed per row and per column, are added up by table entry. These sums times
 the value tables are the value term of the output.
@@ -108,7 +108,10 @@ def table_index(
 
 
 def join_tables(tables: AxisTables, reach: Distances, dtype: torch.dtype) -> Tensor:
-    """Join a zero row, both tables' rows in reach, and zero rows up to a multiple of 8: ([heads,] entries, dim)."""
+    """Join a zero row, the rows of both tables that are in `reach`, and zero rows: ([heads,] entries, dim).
+
+    The last zero rows make the number of entries a multiple of `WIDTH_MULTIPLE`.
+    """
     # A whole table is not sliced, because the backward of a slice would copy the table.
     middles = [
         table if near == distance else table.narrow(-2, distance - near, 2 * near + 1)
@@ -277,8 +280,8 @@ class Entries(NamedTuple):
     Attributes:
         firsts: the first row that is used, of the row table and of the column table.
         sizes: three numbers: used rows of the row table, used rows of the column table, zero vectors.
-        zeros: at least one zero vector, appended so that the number of entries is a multiple of 8; (heads, ...) if the
-            tables are per head.
+        zeros: at least one zero vector, appended so that the number of entries is a multiple of
+            `WIDTH_MULTIPLE`; (heads, ...) if the tables are per head.
         index: (B, N, heads, S) int64, the entry for each of the S rows and columns of the grid; prefix tokens have the
             entry of a zero vector.
         sums: zeros, (B, N, heads, entries). `sum_by_entry` calls `scatter_add` on `sums`, which returns a new tensor.
@@ -345,7 +348,7 @@ def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dt
 
 
 def sum_by_entry(entries: Entries, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum numbers for each row and column, (B, N, heads, S), by table entry: (B, N, heads, entries)."""
+    """Sum numbers for each row and column, (B, N, heads, rows + columns), by table entry: (..., entries)."""
     return converted(entries.sums.scatter_add(-1, entries.index, converted(numbers, entries.sums.dtype)), dtype)
 
 

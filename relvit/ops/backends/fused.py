@@ -91,9 +91,10 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             (mask, attending), valid = _mask_padding(mask, valid), None
     key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
-    # Extra columns of the grid, without tokens, fill the width up to a multiple of 8. `F.pad` would need a separate
-    # case where nothing is missing; zero extra columns need no such case, so that one graph works for all sizes.
-    # (`-width % WIDTH_MULTIPLE` would be wrong in ExecuTorch, where remainders of negative numbers are those of C.)
+    # Extra columns of the grid, without tokens, fill the width up to a multiple of `WIDTH_MULTIPLE`. `F.pad` would need
+    # a separate case where nothing is missing; zero extra columns need no such case, so that one graph works for all
+    # sizes. (`-width % WIDTH_MULTIPLE` would be wrong in ExecuTorch, where remainders of negative numbers are those of
+    # C.)
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:

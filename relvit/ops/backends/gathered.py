@@ -75,7 +75,7 @@ def tile_queries(query: Tensor, key: Tensor) -> int:
 
 
 def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) -> Tensor:
-    """Attend from a tile of queries, which begins with query number `first`: (B, heads, T, value_dim)."""
+    """Attend from a tile of queries, which begins with query number `first`: (B, heads, queries, value_dim)."""
     query, key, value, terms, mask = inputs.query, inputs.key, inputs.value, inputs.terms, inputs.attn_mask
     position_query, position_key = inputs.position_query, inputs.position_key
     dy = keys.y[:, None, :] - queries.y[:, :, None]
@@ -142,7 +142,7 @@ def _entries(
 ) -> tuple[Tensor, list[Tensor]]:
     """Join all rows of the tables, a zero row last, ([heads,] entries, width); index the rows whose sum a pair needs.
 
-    For a joint table there is one index tensor, for tables per axis there are two, (1 or B, 1, T, Nk) each.
+    For a joint table there is one index tensor, for tables per axis there are two, (1 or B, 1, queries, Nk) each.
     """
     if isinstance(tables, JointTable):
         height, width = tables.table.shape[-3:-1]

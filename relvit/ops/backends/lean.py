@@ -337,7 +337,7 @@ def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
 
 
 def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Compute the logits of each query for the rows and columns of the grid, (B, N, heads, S), before the scale."""
+    """Compute the logits of each query for the S rows and columns of the grid, (B, N, heads, S), before the scale."""
     heads, (batch, tokens) = plan.heads, content.shape[:2]
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)

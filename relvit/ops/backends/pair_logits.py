@@ -40,7 +40,10 @@ def token_positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> 
 
 
 def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
-    """Write, for each key, the sum of its row's and its column's number, (b, heads, T, H + W), to (b, heads, T, Nk)."""
+    """Write, for each key, the sum of its row's and its column's number.
+
+    From (samples, heads, queries, H + W) of a tile to (samples, heads, queries, Nk), for a key grid of H x W patches.
+    """
     rows, cols = values.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         out[..., : keys.prefix] = 0
@@ -53,7 +56,7 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
 
 
 def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
-    """Write the transpose of `to_pairs`, sums over the keys of each row and of each column, to (b, heads, T, H + W)."""
+    """Write the transpose of `to_pairs`: sums of `pairs` over the keys of each row and over those of each column."""
     rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         raster = _raster(pairs, keys)
@@ -75,7 +78,10 @@ def _raster(pairs: Tensor, keys: Positions) -> Tensor:
 
 
 def to_queries(key_logits: Tensor, queries: Positions) -> Tensor:
-    """Add up each key's number of the query's row and column: (b, heads, Nk, H' + W') to (b, heads, T, Nk)."""
+    """Add up each key's number of the query's row and column: (samples, heads, queries, Nk).
+
+    `key_logits` are (samples, heads, Nk, rows + columns), for the rows and columns of `queries`.
+    """
     picked = []
     parts = key_logits.split((queries.height, queries.width), dim=-1)
     for part, index in zip(parts, (queries.y, queries.x), strict=True):

@@ -249,7 +249,7 @@ def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
 def _weights(
     query: Tensor, key: Tensor, operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor
 ) -> Tensor:
-    """Compute the attention weights of a tile before dropout, (b, heads, T, Nk), in the memory of `workspace`."""
+    """Compute a tile's weights before dropout, (samples, heads, queries, Nk), in the memory of `workspace`."""
     shape = (*query.shape[:3], key.shape[2])
     logits = workspace[: math.prod(shape)].view(shape)
     beta = 0.0
@@ -314,7 +314,7 @@ def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspa
 
 
 def _by_axis(numbers: Tensor, tile: Tile, index: Tensor | None) -> Tensor:
-    """Look up the numbers of a tile's queries for each row and column, (b, heads, T, H + W)."""
+    """Look up the numbers of a tile's queries for each row and column, (samples, heads, queries, H + W)."""
     numbers = tile.of(numbers)
     return numbers if index is None else numbers.gather(-1, tile.of(index).expand(*numbers.shape[:-1], -1))
 

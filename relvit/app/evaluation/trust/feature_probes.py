@@ -150,8 +150,8 @@ def knn_right(features: np.ndarray, labels: np.ndarray, queries: np.ndarray, tru
     2104.14294, appendix F). If there are fewer labels than k, all of them vote.
 
     Args:
-        features: (N, D), with labels (N,).
-        queries: (M, D), with their classes, truth (M,).
+        features: (N, width), with labels (N,).
+        queries: (M, width), M further features, with their classes, truth (M,).
         k: number of neighbours.
 
     Returns:
@@ -176,8 +176,8 @@ def linear_right(
     learns from all labels. With one label per class nothing can be put aside, and C is 1.
 
     Args:
-        features: (N, D), with labels (N,).
-        queries: (M, D), with their classes, truth (M,).
+        features: (N, width), with labels (N,).
+        queries: (M, width), M further features, with their classes, truth (M,).
         seed: another seed puts another fifth of the labels aside.
 
     Returns:

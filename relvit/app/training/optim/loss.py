@@ -31,7 +31,7 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
 
 
 def evaluation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of labels (B,), or the mean binary cross-entropy of multi-label images (B, C).
+    """Compute the mean cross-entropy of labels (B,), or the mean binary cross-entropy of several labels (B, classes).
 
     Labels are not smoothed and classes are not weighted, whatever the training's loss is.
     """

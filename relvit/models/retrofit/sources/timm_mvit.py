@@ -170,7 +170,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         return self.proj(mixed), [grid.height, grid.width]
 
     def pooled(self, x: Tensor, size: Size, pool: nn.Module | None, norm: nn.Module | None) -> tuple[Tensor, Grid]:
-        """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, N', head_dim)."""
+        """Pool and normalise projected tokens (B, N, dim) of an image of this size: (B, heads, pooled N, head_dim)."""
         prefix, heads = int(self.has_cls_token), self.num_heads
         if type(pool) is nn.Conv2d and not has_hooks(pool) and not has_hooks(norm):
             # timm puts the heads on the batch axis of the convolution, which needs copies before and after the

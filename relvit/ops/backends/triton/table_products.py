@@ -1,7 +1,7 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
 A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
-the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products belongs to each row
+the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products is that of each row
 and each column of the key grid.
 
 The index never decreases from one row or column to the next, so the rows or columns of one entry are a range, and the
@@ -108,10 +108,10 @@ def run_up(
 
 @triton.jit
 def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
-    """Compute the sums for the entries `place` (n,) as differences of running sums: (queries, n) float32.
+    """Compute the sums for some entries as differences of running sums: (queries, entries) float32.
 
-    `bounds` (Nq, ENTRIES + 1): query i uses table entry e for the rows and columns numbered from bounds[i, e] to
-    bounds[i, e + 1] - 1; columns are numbered after all rows.
+    `place` holds the numbers of these entries. `bounds` is (Nq, ENTRIES + 1): query i uses table entry e for the rows
+    and columns numbered from bounds[i, e] to bounds[i, e + 1] - 1; columns are numbered after all rows.
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

@@ -252,7 +252,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
         # Free channels, as in BEiT, can make a width that is not a multiple of 8. A GPU would load such vectors in
-        # small pieces, so fill queries and keys up with zeros to a multiple of 16, as tensor cores take them.
+        # small pieces, so fill queries and keys up with zeros. Tensor cores take 16 channels at a time, so fill up to a
+        # multiple of 16 rather than 8, which costs no further product.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
 

@@ -19,15 +19,19 @@ LARGEST_BLOCK = 128
 class Layout(NamedTuple):
     """How a flat table by offset is read: its row is (heads, `before` + offsets + `behind`), zeros on both sides."""
 
-    queries: Tensor  # (Nq,) int32; the pair of query i and key j reads the entry with index keys[j] - queries[i]
-    keys: Tensor  # (Nk,) int32; both are filled up to a multiple of `LARGEST_BLOCK` tokens
+    # Both tensors are int32 and begin with Nq and Nk places; further places fill them up to a multiple of
+    # `LARGEST_BLOCK`. The pair of query i and key j reads the entry with index keys[j] - queries[i].
+    queries: Tensor
+    keys: Tensor
     before: int
     behind: int
 
 
 @once_per_raster
 def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
-    """Lay out a table with a row for each vertical offset, H + H' - 1, and a column for each horizontal, W + W' - 1.
+    """Lay out a table with a row for each vertical offset, and a column for each horizontal offset of two grids.
+
+    For H x W patches of queries and H' x W' patches of keys the table has H + H' - 1 rows and W + W' - 1 columns.
 
     Pairs with a prefix token read zeros, so that the kernels have no case for prefix tokens: pairs with a prefix key
     read the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros behind

@@ -6,9 +6,10 @@ rectangles, and adds up the gradients of the logits over samples and rectangles 
 end it sums over the pairs of places that have the same offset. The order of all sums is fixed.
 
 For each pair of tokens the kernel computes two products that backward also computes (queries with keys, gradients with
-values), but it needs neither atomics nor sums within every tile. The offsets of a tile span about 2 ROWS rows, and
-neighbouring distances are ROWS rows apart, so each row offset occurs at two distances; so does each column offset. The
-output `sums`, with a float32 number for each distance and offset, therefore has about four numbers for each offset.
+values), but it needs neither atomics nor sums within every tile. A tile has 2 ROWS - 1 row offsets, for which `sums`
+has 2 ROWS rows, and neighbouring distances are ROWS rows apart, so `sums` has two rows for each row offset of the grids
+(rounded up to whole rectangles), and likewise two columns for each column offset. For each part of the samples `sums`
+therefore holds 2 x 2 = 4 float32 numbers for each offset and head.
 """
 
 import triton
