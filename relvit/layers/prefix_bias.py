@@ -54,7 +54,8 @@ def prefix_channels(weight: Tensor, grid: Grid, key_grid: Grid) -> Channels:
         for tokens in (grid, key_grid)
     )
     to_patch, to_prefix, between = weight[:, :, None].unbind(0)
-    # The two channels of a query are (1, 0) if it is a prefix token and (0, 1) if it is a patch.
+    # The two channels of a query are (1, 0) if it is a prefix token and (0, 1) if it is a patch. So the two channels of
+    # a key are its biases with a prefix query and with a patch as query.
     met_by_prefix, met_by_patch = between * key + to_patch * (1 - key), to_prefix * key
     return Channels(
         torch.stack((query, 1 - query), dim=-1)[None, None],

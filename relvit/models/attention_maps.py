@@ -199,7 +199,7 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
     blocks = list(getattr(model, "blocks", ()))
     if not blocks:
         inner = [(name, part) for name, part in model.named_modules() if getattr(part, "blocks", None)]
-        # A stage of Swin or MViT has `blocks`, too, but no embedding of images.
+        # A stage of Swin or MViT has `blocks`, too, but no embedding of images, so do not suggest it.
         parts = [part_of(name) for name, part in inner if hasattr(part, "forward_features")]
         raise _unknown(model, f"it has no `blocks`{f', {parts[0]} has: give this part' if parts else ''}")
     for index, block in enumerate(blocks):

@@ -36,9 +36,9 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# For up to this many tokens N, a head's N x N attention weights take no more memory than its N vectors of width 64.
+# Up to this many tokens N the CPU may keep N x N weights: they take no more memory than a head's N vectors of width 64.
 SMALL_WINDOW = 64
-# Beyond this many tokens the N x N attention weights that training keeps take too much of a GPU's memory.
+# Beyond this many tokens a GPU must not keep N x N weights in training: they would take too much of its memory.
 LARGEST_MASK = 1024
 
 
@@ -349,7 +349,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
 
 def _math_alone() -> bool:
     """Return True where stock attention may take no flash kernel, so that it has second derivatives."""
-    # In spite of its name, `flash_sdp_enabled` applies to all devices.
+    # In spite of its name, `flash_sdp_enabled` says for all devices whether PyTorch may take flash kernels.
     return not torch.backends.cuda.flash_sdp_enabled()
 
 

@@ -18,7 +18,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     also begin or end with the other name, if the other name is a large part of it.
     """
     allowed = list(allowed)
-    # PyTorch calls the GPU 'cuda'.
+    # PyTorch calls the GPU 'cuda', so suggest this name for 'gpu', which no comparison of letters would find.
     if name in ("gpu", "gpus") and name not in allowed and "cuda" in allowed:
         return "cuda"
     typed = _letters(name)
@@ -42,7 +42,7 @@ def _is_misspelt(typed: str, other: str) -> bool:
     if len(one) == len(two):
         return all(a == b or _edits(a, b) <= _most_edits(a, b) for a, b in zip(one, two, strict=True))
     # If one name has all words of the other name and further words, as `top_k` beside `top`, the two names mean
-    # different things.
+    # different things, so neither is a misspelling of the other.
     added = {*one} <= {*two} or {*two} <= {*one}
     joined = "".join(one), "".join(two)
     return not added and _edits(*joined) <= min(1, _most_edits(*joined))

@@ -42,6 +42,6 @@ def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list | tuple) else [value]
         wrong = [number for number in numbers if isinstance(number, Real) and number not in allowed]
         if wrong:
-            # Infinity would be a positive number.
+            # Infinity is a positive number, so for it the message must also say that numbers have to be finite.
             finite = "" if all(map(math.isfinite, wrong)) else "finite and "
             raise ValueError(f"{name} must be {finite}{allowed}, got {value}")

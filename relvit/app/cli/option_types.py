@@ -27,7 +27,7 @@ def accepts(hint: Any, value: Any) -> bool:
     probe.add_argument("--value", type=hint)
     try:
         probe.parse_object({"value": value})
-    # Python raises OverflowError if an integer is too large for a float.
+    # Python raises OverflowError if an integer is too large for a float, so the option does not take it.
     except (ArgumentError, OverflowError):
         return False
     return True

@@ -69,7 +69,7 @@ class ExportedClassifier(Answering):
             raise MissingPackageError("ONNX", error.name) from error
         except _CompiledError:
             raise
-        # onnxruntime and PyTorch raise exceptions of any type for broken files.
+        # onnxruntime and PyTorch raise exceptions of any type for broken files, so catch all of them.
         except Exception as error:
             reason = one_line(error)
             if "external data" in reason.casefold():

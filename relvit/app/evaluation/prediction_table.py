@@ -108,7 +108,7 @@ class PredictionTable(BasePredictionWriter):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge the rows of all processes."""
         self._part.close()
-        # The barrier waits until all processes have closed their files.
+        # The main process reads the files of all processes, so wait until all have closed their files.
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             self._merge(trainer.datamodule.dataset("predict"), trainer.world_size)

@@ -130,7 +130,7 @@ class Predictor:
         self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)
         if self.classifier.net is not None:
-            # Some functions of timm read `pretrained_cfg`, others `default_cfg`.
+            # Some functions of timm read `pretrained_cfg`, others `default_cfg`, so set both.
             self.model.pretrained_cfg = self.model.default_cfg = self._timm_cfg(trained_size)
 
     @property

@@ -31,7 +31,8 @@ def hub_access() -> Iterator[None]:
     try:
         with mock.patch.object(constants, "HF_HUB_OFFLINE", offline):
             yield
-    # Versions of huggingface_hub raise different errors for a missing file; all of them are OSErrors.
+    # Versions of huggingface_hub raise different errors for a missing file; all of them are OSErrors, so catch this
+    # type.
     except OSError as error:
         if not offline:
             raise

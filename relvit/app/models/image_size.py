@@ -105,7 +105,7 @@ def patch_size_of(net: nn.Module) -> tuple[int, int]:
         >>> patch_size_of(timm.create_model("relvit_tiny", depth=1))
         (16, 16)
     """
-    # Some models of timm store one number for both sides.
+    # Some models of timm store one number for both sides, so return two in any case.
     return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
 
 

@@ -90,7 +90,8 @@ def build_model(
     check_model_size(build if kwargs or retrofit else None, {**given, "retrofit": retrofit or {}})
     try:
         return build()
-    # timm's classes check few of their arguments, so wrong arguments can raise any of these errors.
+    # timm's classes check few of their arguments, so wrong arguments can raise any of these errors, all of which mean
+    # that the arguments are wrong.
     except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not kwargs:
             raise

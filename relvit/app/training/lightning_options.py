@@ -51,7 +51,7 @@ LOGGING = (DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor)
 
 # `HALF` maps each precision whose weights have two bytes to the similar precision whose weights are float32.
 HALF = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
-# This is the smallest positive float16.
+# This is the smallest positive float16: a smaller epsilon may become zero in float16.
 LEAST_HALF = 2.0**-24
 
 

@@ -172,7 +172,8 @@ class EpochMetrics(LightningModule):
     def _is_fitting(self) -> bool:
         try:
             return self.trainer.state.fn == "fit"
-        # Lightning raises this error if there is no trainer, for example in a classifier that was only loaded.
+        # Lightning raises this error if there is no trainer, for example in a classifier that was only loaded: no
+        # training runs.
         except RuntimeError:
             return False
 

@@ -81,7 +81,7 @@ def _of_groups(root: Path) -> Iterator[int]:
             try:
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 # Without a limit, the file holds a number that no machine reaches, or 'max', for which `int` raises
-                # ValueError.
+                # ValueError: then this folder sets no limit.
                 allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
                 yield allowed - used + int(counts.get(reclaimable, 0))
             except (OSError, ValueError):
@@ -104,7 +104,8 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, which PyTorch does not know{hint}; allowed are auto, {kinds}") from error
     try:
         torch.empty(0, device=device)
-    # Which of these errors PyTorch raises depends on the device, and on the devices for which PyTorch was built.
+    # Which of these errors PyTorch raises depends on the device, and on the devices for which PyTorch was built, so
+    # catch all of them.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = cut(str(error).strip().splitlines()[0], 200)
         raise ValueError(f"cannot compute on device {name!r}: {reason}") from error

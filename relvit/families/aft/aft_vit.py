@@ -35,7 +35,8 @@ OWN: dict[str, set[str]] = {
     "conv": {"kernel_size"},
 }
 
-# This pattern finds the names of tensors that only attention-free mixers have.
+# This pattern finds the names of tensors that only attention-free mixers have, so weights with such names are those of
+# an attention-free model.
 MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 
 

@@ -41,7 +41,8 @@ def lsh_attention(
         if rotation.shape[1]:
             rotated = query_key @ rotation.to(query_key.dtype)
             hashes = torch.cat((rotated, -rotated), dim=-1).argmax(dim=-1)
-        # The number of tokens before a token in the sorted sequence, without padding, determines the token's chunk.
+        # The number of tokens before a token in the sorted sequence, without padding, determines the token's chunk, so
+        # count these tokens.
         earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=value.device).tril(-1)
         before = (hashes[..., None, :] < hashes[..., None]) | ((hashes[..., None, :] == hashes[..., None]) & earlier)
         chunk = (before & valid[:, None, None, :]).sum(dim=-1) // size

@@ -89,7 +89,7 @@ class TransformerXLPosition2d(Position):
         """Compute W_R R of all offsets on an axis, (num_heads, 2 size - 1, head_dim)."""
         number = weight.shape[1] // 2
         frequencies = 10000.0 ** (-torch.arange(number, device=offsets.device, dtype=offsets.dtype) / number)
-        # In the paper an offset is query minus key, in relvit key minus query.
+        # In the paper an offset is query minus key, in relvit key minus query, so change the sign.
         angles = -offsets[:, None] * frequencies
         sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return F.linear(sinusoids, weight).unflatten(-1, self.content_bias.shape).transpose(0, 1)

@@ -41,7 +41,7 @@ class FirePosition2d(Position):
         ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
     """
 
-    # Offsets are divided by a function of the image's size.
+    # Offsets are divided by a function of the image's size, so the terms depend on more than offsets.
     needs_extent = True
     stretchable = True
 
@@ -103,6 +103,6 @@ class FirePosition2d(Position):
         farthest = threshold.abs().clamp(min=size - 1)
         # As in the authors' code, 1e-6 keeps the divisor positive for c = 0.
         divisor = torch.log1p((c * farthest).abs()) + 1e-6
-        # The paper's offset is i - j, query minus key; relvit's is key minus query.
+        # The paper's offset is i - j, query minus key; relvit's is key minus query, so change the sign.
         quotient = -offsets.sign() * torch.log1p((c * offsets).abs()) / divisor
         return quotient.to(self.c.dtype)[:, None]

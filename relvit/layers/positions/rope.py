@@ -52,7 +52,7 @@ class RotaryEmbedding2d(KeepConstants):
 
     Attributes:
         frequencies: (2, 1 or num_heads, d / 2), f and then g: for 'mixed' a parameter; for 'axial' a constant in
-            float32, unless the module is converted to another dtype.
+            float32, or in float64 after `double()`; half precision leaves it in float32.
 
     Raises:
         ValueError: an unknown kind, a head width that is not a multiple of 4, a temperature that is not positive.
@@ -90,7 +90,7 @@ class RotaryEmbedding2d(KeepConstants):
         options = {"temperature": self.temperature, "device": self.frequencies.device}
         with torch.no_grad():
             if self.kind == "mixed":
-                # timm puts the frequencies of x before the frequencies of y.
+                # timm puts the frequencies of x before the frequencies of y, so exchange them.
                 self.frequencies.copy_(init_random_2d_freqs(2 * half, 1, heads, **options)[:, 0].flip(0))
             else:
                 bands = freq_bands(half // 2, step=1, **options)
@@ -144,7 +144,8 @@ class AnySizeRopeCat(AnySizeRope, RotaryEmbeddingCat):
     """timm's `RotaryEmbeddingCat` for every size, see `AnySizeRope`."""
 
     def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        # Before 1.0.31 timm's class has another method for this, and no `bands` if it stores an embedding.
+        # Before 1.0.31 timm's class has another method for this, and no `bands` if it stores an embedding, so call that
+        # method.
         if not hasattr(self, "_build_embed_cat"):
             return self._get_pos_embed_values(shape, self.pos_embed.device, self.pos_embed.dtype)
         return self._build_embed_cat(shape, self.bands, dtype=dtype, augment=self.training and self.aug_active)

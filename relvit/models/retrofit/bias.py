@@ -64,7 +64,7 @@ class BiasPositions(OwnPositions):
         state = cls.convert_tables(model.state_dict(), layers)
         for path, modules in layers.items():
             modules.load_state_dict({key: state[f"{path}.{key}"] for key in modules.state_dict()})
-            # The new tables of a frozen layer are frozen, too.
+            # A frozen layer stays frozen as a whole, so freeze its new tables.
             modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
         return layers
 

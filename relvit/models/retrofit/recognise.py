@@ -76,7 +76,8 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     try:
         installed = version(library)
     except PackageNotFoundError:
-        # A library that is imported from a plain folder, without being installed, has no version.
+        # A library that is imported from a plain folder, without being installed, has no version, so its version is not
+        # checked.
         installed = None
     family = model_class.__module__.rpartition(".")[0]
     allowed = VERSIONS.get(family, VERSIONS.get(library, ""))

@@ -169,7 +169,7 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
         embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
             # At the size in training timm leaves out the pixels behind the last whole patch, and so does the
-            # retrofitted model.
+            # retrofitted model, which refuses other sizes that are not whole patches.
             embed.cropped_size = tuple(embed.img_size)
     declare_any_size(model)
 

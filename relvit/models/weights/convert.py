@@ -84,9 +84,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     cfg = getattr(model, "pretrained_cfg", None) or {}
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
-        # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model.
+        # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model, so
+        # give the configuration the model's number.
         cfg["num_classes"] = model.num_classes
-    # Early ViT checkpoints store the patch embedding's weight as a matrix, (dim, channels * height * width).
+    # Early ViT checkpoints store the patch embedding's weight as a matrix, (dim, channels * height * width): give it
+    # the shape of a convolution's weight.
     if PATCHES in state and state[PATCHES].dim() == 2:
         state[PATCHES] = state[PATCHES].unflatten(1, (-1, *own[PATCHES].shape[-2:]))
     _convert_layer_scale(state, own)
@@ -260,7 +262,8 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     """Return how many rows and columns of patches the checkpoint's images had, by timm's record of their size."""
     if kernel is None or kernel.ndim != 4:
         return None
-    # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records.
+    # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records,
+    # which may differ from the size in `pretrained_cfg`: take the former.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
     height, width = to_2tuple(recorded or model.pretrained_cfg["input_size"][-2:])
     return height // kernel.shape[2], width // kernel.shape[3]

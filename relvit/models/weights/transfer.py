@@ -194,7 +194,8 @@ def _convert(
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
         cfg = net.pretrained_cfg
-        # The filters compute the grid of the checkpoint's absolute embedding from this `input_size`.
+        # The filters compute the grid of the checkpoint's absolute embedding from this `input_size`, so it must be the
+        # size of the checkpoint's images.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
         try:
             state = filter_fn(state)

@@ -26,7 +26,8 @@ from relvit.ops.terms import AxisTables, RelativeTerms, with_width
 from relvit.ops.tracing import knows_values, without_autocast
 from relvit.utils.old_torch import compiled_replace
 
-# Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster.
+# Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster, so augmented
+# widths and numbers of entries are filled up to a multiple of this.
 WIDTH_MULTIPLE = 8
 
 # `Distances` are the clip distances of a term's two tables: of the row table, then of the column table.
@@ -94,7 +95,8 @@ def table_index(
     # Only tables with clipping can be shortened, and only if the largest offset is known: tokens with `coords` may lie
     # outside the grid, and a graph for all sizes must not depend on whether a table has larger offsets than the grid.
     if grid.coords is None and bucketing == "clip" and knows_values():
-        # No pair of tokens has an offset as large as these sizes.
+        # No pair of tokens has an offset as large as these sizes, so rows of a table for these and larger offsets can
+        # be cut off.
         sizes = (max(size, axis.size) for size, axis in zip((grid.height, grid.width), axes, strict=True))
         reach = tuple(
             distance if 2 * (distance - size + 1) <= spare else size - 1
@@ -170,7 +172,8 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     # Compute in single precision at least, because in backward the gradient of an entry is a sum over all tokens.
     table, index = joined_with_index(tables, terms.bucketing, grid, axes, tables.rows)
     table = table[..., 0].to(torch.promote_types(table.dtype, torch.float32)) / inputs.scale
-    # Samples on the same grid share one bias, (1 or B, heads, Nq, H + W).
+    # Samples on the same grid share one bias, (1 or B, heads, Nq, H + W), so look it up once for each grid instead of
+    # for each sample.
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
     bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
@@ -218,7 +221,8 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
 def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     """Add `times_table` of float32 or float64 weights to content (B, N, heads, dim), and keep the content's dtype."""
     if table.dim() == 2:
-        # One `addmm` adds up in single precision and rounds once, as stock attention does for values.
+        # One `addmm` adds up in single precision and rounds once, as stock attention does for values, so no wider copy
+        # of the content is needed.
         weights, table = weights.to(content.dtype), table.to(content.dtype)
         return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
     with without_autocast(content.device):
@@ -342,7 +346,8 @@ def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dt
     for entries, grad in zip(joined, grads, strict=True):
         *of_tables, _ = converted(grad, dtype).split_with_sizes(entries.sizes, -2)
         for first, piece in zip(entries.firsts, of_tables, strict=True):
-            # The unused rows of a table lie on both sides of the used rows, and their gradient is zero.
+            # The unused rows of a table lie on both sides of the used rows, and their gradient is zero: pad the
+            # gradient of the used rows with zeros on both sides.
             pieces.append(F.pad(piece, (0, 0, first, first)) if first else piece)
     return pieces
 

@@ -51,7 +51,7 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
     left, inference = deque(by_head.values()), torch.is_inference_mode_enabled()
 
     def take_heads() -> Iterator[Tile]:
-        # When all heads are taken, `popleft` raises IndexError.
+        # When all heads are taken, `popleft` raises IndexError, which ends the loop.
         with suppress(IndexError):
             while True:
                 yield from left.popleft()
@@ -95,7 +95,8 @@ def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]
         while True:
             jobs.get()()
 
-    # Python does not wait for daemon threads when the process ends.
+    # Python does not wait for daemon threads when the process ends, so these threads, which wait for jobs for ever, do
+    # not keep it alive.
     for number in range(threads):
         Thread(target=serve, name=f"relvit-heads-{number}", daemon=True).start()
     started.wait()

@@ -127,7 +127,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         # output's layout in memory. PyTorch caches cuDNN's backward by the shapes and strides of q, k and v only, and
         # would misread a later gradient that has another layout.
         result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
-    # Under autocast stock attention returns half precision, even for float32 inputs.
+    # Under autocast stock attention returns half precision, even for float32 inputs, so convert the result back.
     result = result.to(query.dtype)
     # For a query without any allowed key, stock attention has averaged keys that the query must not attend to. Replace
     # its result by zeros, which also stops its gradient.
@@ -145,7 +145,8 @@ def augmented_width(inputs: AttentionInputs, padded: bool) -> int:
         query_width += sum(axis.size for axis in query_axes(inputs))
     if terms.value is not None:
         value_width += key_axes
-    # On the CPU, if value and query had different widths, PyTorch would take a kernel that keeps N x N weights.
+    # On the CPU, if value and query had different widths, PyTorch would take a kernel that keeps N x N weights, so make
+    # both equally wide.
     return max(query_width, value_width)
 
 

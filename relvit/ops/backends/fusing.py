@@ -31,7 +31,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
             return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
     joined = torch.cat(tuple(parts), dim=dim)
-    # `F.pad` would copy the tensor even if it adds no zeros.
+    # `F.pad` would copy the tensor even if it adds no zeros, so call it only where there are zeros to add.
     return F.pad(joined, (*(0, 0) * (-dim - 1), before, after)) if before or after else joined
 
 

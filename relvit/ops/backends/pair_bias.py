@@ -157,7 +157,7 @@ def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
 def to_slices(table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Write out `offset_table` for each of the queries' columns: (heads, W, (H + H' - 1) W')."""
     pieces = table.to(dtype).unfold(2, table.shape[2] - columns + 1, 1)
-    # The first piece begins with the lowest offset, so it belongs to the last column: reverse the order.
+    # The first piece begins with the lowest offset, so it is the piece of the last column: reverse the order.
     return pieces.transpose(1, 2).flip(1).flatten(2)
 
 

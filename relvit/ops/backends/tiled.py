@@ -306,7 +306,7 @@ def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspa
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
     if config.valid is not None:
         bias = bias.masked_fill(~tile.of(config.valid[:, None, None]), -torch.inf)
-    # PyTorch's kernel needs queries and values of equal widths.
+    # PyTorch's kernel needs queries and values of equal widths: fill narrower values up with zeros, and cut the result.
     width = value.shape[-1]
     if query.shape[-1] > width:
         value = F.pad(value, (0, query.shape[-1] - width))

@@ -69,8 +69,8 @@ def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSEr
     found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     cure = DISK_ERRORS[error.errno]
     if command != "fit":
-        # A full disk of the user's own data is no reason for another folder of runs. An error without a name may be of
-        # either.
+        # Another folder of runs helps only if the disk of the runs is full, and not if the full disk holds the user's
+        # own data. An error that names no file may be about either disk, so its advice says "if".
         if error.filename is None:
             cure += f", or if {folder} is on that disk, give another folder (--runs)"
         elif Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute()):
@@ -96,7 +96,8 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
         yield
     except SystemExit as stop:
         # After a signal in a training, relvit raises `StoppedBySignalError`; after SIGTERM in an evaluation, Lightning
-        # raises `SIGTERMException`; after Ctrl-C, Lightning exits. All three are a SystemExit.
+        # raises `SIGTERMException`; after Ctrl-C, Lightning exits. All three are a SystemExit, so tell them apart by
+        # their class and the attribute `signal`.
         number = signal.SIGTERM if isinstance(stop, SIGTERMException) else getattr(stop, "signal", signal.SIGINT)
         if trainer.interrupted and can_resume():
             why = "Stopped" if number == signal.SIGINT else f"Stopped by {number.name}"

@@ -104,7 +104,8 @@ class HuggingFace(Reader):
             found = datasets.load_from_disk(self.path)
         except MemoryError:
             raise
-        # `datasets` raises exceptions of many types for wrong files, formats, connections or kinds of data.
+        # `datasets` raises exceptions of many types for wrong files, formats, connections or kinds of data, so catch
+        # all of them.
         except Exception as error:
             raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {one_line(error)}") from error
         splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
@@ -179,7 +180,7 @@ def _datasets() -> ModuleType:
         import datasets
     except ModuleNotFoundError as error:
         raise MissingPackageError("a Hugging Face dataset", "datasets") from error
-    # Older versions of `datasets` can run code that comes with a dataset.
+    # Older versions of `datasets` can run code that comes with a dataset, so refuse these versions.
     if int(datasets.__version__.split(".")[0]) < 4:
         raise ModuleNotFoundError(
             f'datasets {datasets.__version__} is too old, 4.0 or newer is needed: pip install -U "relvit[hfds]"',

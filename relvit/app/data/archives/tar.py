@@ -110,7 +110,8 @@ def _read(file: str, nested: bool) -> tuple[list[Member], list[str]]:
             found = list(_walk(stream, file, "", 0, nested, left_out))
     except (OSError, MemoryError):
         raise
-    # For broken headers `tarfile` raises its own errors, but also ValueError, OverflowError and others.
+    # For broken headers `tarfile` raises its own errors, but also ValueError, OverflowError and others, so catch all of
+    # them.
     except Exception as error:
         raise ValueError(f"{file}: {_reason(file, error)}") from error
     return found, left_out

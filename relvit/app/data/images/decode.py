@@ -144,7 +144,8 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
             return as_rgb(image)
     except MemoryError:
         raise
-    # Pillow's decoders raise almost any type of error for a broken file: SyntaxError, struct.error, IndexError, ...
+    # Pillow's decoders raise almost any type of error for a broken file (SyntaxError, struct.error, IndexError), so
+    # catch all of them.
     except Exception as error:
         reason, fix = _explain(error)
         raise UnreadableImageError(f"cannot read image {visible(name)}: {reason}; {fix}", name, reason) from error

@@ -70,7 +70,7 @@ def to_pil(image: ImageInput) -> Image.Image:
         return as_rgb(image)
     except MemoryError:
         raise
-    # Pillow decodes a file here, and raises errors of almost any type if the file is broken.
+    # Pillow decodes a file here, and raises errors of almost any type if the file is broken, so catch all of them.
     except Exception as error:
         path = getattr(image, "filename", "") or str(image)
         raise UnreadableImageError(f"cannot use the image {image}: {error}", path, str(error)) from error

@@ -92,7 +92,7 @@ def identity_collate(batch: Any) -> Any:
 def _end_workers() -> None:
     left = [child for child in multiprocessing.active_children() if child.daemon]
     if left and threading.current_thread() is threading.main_thread():
-        # PyTorch's SIGCHLD handler would report the end of a worker as an error.
+        # PyTorch's SIGCHLD handler would report the end of a worker as an error, so switch it off.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in left:
         child.terminate()

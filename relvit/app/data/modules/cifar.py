@@ -112,7 +112,8 @@ class CIFARData(ImageData):
             warnings.filterwarnings("ignore", message=".*align should be passed")
             try:
                 return self.dataset_class(self.root, train=train, download=download)
-            # torchvision raises this error for missing files and wrong MD5 sums.
+            # torchvision raises this error both for missing files and for wrong MD5 sums, so `_complaint` finds out
+            # which.
             except RuntimeError as error:
                 raise ValueError(self._complaint()) from error
 

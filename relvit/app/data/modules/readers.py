@@ -19,7 +19,7 @@ from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
-# timm has readers for these prefixes too, but relvit does not support them.
+# timm has readers for these prefixes, too, but relvit does not support them: names that begin with them are refused.
 _OTHERS = ("tfds", "hfids", "torch")
 
 

@@ -102,7 +102,8 @@ class OwnPageOnly:
         try:
             inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
             return inside and Path(path).is_absolute()
-        # Python raises these errors for a path with a zero byte, and for symbolic links that form a loop.
+        # Python raises these errors for a path with a zero byte, and for symbolic links that form a loop. Neither is an
+        # upload.
         except (ValueError, OSError, RuntimeError):
             return False
 
@@ -133,7 +134,8 @@ class OwnPageOnly:
                 if value.get("path") is not None and not self._is_upload(value["path"]):
                     return False
                 waiting += [*value, *(part for name, part in value.items() if name != "url")]
-                # The only address that the browser sends is the one under which it displays an upload.
+                # The only address that the browser sends is the one under which it displays an upload, so refuse every
+                # other address.
                 own, _, path = str(value.get("url") or "").partition(FILE)
                 if value.get("url") and not (own in (f"http://{host}", f"https://{host}") and self._is_upload(path)):
                     return False

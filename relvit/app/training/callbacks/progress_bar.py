@@ -59,7 +59,7 @@ class TrainingProgressBar(RichProgressBar):
         if _is_wide():
             return columns
         columns[1].bar_width = 10
-        # A narrow terminal has no room for the columns of elapsed time and speed.
+        # A narrow terminal has no room for the columns of elapsed time and speed, so leave them out.
         return columns[:3]
 
 
@@ -106,7 +106,7 @@ class EpochLines(Callback):
             ("lr", "lr {:.3g}"),
             ("system/images_per_second", "{:.0f} images/s"),
         ):
-            # The row of an epoch without a validation has no `val/...` numbers.
+            # The row of an epoch without a validation has no `val/...` numbers, so leave them out of the line.
             if name in row:
                 parts.append(text.format(row[name]))
         parts.append(f"elapsed {self._clock.elapsed}")

@@ -38,7 +38,7 @@ class Telemetry(Checkpoint):
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
-            # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
+            # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux, so convert it to bytes.
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "system/images_per_second": self._images * trainer.world_size / total,

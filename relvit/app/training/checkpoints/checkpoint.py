@@ -222,7 +222,7 @@ class Checkpoint:
         path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
         if data_type is not None and data_type is not self.data_type:
             path, names = class_path_of(data_type), data_type.names_to_restore()
-            # Images of another kind lie in another place.
+            # Images of another kind lie in another place, so do not hand `root` on.
             known = {name: value for name, value in self.images_args.items() if name != "root"}
         arguments = {name: value for name, value in (known | changes).items() if name in names}
         return replace(self, data={"class_path": path, "init_args": arguments})

@@ -71,7 +71,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             "versions": versions(),
             "average_of": [str(path) for path in ckpt_paths],
         },
-        # Lightning raises a KeyError if a checkpoint lacks this entry.
+        # Lightning raises a KeyError if a checkpoint lacks this entry, so write it.
         "pytorch-lightning_version": lightning.__version__,
     }
     if all(each == first.thresholds for each in thresholds):

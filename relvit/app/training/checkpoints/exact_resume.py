@@ -78,7 +78,8 @@ class Progress:
 
     def load(self, checkpoint: dict[str, Any]) -> bool:
         """Set the counters of a checkpoint by the point that it holds; return whether it holds one."""
-        # Checkpoints that no training wrote, such as those of `relvit average`, hold no point.
+        # Checkpoints that no training wrote, such as those of `relvit average`, hold no point, so there are no counters
+        # to set.
         if checkpoint.get(POINT_KEY) is None:
             return False
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
@@ -187,7 +188,8 @@ def _set_counters(checkpoint: dict[str, Any], point: ResumePoint) -> None:
 
 def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
     """Return whether this training batch ends its epoch."""
-    # For data without a length, `num_training_batches` is infinite, and only `is_last_batch` announces the last batch.
+    # For data without a length, `num_training_batches` is infinite, and only `is_last_batch` announces the last batch,
+    # so ask both.
     return trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
 
 

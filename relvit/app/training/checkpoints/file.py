@@ -106,7 +106,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
             content = torch.load(file, map_location="cpu", weights_only=True)
     except ArchiveError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    # PyTorch raises errors of almost any type for broken files, such as TypeError, IndexError or AttributeError.
+    # PyTorch raises errors of almost any type for broken files, such as TypeError, IndexError or AttributeError, so
+    # catch all of them.
     except Exception as error:
         # A damaged file may make PyTorch seek an impossible position (EINVAL). Other system errors have other causes,
         # so raise them unchanged.
@@ -249,7 +250,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
-        # If a user's own callback saves a checkpoint, the path may be a remote address, to which Lightning can write.
+        # If a user's own callback saves a checkpoint, the path may be a remote address, to which Lightning can write:
+        # leave the writing to it.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -285,7 +287,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
     # The average of the weights does not exist yet: Lightning calls `ImageClassifier.on_fit_start`, which makes it,
-    # after this function.
+    # after this function. So add the space that it is going to take.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
     # Estimate the optimiser's state as that of Adam: two numbers for each weight.
@@ -293,7 +295,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if trainer.is_global_zero:
         remove_parts(folder)
-    # Hard links to one file have the same inode and take its space once.
+    # Hard links to one file have the same inode and take its space once, so count different inodes.
     present = len({file.stat().st_ino for file in folder.glob("*.ckpt")}) if folder.is_dir() else 0
     copies = max(3 + (not has_links(parent)) - present, 1)
     free = shutil.disk_usage(parent).free

@@ -21,7 +21,8 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
         # Do not read `pretrained`, the weights from which the training started: the checkpoint's weights replace them.
         classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
         classifier.load_state_dict(checkpoint.weights)
-    # The file may hold any arguments, and models raise almost any type of error for wrong arguments.
+    # The file may hold any arguments, and models raise almost any type of error for wrong arguments, so catch all of
+    # them.
     except Exception as error:
         raise ValueError(f"no model can be built from {checkpoint.path}: {one_line(error)[:400]}") from error
     classifier.temperature = checkpoint.temperature

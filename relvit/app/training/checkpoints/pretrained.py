@@ -112,7 +112,7 @@ class Pretrained:
             except ArchiveError as error:
                 raise ValueError(f"{self._file} cannot be read: {error}") from error
             # For broken files, timm and PyTorch raise errors of almost any type, such as TypeError or
-            # UnicodeDecodeError.
+            # UnicodeDecodeError, so catch all of them.
             except Exception as error:
                 raise ValueError(
                     f"{self._file} cannot be read: it is damaged, holds no weights, or more than tensors and plain "
@@ -217,7 +217,7 @@ class Pretrained:
                 check_model_size(partial(timm.create_model, name, **arguments), described)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
         # A config.json may contain anything, and timm and the models raise errors of almost any type for wrong
-        # contents.
+        # contents, so catch all of them.
         except Exception as error:
             raise ValueError(f"the weights of {name} could not be loaded: {one_line(error)}") from error
 

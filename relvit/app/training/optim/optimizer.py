@@ -82,6 +82,7 @@ def _arguments(opt: str) -> set[str]:
     try:
         optimizer_class = get_optimizer_class(opt, bind_defaults=False)
     except (AssertionError, ImportError) as error:
-        # timm's optimisers from apex and bitsandbytes need these packages and a GPU.
+        # timm's optimisers from apex and bitsandbytes need these packages and a GPU; timm's error says what is missing,
+        # so repeat it.
         raise ValueError(f"optimiser {opt!r} cannot be used here: {error}") from error
     return set(inspect.signature(optimizer_class).parameters) - TAKEN

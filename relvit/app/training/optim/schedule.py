@@ -142,7 +142,7 @@ def batch_size_of(trainer: Trainer) -> int:
                 f"the training images come from a {name} of loaders: give one loader, such as a DataLoader"
             )
         given = f"the training loader, {name}, does not say its batch_size"
-        # A DataLoader's own attribute cannot be set, but that of its samplers can.
+        # A DataLoader's own attribute cannot be set, but that of its samplers can, so suggest one of these.
         which = next((each for each in ("batch_sampler", "sampler") if getattr(loader, each, None) is not None), None)
         part = f"its {which}, {type(getattr(loader, which)).__name__}," if which else "it"
         raise ValueError(f"{given}: give {part} the attribute batch_size, the number of images in a batch")

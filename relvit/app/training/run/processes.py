@@ -102,7 +102,8 @@ def launched() -> Launch | None:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
     tasks, nodes = _tasks(), _nodes()
-    # A shell that `srun --pty` has started has a terminal, which other tasks of srun do not have.
+    # A shell that `srun --pty` has started has a terminal, which other tasks of srun do not have, so a terminal means
+    # that this process is in such a shell.
     in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
     if tasks < 2 or in_shell:
         return None

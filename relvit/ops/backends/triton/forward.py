@@ -99,7 +99,8 @@ def forward_tile(
     else:
         pairs = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32)
     pairs = add_product(pairs, query, k.trans(), PRECISION)
-    # With a key table, keys in rows and columns beyond the grid already have the logit minus infinity.
+    # With a key table, keys in rows and columns beyond the grid already have the logit minus infinity, so mask keys
+    # only if there is no such table, or for padding.
     if PADDED or not KEY_ENTRIES:
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     largest = tl.max(pairs, 1)

@@ -124,7 +124,7 @@ def constants(
     """
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
-    # A matrix instruction takes at least 16 keys.
+    # A matrix instruction takes at least 16 keys, so tiles have no fewer, even if the grid does.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
     rows, cols = row_shape(keys, *size) if blocks.by_row else tile_shape(keys, *size)
     named = {}
@@ -243,7 +243,7 @@ class Launch(NamedTuple):
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
         # Indices, bounds and logits have a row for each query; workspaces have a row for each query of a block in each
-        # Triton program.
+        # Triton program. So no offset within them exceeds the larger number of rows times the longest row.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)

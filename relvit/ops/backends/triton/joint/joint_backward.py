@@ -121,7 +121,8 @@ def joint_backward_keys(
         grad_weights = add_products_of(tl.zeros((BLOCK_N, BLOCK_M), tl.float32), v, do, VALUE_REST, PRECISION)
         grad_k = add_vectors(grad_k, weights * (grad_weights - mean[None, :]), q, REST, PRECISION)
 
-    # Attention weights of padding are zero, so the gradients of padding are zero, too.
+    # Also store the gradients of padding, because the memory for gradients is allocated without being set. These
+    # gradients are zero, since the attention weights of padding are zero.
     grad_key += batch * gk_batch + head * gk_head
     grad_value += batch * gv_batch + head * gv_head
     store_vectors(grad_key, tokens, gk_token, exists, times(scale * LN_2, grad_k), DIM, MAIN, REST)

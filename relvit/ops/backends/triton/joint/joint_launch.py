@@ -99,7 +99,7 @@ def constants(
         named["ROWS"], named["COLS"] = tile_shape(blocks.queries, grid[:2], key_grid[:2])
     else:
         lengths = [num_tokens(tokens) for tokens in (grid, key_grid)]
-        # A matrix instruction takes at least 16 tokens.
+        # A matrix instruction takes at least 16 tokens, so blocks have no fewer, even if the grid does.
         queries, keys = (
             min(block, max(16, triton.next_power_of_2(length)))
             for block, length in zip(blocks[:2], lengths, strict=True)

@@ -52,7 +52,7 @@ def joint_backward_table(
     row = (y + below * ROWS)[None, :] - y[:, None] + height - 1
     col = (x + beside * COLS)[None, :] - x[:, None] + width - 1
     columns = width + key_width - 1
-    # In pairs beyond these offsets, the query or the key is outside of its grid.
+    # In pairs beyond these offsets, the query or the key is outside of its grid, so no entry of the table is for them.
     exists = (row >= 0) & (row < height + key_height - 1) & (col >= 0) & (col < columns)
     bias = tl.load(table + head * entries + first + row * columns + col, mask=exists, other=0.0)
 
