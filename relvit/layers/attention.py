@@ -35,7 +35,8 @@ def _position_terms(layer: "GridAttention", x: Tensor, grid: Grid, key_grid: Gri
     # Read `_modules`: in PyTorch looking up a module as an attribute takes as long as making a view of a tensor.
     position = layer._modules.get("position")
     if position is None:
-        # In some retrofitted layers `position` is a property, which makes a position from the layer's tables.
+        # In some retrofitted layers `position` is a property, which makes a position from the layer's tables, so also
+        # look it up as an attribute.
         position = layer.position
     return RelativeTerms() if position is None else terms_of(position, x, grid, key_grid)
 

@@ -382,7 +382,7 @@ def relative_logits(
         rows (B, heads, Nq, H) and cols (B, heads, Nq, W) for the key grid's H and W; zero for prefix queries.
 
     Raises:
-        ValueError: no key term, a joint key table, a wrong shape or dtype, or an unknown backend.
+        ValueError: `terms.key` is None or joint, a tensor has another shape or dtype, or the backend is unknown.
     """
     key_grid = grid if key_grid is None else key_grid
     check_backend(backend, tuple(BACKENDS))

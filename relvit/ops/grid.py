@@ -60,7 +60,8 @@ def make_grid(
 
     Raises:
         TypeError: a size that is not an integer, coordinates that are not integers, a `valid` that is not boolean.
-        ValueError: a size out of range, wrong shapes, coordinates outside the grid.
+        ValueError: `height` or `width` is below 1, or `prefix` below 0; `coords` or `valid` has another shape than in
+            `Grid`; or coordinates are outside of the grid.
     """
     height, width, prefix = _checked_sizes(height, width, prefix)
     if coords is not None:

@@ -16,7 +16,8 @@ from relvit.ops.tracing import knows_values
 from relvit.utils.messages import did_you_mean, listing
 from relvit.utils.old_torch import compiled_replace
 
-# Dividing or multiplying by a scale in this range does not overflow, even in half precision.
+# Dividing or multiplying by a scale in this range does not overflow, even in half precision, so only other scales are
+# applied beforehand.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 

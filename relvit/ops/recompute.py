@@ -27,7 +27,8 @@ class Versions:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # Inference tensors have no version, and PyTorch forbids to modify them in place outside of inference mode.
+        # Inference tensors have no version, and PyTorch forbids to modify them in place outside of inference mode, so
+        # they need no check.
         self._seen = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def __enter__(self) -> None:

@@ -30,7 +30,7 @@ def is_fusing() -> bool:
 def larger(one: int, other: int) -> int:
     """Return the larger of two sizes; no condition compares symbolic sizes, so that one graph serves all sizes."""
     if torch.jit.is_tracing():
-        # `torch.jit.trace` gives sizes as tensors, but constant sizes as integers.
+        # `torch.jit.trace` gives sizes as tensors, but constant sizes as integers, so turn both into tensors.
         return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
     # In `torch.export`, `max` of symbolic sizes would compare the sizes, so use `torch.sym_max` there. Dynamo turns
     # `max` of symbolic sizes into `torch.sym_max` itself, and PyTorch 2.11 cannot compile `torch.sym_max` of two
@@ -45,7 +45,7 @@ def is_functorch() -> bool:
     transform, which saved-tensor hooks and hand-written backwards do not have.
     """
     # PyTorch 2.11 has several functions that tell whether a transform is active, but its compiler treats only the
-    # result of `_are_functorch_transforms_active` as a constant.
+    # result of `_are_functorch_transforms_active` as a constant, so use this one.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -85,7 +85,7 @@ def is_watched() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Switch autocast off for a device; where autocast does not exist (the meta device), do nothing."""
-    # The compiler of PyTorch 2.11 cannot call `is_autocast_available`.
+    # The compiler of PyTorch 2.11 cannot call `is_autocast_available`, so ask only outside of compiled graphs.
     if not is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -58,7 +58,8 @@ def describe(error: Exception, command: str = "fit") -> str:
     if isinstance(error, UnreadableImageError):
         skip = ", --data.on_error skip goes on without them" if command in SKIPPING else ""
         text = f"{text.strip()} (relvit check-data finds all such files{skip})"
-    # The constructors of Lightning's loggers raise this error if their package is missing.
+    # The constructors of Lightning's loggers raise this error if their package is missing, so say how to install the
+    # package.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
     if LOST_WORKER.search(text):

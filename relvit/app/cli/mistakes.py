@@ -60,7 +60,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
     given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
-    # An option that a configuration sets to null counts as missing.
+    # An option that a configuration sets to null counts as missing, so leave out its name.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
@@ -78,7 +78,8 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
                 return f"--{option.name} is for --data NAME: {instead}"
             return NO_KIND if "data.root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
-            # A name without a hint leaves the user with nothing to do but to read the help.
+            # A name without a hint leaves the user with nothing to do but to read the help, so name the option that
+            # shows it.
             bare = complaint == f"unknown option --{option.name}"
             return f"{complaint}; {parser.prog} --help-all lists the options" if bare else complaint
     # Commands with options of the Trainer run the Trainer on images, so they need data.

@@ -73,7 +73,7 @@ def in_words(hint: Any) -> str:
 def subclasses(hint: Any) -> dict[str, type]:
     """Return by their names the classes that an option takes, with all subclasses; none where it takes plain values."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
-    # Leave out `Any`, which is a class from Python 3.11 on.
+    # From Python 3.11 on `Any` is a class, but one that no user chooses, so leave it out.
     classes = [part for part in parts if inspect.isclass(part) and part is not Any and not get_args(part)]
     classes = [part for part in classes if part.__module__ != "builtins"]
     # The loop appends subclasses to the list that it iterates over, so it also visits subclasses of subclasses.

@@ -99,5 +99,5 @@ def _put_int_before_float(action: Action) -> None:
     if int in kinds and float in kinds and kinds.index(float) < kinds.index(int):
         kinds.remove(int)
         kinds.insert(kinds.index(float), int)
-        # `|` makes a new union in this order.
+        # `|` makes a new union in this order, whatever unions Python remembers.
         action._typehint = reduce(or_, kinds)

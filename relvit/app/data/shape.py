@@ -217,7 +217,8 @@ def image_shape(
     """Return the shape that the arguments of `relvit.app.data.ImageData` describe.
 
     Raises:
-        ValueError: A size is invalid, `max_tokens` is below 1, or it is given without `native`.
+        ValueError: `img_size` or `patch_size` is neither a positive integer nor two of them; `max_tokens` is below 1,
+            or is given without `native`.
     """
     size, patch = parse_size(img_size), parse_size(patch_size, "patch_size")
     if not native:

@@ -141,8 +141,9 @@ def eval_transform(
         the size ``squash`` if there is one.
 
     Raises:
-        ValueError: Unknown protocol or fill, wrong size, mean, std or crop_pct, 'field' without a trained size, or
-            `fill` with another protocol.
+        ValueError: `protocol` or `fill` is unknown; a size is neither a positive integer nor two of them; or a number
+            is out of its range.
+        ValueError: `protocol` is 'field', and there is no `trained_size`; or `fill` is given with another protocol.
     """
     check_ranges(eval_transform, locals())
     check_choice("protocol", protocol, get_args(SizeProtocol))
@@ -223,7 +224,8 @@ def train_transform(
         A picklable transform from a PIL image with ``len(mean)`` channels to a float32 tensor (C, height, width).
 
     Raises:
-        ValueError: Unknown augment, or wrong size, mean, std, crop_pct, color_jitter or random_erasing.
+        ValueError: `augment` is unknown, or is one of the last three while the images do not have three channels.
+        ValueError: `size` is neither a positive integer nor two of them, or another number is out of its range.
     """
     check_ranges(train_transform, locals())
     check_choice("augment", augment, get_args(Augment))

@@ -118,7 +118,7 @@ class ExportedClassifier(Answering):
         """Refuse a size (height, width) that the file does not take."""
         for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
             # A side of any number of patches is described by a text, such as '16*height_in_patches' for patches of 16
-            # pixels.
+            # pixels, so read the patch from the text.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
                 takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"

@@ -114,7 +114,8 @@ class ImageClassifier(Answering):
             'ce' then means 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
 
     Raises:
-        ValueError: An unknown name, class names that do not match `num_classes`, or numbers out of range.
+        ValueError: A name is unknown, `class_names` does not hold `num_classes` names, a number is out of its range, or
+            an option has no effect.
         FileNotFoundError: There is no file at `pretrained`, and no `model`.
     """
 

@@ -19,7 +19,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments of `ImageClassifier` that contradict each other or have no effect.
 
     Raises:
-        ValueError: Arguments contradict each other, an argument has no effect, or a name is unknown.
+        ValueError: `class_names` does not hold `num_classes` names; `min_lr` is not in 0 <= x <= lr; or `teacher` is
+            given with `multi_label`.
+        ValueError: An option is given without the option that it belongs to, such as `distill` without `teacher`; or a
+            name is unknown.
     """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:

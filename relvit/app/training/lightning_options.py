@@ -107,7 +107,7 @@ def check_epsilon(trainer: Trainer, optimizer: Optimizer) -> None:
     """Refuse an optimiser whose epsilon is zero in the float16 of precision 16-true, since it would divide by zero.
 
     Raises:
-        ValueError: The epsilon is too small.
+        ValueError: The precision is '16-true', and the optimiser's `eps` is below `LEAST_HALF`.
     """
     epsilon = optimizer.defaults.get("eps")
     if str(trainer.precision) == "16-true" and isinstance(epsilon, float) and epsilon < LEAST_HALF:

@@ -81,6 +81,7 @@ def _options(protocol: str) -> dict[str, Any]:
         return {}
     from aiohttp import ClientTimeout
 
-    # By default aiohttp stops a download after five minutes, and ignores the environment variables that name proxies.
+    # By default aiohttp stops a download after five minutes, and ignores the environment variables that name proxies,
+    # so give it other limits, and tell it to read these variables.
     timeout = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
     return {"client_kwargs": {"timeout": timeout, "trust_env": True}}

@@ -63,8 +63,9 @@ class AFTVisionTransformer(GridVisionTransformer):
             arguments of attention that `fixed` lists.
 
     Raises:
-        ValueError: a name is unknown, or this class or this mixer does not have an argument; in `forward`, an
-            `attn_mask` is given, or the sides of an image are not multiples of the patch.
+        ValueError: `mixer` or another name is unknown; an argument is in `fixed`; or `kernel_size`, `window` or
+            `bias_dim` is given for a mixer without it.
+        ValueError: in `forward`, `attn_mask` is given, or a side of an image is not a multiple of the patch.
         TypeError: an argument is unknown.
     """
 

@@ -113,7 +113,8 @@ class AFTFull(AFTSimple):
         **kwargs: see `AFTSimple`.
 
     Raises:
-        ValueError: a size is out of range; in `forward`, the grid has another number of prefix tokens.
+        ValueError: `grid_size` or `bias_dim` is below 1; in `forward`, the grid has another number of prefix tokens
+            than `prefix`.
         TypeError: a size is not an integer.
     """
 

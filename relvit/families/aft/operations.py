@@ -135,7 +135,7 @@ def aft_local(
 
 
 def local_bias(bias: Tensor, window: tuple[int, int], size: tuple[int, int], prefix: int) -> Tensor:
-    """Set a bias (..., T, T) to zero between places of a grid of this size that are `window` or more apart."""
+    """Set a bias (..., places, places) to zero between places of a grid of `size` that are `window` or more apart."""
     near = []
     for extent, reach in zip(size, window, strict=True):
         index = torch.arange(extent, device=bias.device)

@@ -37,7 +37,7 @@ def aft_local(
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
-    # A prefix token has no place, and counts as near to all tokens, unless the window is 0.
+    # A prefix token has no place, and counts as near to all tokens, unless the window is 0: pad with this value.
     near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
     return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
 
@@ -80,7 +80,7 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
 
 
 def _offsets(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows and columns from patch i to patch j, key minus query, ([B,] P, P) each."""
+    """Return rows and columns from patch i to patch j, key minus query, ([B,] patches, patches) each."""
     coords = patch_coords(grid, device)
     offset = coords[..., None, :, :] - coords[..., :, None, :]
     return offset[..., 0], offset[..., 1]

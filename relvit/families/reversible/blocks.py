@@ -133,7 +133,7 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
         # Autocast's cache may hold weights that forward has cast to half precision without recording gradients. The
-        # recomputation in backward must not use these weights.
+        # recomputation in backward must not use these weights, so switch the cache off.
         cache_enabled=False,
     )
 

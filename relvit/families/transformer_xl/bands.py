@@ -224,7 +224,8 @@ def forward_segment(
 
     Raises:
         TypeError: `start` is not a pair, or does not hold integers.
-        ValueError: The model cannot compute in bands, or the memory belongs to another model or batch.
+        ValueError: The model cannot compute in bands, or `memory` is not a memory, or is one of another model or of
+            another number of images.
     """
     check_bands(model)
     _check_reach(model)
@@ -318,7 +319,7 @@ def classify_bands(model: nn.Module, bands: Iterable[Tensor], memory_rows: int |
         memory_rows: See `set_bands`.
 
     Raises:
-        ValueError: The model has another pooling, there is no band, or the model cannot compute in bands.
+        ValueError: The model's `global_pool` is not 'avg', there is no band, or the model cannot compute in bands.
     """
     if model.global_pool != "avg":
         raise ValueError(

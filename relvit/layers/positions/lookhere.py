@@ -54,7 +54,8 @@ class LookHerePosition2d(Position):
         layer: number of the layer, from 0 on, and number of all layers.
 
     Raises:
-        ValueError: too few heads, an unknown view, or a layer out of range.
+        ValueError: fewer than 4 heads (12 with a view of 45 degrees), an unknown view, or a layer that is not (index,
+            depth) with 0 <= index < depth.
     """
 
     def __init__(

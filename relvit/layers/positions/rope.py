@@ -111,8 +111,8 @@ class RotaryEmbedding2d(KeepConstants):
         if frequencies.dtype != torch.float64:
             frequencies = frequencies.float()
         y, x_coord = F.pad(batched_coords(grid, x.device).to(frequencies.dtype), (0, 0, grid.prefix, 0)).unbind(-1)
-        # `angles` is (1 or B, 1 or heads, N, d / 2), zero for prefix tokens. Multiply elementwise, because autocast
-        # would compute a matrix product in half precision.
+        # `angles` is (1 or B, 1 or heads, N, head_dim / 2), zero for prefix tokens. Multiply elementwise, because
+        # autocast would compute a matrix product in half precision.
         angles = y[:, None, :, None] * frequencies[0][:, None] + x_coord[:, None, :, None] * frequencies[1][:, None]
         angles = angles.repeat_interleave(2, dim=-1)
         return apply_rot_embed_cat(x, torch.cat((angles.sin(), angles.cos()), dim=-1)).to(x.dtype)

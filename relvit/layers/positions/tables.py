@@ -114,7 +114,8 @@ class RelativePosition2d(Position):
     def _stretched(
         self, term: str, tables: AxisTables | JointTable, grid: Grid, trained: tuple[int, int]
     ) -> AxisTables | JointTable:
-        # The axis of the offsets is the last axis of a bias table, and the second-to-last axis of a table of vectors.
+        # Interpolate along the axis of the offsets: the last axis of a bias table, and the second-to-last axis of a
+        # table of vectors.
         axis = -1 if term == "bias" else -2
         down, across = ((size, before, self.bucketing) for size, before in zip((*grid,)[:2], trained, strict=True))
         if isinstance(tables, JointTable):

@@ -137,7 +137,7 @@ class OwnPositions(Retrofitted):
             shapes: names of these tensors -> tensors of the original shapes on the meta device.
 
         Raises:
-            ValueError: the tensors cannot be computed.
+            ValueError: a tensor cannot be computed, such as an absolute embedding that `abs_pos='drop'` has removed.
         """
         for key in shapes:
             raise ValueError(

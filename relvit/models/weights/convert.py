@@ -75,8 +75,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         ValueError: the checkpoint has a table for each head, and the model's heads share one table.
         ValueError: the checkpoint has joint tables, and the model has tables per axis (layout 'separate').
         ValueError: the clip distances differ, and the model's `bucketing` is not 'clip'.
-        ValueError: the checkpoint's absolute embedding has as many vectors as neither the grid of its images, nor the
-            model's grid, nor a square grid.
+        ValueError: no known grid has as many places as the checkpoint's absolute embedding has vectors: not the grid of
+            its images, nor the model's grid, nor a square.
     """
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
@@ -144,7 +144,7 @@ def load_jax_archive(
         filter_fn: function that converts the weights, with the arguments and the result of `checkpoint_filter_fn`.
 
     Raises:
-        ValueError: the file is no .npz archive.
+        ValueError: the file is not an .npz archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -293,7 +293,7 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
     # Blocks may share a position module. Such a module has one name per block, and the state dict has tensors for each
-    # name.
+    # name, so visit it once per name.
     for name, module in model.named_modules(remove_duplicate=False):
         if not name.endswith(".position"):
             continue

@@ -36,7 +36,9 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
         model: a model whose positions are `RelativePosition2d` with joint tables.
 
     Raises:
-        ValueError: the tables are of another method, or the model has no place for them.
+        ValueError: a table is not one of iRPE's product method with 50 entries.
+        ValueError: the positions of the model are not joint tables with clipping, lack a term of the file, or have too
+            small a `max_distance`.
     """
     names = [name for name in state if ".rpe_" in name]
     if not names:
@@ -68,7 +70,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # All tables get the shape (heads or 1, entries, head_dim), which the table of the value term has already.
+        # Give all tables the shape (heads or 1, entries, head_dim), which the table of the value term has already.
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]

@@ -181,7 +181,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
 
 
 def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
-    """Compute logits of the query term for a query in each row and column: (B, heads, Nk, H' + W')."""
+    """Compute logits of the query term for a query in each row and column of `axes`: (B, heads, Nk, rows + columns)."""
     key, terms = inputs.position_key, inputs.terms
     if terms.query is None:
         return None
@@ -339,7 +339,8 @@ def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Ten
 def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Split the gradients of the terms' joined tables into those of each table."""
     if len(grads) == 2 and grads[0].dtype != dtype:
-        # `cat` with `out` joins both gradients and converts their dtype in one operation.
+        # `cat` with `out` joins both gradients and converts their dtype in one operation, so call it instead of
+        # converting each gradient.
         whole = torch.cat(grads, -2, out=grads[0].new_empty(0, dtype=dtype))
         grads = whole.split_with_sizes([sum(entries.sizes) for entries in joined], -2)
     pieces = []
@@ -359,5 +360,6 @@ def sum_by_entry(entries: Entries, numbers: Tensor, dtype: torch.dtype) -> Tenso
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor that has another dtype."""
-    # Calling `Tensor.to` costs as much time as launching a small operation, even if the dtype is right already.
+    # Calling `Tensor.to` costs as much time as launching a small operation, even if the dtype is right already, so call
+    # it only if the dtype differs.
     return x if x.dtype == dtype else x.to(dtype)

@@ -161,7 +161,7 @@ def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) ->
     rows, cols = axis_indices(axes, device)
     y, x = rows_and_columns(grid, device)
     if grid.coords is not None:
-        # A token beyond the outermost row or column counts as a token of this row or column.
+        # A token beyond the outermost row or column counts as a token of this row or column, so move it there.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
     # `F.one_hot` would break export with symbolic sizes.
@@ -227,7 +227,7 @@ def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Te
     # reads the result without a copy.
     out, size = out.transpose(1, 2), index.shape[-1]
     mixed, marginals = split_in_two(out, content, size)
-    # Sums of several marginals are computed in float32 and rounded once.
+    # Compute the sums of several marginals in float32, and round once.
     marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
     index = index.transpose(1, 2).expand_as(marginals)
     by_entry = scatter_sum(marginals, index, table.shape[-2])

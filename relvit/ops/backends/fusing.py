@@ -27,7 +27,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
     if is_fusing():
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
             # PyTorch's compiler refuses one tensor as two arguments of an autograd function, such as one table for rows
-            # and columns, but accepts two views of it.
+            # and columns, but accepts two views of it, so pass views.
             return _PaddedCat.apply(dim, before, after, *(part.view_as(part) for part in parts))
         return _sum_of_padded(dim, before, after, parts)
     joined = torch.cat(tuple(parts), dim=dim)
@@ -76,7 +76,7 @@ def _scatter_sum(values: Tensor, index: Tensor, entries: int) -> Tensor:
         return torch.where(index[..., None, :] == numbers, values[..., None, :], 0).sum(dim=-1)
     zeros = values.new_zeros(*values.shape[:-1], entries)
     # PyTorch 2.11 compiles wrong gradients for an autograd function that changes a tensor in place, as `scatter_add_`
-    # does.
+    # does, so add out of place in compiled graphs.
     return zeros.scatter_add(-1, index, values) if is_fusing() else zeros.scatter_add_(-1, index, values)
 
 

@@ -147,7 +147,8 @@ def _kernel(inputs: AttentionInputs) -> Kernel | None:
     return stock_kernel(*operands.transpose(2, 3))
 
 
-# PyTorch cannot save tensors made in inference mode for backward, and training may use this plan later.
+# PyTorch cannot save tensors made in inference mode for backward, and training may use this plan later, so make it
+# outside of inference mode.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> Plan:
     """Work out the plan for inputs.
@@ -185,7 +186,8 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
     if device.type == "cpu":
-        # On the CPU, where grids are small, `cat` of contiguous tensors takes half as long as `cat` of expanded views.
+        # On the CPU, where grids are small, `cat` of contiguous tensors takes half as long as `cat` of expanded views,
+        # so make these contiguous.
         both_hot = both_hot.contiguous()
     apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])
@@ -342,7 +344,8 @@ def _logits(plan: Plan, content: Tensor, joined: Tensor | None, bias: Tensor | N
     if bias is not None:
         bias = bias.expand(heads, -1, -1).transpose(-2, -1)
     if (entries := plan.key) is not None:
-        # A product per head needs no copy of the queries, which in memory are a part of the packed projection.
+        # A product per head needs no copy of the queries, which in memory are a part of the packed projection, so
+        # multiply head by head.
         queries, table = by_head(content, heads), joined.as_strided(*entries.factor)
         by_entry = torch.bmm(queries, table) if bias is None else torch.baddbmm(bias, queries, table)
         return by_entry.as_strided(*entries.by_token).gather(-1, entries.index)

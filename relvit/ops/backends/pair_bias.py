@@ -28,6 +28,8 @@ from relvit.ops.terms import JointTable
 def offset_table(inputs: AttentionInputs) -> Tensor | None:
     """Return the bias of all offsets that queries and keys have, (heads, H + H' - 1, W + W' - 1), key minus query.
 
+    Queries are on a grid of H x W patches, keys on a grid of H' x W'.
+
     The result keeps the precision of the table, because backward sums the gradient over all tokens.
     """
     bias, bucketing = inputs.terms.bias, inputs.terms.bucketing
@@ -82,7 +84,8 @@ class PairPlan(NamedTuple):
     prefix: bool
 
 
-# PyTorch cannot save a tensor made in inference mode for backward, and training may use this plan later.
+# PyTorch cannot save a tensor made in inference mode for backward, and training may use this plan later, so make it
+# outside of inference mode.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> PairPlan:
     """Work out the plan for inputs of `relvit.ops.inputs.checked` with a joint bias on one grid without `coords`."""
@@ -155,7 +158,7 @@ def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def to_slices(table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Write out `offset_table` for each of the queries' columns: (heads, W, (H + H' - 1) W')."""
+    """Write out an `offset_table` (see there for H and W) for each column of queries: (heads, W, (H + H' - 1) W')."""
     pieces = table.to(dtype).unfold(2, table.shape[2] - columns + 1, 1)
     # The first piece begins with the lowest offset, so it is the piece of the last column: reverse the order.
     return pieces.transpose(1, 2).flip(1).flatten(2)
@@ -174,10 +177,10 @@ def from_slices(slices: Tensor, table: Tensor) -> Tensor:
 def rows_of(
     pairs: Tensor, slices: Tensor, queries: slice, grid: Grid, key_grid: Grid
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each image row of a tile's queries, the row's part of `pairs` (..., heads, T, H' W') and of `slices`.
+    """Yield, for each image row of a tile's queries, the row's part of `pairs`, without prefix tokens, and of `slices`.
 
     Args:
-        pairs: (..., heads, T, Nk), one number for each pair of a query in the tile and a key.
+        pairs: (..., heads, queries, Nk), one number for each pair of a query in the tile and a key.
         slices: the slices of the tile's heads.
         queries: which of all queries are in the tile.
         grid, key_grid: grids of queries and keys, without `coords`; prefix tokens are left out.
@@ -193,7 +196,7 @@ def rows_of(
 
 
 def write_bias(slices: Tensor, out: Tensor, queries: slice, grid: Grid, key_grid: Grid) -> None:
-    """Write the bias of a tile to `out`, (..., heads, T, Nk), zeros for prefix tokens; arguments as for `rows_of`."""
+    """Write the bias of a tile to `out`, like `pairs` of `rows_of`, zeros for prefix tokens; arguments as there."""
     out[..., : key_grid.prefix] = 0
     out[..., : max(0, grid.prefix - queries.start), :] = 0
     for pairs, bias in rows_of(out, slices, queries, grid, key_grid):

@@ -50,7 +50,8 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
         torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
         return
     lead = rows.shape[:-1]
-    # Prefix keys read the zero that `F.pad` puts behind the last row and behind the last column.
+    # Prefix keys read the zero that `F.pad` puts behind the last row and behind the last column, as their positions
+    # say.
     torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
     out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
 

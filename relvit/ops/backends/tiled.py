@@ -144,7 +144,7 @@ class Tiles(torch.autograd.Function):
             # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
             # derivatives would leave out this function without an error.
             raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
-        # Users may call backward inside of autocast, but forward ran without autocast.
+        # Users may call backward inside of autocast, but forward ran without autocast, so switch it off here, too.
         with without_autocast(grad.device):
             *operands, on_entries, result = ctx.saved_tensors
             wants_mask = ctx.needs_input_grad[Operands._fields.index("attn_mask")]

@@ -153,7 +153,7 @@ def pair_bias(terms: RelativeTerms, grid: Grid, key_grid: Grid, like: Tensor) ->
 
 
 def _look_up(table: Tensor, *offsets: Tensor, bucketing: str) -> Tensor:
-    """Table entries at offsets, one per axis of the table: (1 or B, i, j) -> (1 or B, 1 or heads, i, j, dim)."""
+    """Table entries at offsets, one per axis: (1 or B, queries, keys) -> (1 or B, 1 or heads, queries, keys, dim)."""
     axes = len(offsets)
     table = table if table.dim() == axes + 2 else table[None]
     sizes = table.shape[1 : 1 + axes]

@@ -161,8 +161,8 @@ class FitCLI(RelvitCLI):
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # `__init__` reads only a checkpoint that the command line names; `resumed_file` is one that a configuration
-            # file names.
+            # `__init__` reads only a checkpoint that the command line names. If there is none, a configuration file may
+            # name one, `resumed_file`.
             path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
             # With `weights_only`, PyTorch reads only tensors and plain types from the file, and runs no code in it.
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)

@@ -34,7 +34,9 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     """Refuse arguments of the trainer that contradict the files of a run, or that have no effect.
 
     Raises:
-        UsageError: An argument contradicts the run or has no effect.
+        UsageError: `enable_checkpointing` is false or `barebones` true; or `gradient_clip_algorithm` is given without
+            `gradient_clip_val`.
+        UsageError: a plugin is a `CheckpointIO`, or a callback is an `OnExceptionCheckpoint`.
         ValueError: A callback is one that `check_callback` refuses.
     """
     for name, (refused, reason) in REFUSED.items():
@@ -81,7 +83,8 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
             texts = ((name, str(value)) for name, value in _leaves(held))
             found = [(name, text.removeprefix(LOST)) for name, text in texts if text.startswith(LOST)]
         except (ValueError, yaml.representer.RepresenterError) as error:
-            # Where a type is annotated, jsonargparse raises a ValueError from PyYAML's error.
+            # Where a type is annotated, jsonargparse raises a ValueError from PyYAML's error, so look for PyYAML's
+            # error among the causes.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, yaml.representer.RepresenterError):
                 cause = cause.__cause__

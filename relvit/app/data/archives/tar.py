@@ -70,7 +70,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: The file is compressed, truncated, damaged, no tar archive, or has data after the end of the
+        ValueError: The file is compressed, truncated, damaged, not a tar archive, or has data after the end of the
             archive.
     """
     found, left_out = _read(file, nested)
@@ -180,7 +180,8 @@ class TarFolders(Reader):
         return [(image, _folders(self.key(image))) for file in files for image in self._images(file)]
 
     def _in_split(self, files: Sequence[str], split: str, labelled: bool) -> list[tuple[Member, list[str]]]:
-        # If labels are needed, the last folder of a path is the class, even if it has the same name as the split.
+        # If labels are needed, the last folder of a path is the class, even if it has the same name as the split, so
+        # only the folders above it can be the split.
         upper = slice(-1) if labelled else slice(None)
         return [(image, folders) for image, folders in self._with_folders(files) if _inside(folders[upper], split)]
 

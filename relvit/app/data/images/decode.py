@@ -132,8 +132,9 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
             a format that relvit reads.
         UnreadableImageError: The image has more than `max_pixels` pixels, a side longer than 65,500 pixels,
             floating-point pixels, or grey values outside 0 ... 65535.
-        UnreadableImageError: Decoding takes more than `max_seconds`; or it would take far more time than the number of
-            pixels explains, because of the scans of a progressive JPEG or the comments of a GIF.
+        UnreadableImageError: Decoding takes more than `max_seconds`.
+        UnreadableImageError: A progressive JPEG has so many scans, or a GIF such long comments, that decoding would
+            take far more time than the number of pixels explains.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
     try:

@@ -92,7 +92,7 @@ def check_folder(to: str) -> None:
     """Refuse a folder with any files other than a published model.
 
     Raises:
-        ValueError: the folder has other files, or `to` is a file or a remote address.
+        ValueError: the folder is not empty and holds no published model, or `to` is a file or a remote address.
     """
     path = Path(to)
     if is_address(to) or (path.exists() and not path.is_dir()):

@@ -151,7 +151,8 @@ class RunCheckpoints(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the training if its state is consistent and not saved yet; a test or a validation changes no file."""
         if isinstance(exception, StoppedBySignalError):
-            # A second signal, which the program that started this one may send, must not change the exit status.
+            # A second signal, which the program that started this one may send, must not change the exit status, so
+            # ignore it.
             ignore_stop_signals()
             return
         self._restore_handlers()

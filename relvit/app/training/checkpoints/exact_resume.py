@@ -128,7 +128,7 @@ class Progress:
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # `restarting` tells Lightning that the epoch was interrupted, but this epoch begins anew.
+            # `restarting` tells Lightning that the epoch was interrupted. But this epoch begins anew, so switch it off.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches

@@ -155,7 +155,7 @@ def check_archive(path: Path) -> None:
     the file was written without CRCs (`torch.serialization.set_crc32_options(False)`).
 
     Raises:
-        ArchiveError: A CRC differs, or the archive is none of `torch.save`.
+        ArchiveError: A CRC differs, or `torch.save` did not write the archive.
         zipfile.BadZipFile: The file is not an archive.
     """
     with zipfile.ZipFile(path) as archive:

@@ -28,7 +28,9 @@ def check_tensors(content: Any, path: str) -> None:
         path: the file, for the message.
 
     Raises:
-        ValueError: a tensor is refused; the message names the tensor.
+        ValueError: a tensor, which the message names, is not on the CPU, is sparse or quantised, or has a dtype that is
+            not in `DTYPES`.
+        ValueError: the tensors stand for more bytes than `MOST_NAMES` times the stored bytes plus `SMALL`.
     """
     stored: dict[int, int] = {}
     largest, name, described = 0, "", 0

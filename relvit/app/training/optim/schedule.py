@@ -43,7 +43,7 @@ def schedule_of(schedule: str | Schedule) -> Schedule:
     """Return a schedule; a schedule that is given as 'module.function' is imported.
 
     Raises:
-        ValueError: There is no such function.
+        ValueError: The module in 'module.function' cannot be imported, or does not have the function.
         TypeError: The function does not take a step, `total`, `warmup` and `floor`.
     """
     function = schedule

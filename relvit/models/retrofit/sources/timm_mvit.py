@@ -296,6 +296,7 @@ def tokens_within_tables(attentions: list[nn.Module], embed: Pooling, side: int,
         queries, keys = (size[axis] for size in (pooled, Pooling.of(attn.pool_k).size(tokens)))
         finer, coarser = max(queries, keys), min(queries, keys)
         # This number is the farthest row of a table that `whole_steps` returns, for the last query and the first key.
+        # If the table lacks this row, timm would raise IndexError.
         if int(2 * finer - 1 - finer / coarser) >= len(attn.rel_pos_w if axis else attn.rel_pos_h):
             return None
         sizes.append((queries, keys))

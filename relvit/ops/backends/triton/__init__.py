@@ -29,7 +29,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms in Triton kernels; see `relvit.ops.relative_attention`.
 
     Raises:
-        ValueError: inputs that the kernels do not take, with the reason.
+        ValueError: `refusal` gives a reason why the kernels cannot compute the inputs.
     """
     reason = refusal(inputs)
     if reason is not None:
@@ -50,7 +50,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if terms.key is None and terms.bias is None and terms.value is None:
             # Without terms nothing distinguishes rows, so the keys are one long column.
             prefix, height, width = 0, key.shape[2], 1
-        # Without a key table no kernel reads the position queries or writes their gradient.
+        # Without a key table no kernel reads the position queries or writes their gradient, so do not pass them.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query
         key_table, bias, *of_key = key_operands(inputs)
         value_table, *of_value = value_operands(inputs)

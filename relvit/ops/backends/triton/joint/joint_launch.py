@@ -207,7 +207,7 @@ class JointAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, inputs: AttentionInputs, *tensors: Tensor) -> Tensor:
         query, key, value, table = tensors
-        # Kernels only read vectors whose last axis is contiguous in memory.
+        # Kernels only read vectors whose last axis is contiguous in memory, so copy all others.
         query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
         valid = key_mask(inputs.key_grid)
         if valid is not None:
@@ -240,7 +240,7 @@ class JointAttention(torch.autograd.Function):
         launch.run(joint_backward_keys, (grad, grad_key, grad_value), (lse, means))
         grad_table = None
         if ctx.needs_input_grad[4]:
-            # Users may call backward inside of autocast, but forward ran without autocast.
+            # Users may call backward inside of autocast, but forward ran without autocast, so switch it off here, too.
             with without_autocast(grad.device):
                 sums, tile = launch.sums(grad, lse, means)
                 grad_table = by_entry(sums, table, launch.grid, launch.key_grid, tile, ctx.bucketing)

@@ -59,7 +59,7 @@ def by_entry(sums: Tensor, table: Tensor, grid: Grid, key_grid: Grid, tile: tupl
         for axis in (0, 1)
     )
     by_row = sums.sum(0).permute(0, 1, 3, 2, 4).flatten(3, 4).flatten(1, 2)
-    # Matrix products add up in a fixed order; `index_add` does not.
+    # Matrix products add up in a fixed order; `index_add` does not, so multiply by one-hot rows.
     entries = of_rows.mT @ (by_row @ of_cols)
     return entries.sum_to_size(table.shape).to(table.dtype)
 

@@ -37,7 +37,7 @@ def store_vectors(pointer, tokens, stride, keep, vectors, DIM: tl.constexpr, MAI
 @triton.jit
 def add_products_of(total, left, right, REST: tl.constexpr, PRECISION: tl.constexpr):
     """Add the product of each vector on the left with each on the right, both in two parts."""
-    # Triton 3.6 refuses nested targets, as in `(a, b), (c, d) = left, right`.
+    # Triton 3.6 refuses nested targets, as in `(a, b), (c, d) = left, right`, so unpack in two steps.
     left, left_rest = left
     right, right_rest = right
     total = add_product(total, left, right.trans(), PRECISION)
