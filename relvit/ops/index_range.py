@@ -36,7 +36,8 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
         pairs = batch * heads * queries * keys
     entries = max(_entries(*term) for term in zip(RelativeTerms._fields[:4], (*inputs.terms,)[:4], strict=True))
     by_token = batch * heads * max(queries, keys) * max(per_token, entries)
-    # `reference` stores a vector of head_dim numbers for each pair of tokens, so there this tensor is the largest.
+    # `reference` stores a vector of head_dim numbers for each pair of tokens, so count the numbers of all these
+    # vectors.
     return max(by_token, pairs * max(dims) if backend == "reference" else pairs)
 
 

@@ -136,8 +136,8 @@ def restore(model: nn.Module) -> nn.Module:
         values.append((module, then.values))
     delattr(model, RECORD)
     for module in renewed:
-        # This method of timm computes the buffers that are not in a state dict, so call it for all modules that have
-        # been made anew.
+        # This method of timm computes the buffers that are not in a state dict, so call it where modules or buffers
+        # have been made anew.
         if hasattr(module, "init_non_persistent_buffers"):
             module.init_non_persistent_buffers()
     for module, buffers in values:

@@ -7,9 +7,9 @@ end it sums over the pairs of places that have the same offset. The order of all
 
 For each pair of tokens the kernel computes two products that backward also computes (queries with keys, gradients with
 values), but it needs neither atomics nor sums within every tile. A tile has 2 ROWS - 1 row offsets, for which `sums`
-has 2 ROWS rows, and neighbouring distances are ROWS rows apart, so `sums` has two rows for each row offset of the grids
-(rounded up to whole rectangles), and likewise two columns for each column offset. For each part of the samples `sums`
-therefore holds 2 x 2 = 4 float32 numbers for each offset and head.
+has 2 ROWS rows, and neighbouring distances are ROWS rows apart, so a row offset occurs at one or two distances; so does
+a column offset. For each part of the samples `sums` therefore holds at most 2 x 2 = 4 float32 numbers for each head and
+each offset of the grids, rounded up to whole rectangles.
 """
 
 import triton
