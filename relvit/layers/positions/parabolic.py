@@ -125,5 +125,5 @@ def _coordinates(
 
 
 def _without_prefix(channels: Tensor, prefix: int) -> Tensor:
-    """Set the channels of prefix tokens, which are the first of `channels`, (B, heads, N, 6), to zero."""
+    """Set the 6 channels of each prefix token to zero; `channels` are (..., N, 6) with prefix tokens first."""
     return F.pad(channels[:, :, prefix:], (0, 0, prefix, 0))

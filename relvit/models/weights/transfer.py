@@ -122,7 +122,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         ValueError: after the conversion no tensor of `weights` has the name of a tensor of `net`.
         ValueError: after the conversion a tensor of `weights` has another shape than `net`'s tensor of this name, for
             example because the widths of the models differ.
-        ValueError: the weights are of an attention-free model (`relvit.families.aft`), and `net` is not.
+        ValueError: the weights are of an attention-free model (`relvit.families.aft`), and `net` is not such a model.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}

@@ -259,7 +259,7 @@ def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, le
 
 
 def _check_end(stream: BinaryIO, offset: int) -> None:
-    """Check that an archive ends with blocks of zeros: tarfile takes whatever is not a header for the end."""
+    """Check that an archive ends with blocks of zeros: tarfile takes anything else than a header as the end."""
     stream.seek(offset)
     chunk = stream.read(_CHUNK)
     if len(chunk) < tarfile.BLOCKSIZE:
