@@ -71,7 +71,7 @@ def test_a_folder_with_such_a_description_in_the_place_of_a_checkpoint(command, 
     ("text", "reason"),
     [
         ("[" * 100_000, "it is nested too deeply"),
-        *((text, "it is no list of rows with a checkpoint") for text in ('{"a": 1}', "[1]", '[{"image": 3}]')),
+        *((text, "it is no list of rows with a checkpoint and size") for text in ('{"a": 1}', "[1]", '[{"image": 3}]')),
     ],
 )
 def test_a_list_of_accuracies_of_another_form(text, reason, best, tmp_path, fails):
