@@ -15,7 +15,7 @@ class Depth:
     """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
 
     Attributes:
-        lacks: what a model with this depth cannot do -> the reason; `lack` lists the keys.
+        lacks: what a model with this `depth_plan` cannot do -> the reason; `lack` lists the keys.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -49,15 +49,16 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
-# `DEPTHS` maps the name of a boolean argument of models, such as 'reversible', to the `Depth` of models in which it is
-# True. Packages in `relvit.families` add entries.
+# `DEPTHS` maps the name of a boolean argument of models, such as 'reversible', to the `depth_plan` of models in which
+# it is True. Packages in `relvit.families` add entries.
 DEPTHS: dict[str, Depth] = {}
 
 
 def lack(model: nn.Module, need: str) -> str | None:
     """Return the reason why a model cannot do something, or None if it can.
 
-    The model's depth, its segmenter and the mixer of each block have a mapping `lacks`, which gives the reasons.
+    The reason comes from the first mapping `lacks` with the key `need`: that of the model's `depth_plan` (a `Depth`),
+    of its `segmenter`, or of a block's mixer, in this order.
 
     Examples:
         >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None

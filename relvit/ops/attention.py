@@ -36,7 +36,7 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# Up to this many tokens N the CPU may keep N x N weights: they take no more memory than a head's N vectors of width 64.
+# Up to this many tokens N the CPU may keep N x N weights: per head they take no more memory than N vectors of width 64.
 SMALL_WINDOW = 64
 # Beyond this many tokens a GPU must not keep N x N weights in training: they would take too much of its memory.
 LARGEST_MASK = 1024

@@ -16,8 +16,8 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.checks import check_heads
 from relvit.utils.constants import KeepConstants
 
-# There are at most this number of buckets. With 32 tokens per bucket, the default, 32,768 tokens have this number of
-# buckets; with more tokens buckets are larger.
+# This is the largest number of buckets. With 32 tokens per bucket, the default, a sequence of 32,768 tokens reaches
+# this number; the buckets of longer sequences hold more tokens.
 MOST_BUCKETS = 1024
 
 

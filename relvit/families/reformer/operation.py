@@ -191,8 +191,9 @@ def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_si
     """Raise where a tensor has more numbers than the device's kernels can count."""
     batch, heads, tokens, head_dim = query_key.shape
     buckets, size = _division(tokens, rotations, chunk_size)
-    # Per token, the largest tensor holds the two coordinates of every key in two chunks, or the vectors of two tokens,
-    # or a number for each bucket.
+    # For each token in a head and a round, the largest tensor holds the two offsets to each of the 2 `size` keys of the
+    # token's window (`_bias`); or, because windows overlap, two vectors (keys or values); or a number for each bucket
+    # (`_hash`).
     per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
     number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
     check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")

@@ -1,4 +1,4 @@
-"""The depth of models with `reversible=True`: two streams of tokens, with the same parameters as one."""
+"""`ReversibleDepth`, the `depth_plan` of reversible models: two streams of tokens, with the same parameters as one."""
 
 from __future__ import annotations
 

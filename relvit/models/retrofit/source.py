@@ -91,8 +91,8 @@ class OwnPositions(Retrofitted):
     """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
 
     Attributes:
-        built_with: the argument with which the original model has relative positions. The error about a model without
-            positions names it.
+        built_with: the argument with which the original model has relative positions, by default 'its own'. It is the
+            end of the error 'build the model with ...' about a model without relative positions.
     """
 
     own_positions: ClassVar[bool] = True

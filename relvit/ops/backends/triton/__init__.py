@@ -1,10 +1,11 @@
 """Relative attention in relvit's own Triton kernels, for GPUs: q, k and v are not augmented.
 
 `fused` augments queries, keys and values by H + W channels each. Here a key tile is a rectangle of patches, so a query
-has one relative logit for each row and one for each column of the tile, and all products are as narrow as in stock
-attention. The kernels read q, k, v and the tables, which `lookup.py` prepares. The kernels write the result, the
-gradients of q, k and v, and for each query and table entry a sum of weights or of gradients of logits, from which
-PyTorch computes the gradients of the tables. Triton is imported at the first call.
+has one relative logit for each row and one for each column of this rectangle. These logits are added to the products,
+so all products are as narrow as in stock attention. The kernels read q, k, v and the tables, which `lookup.py`
+prepares. The kernels write the result, the gradients of q, k and v, and for each query and table entry a sum of weights
+or of gradients of logits, from which PyTorch computes the gradients of the tables. Triton is imported at the first
+call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         if valid is not None:
             valid = valid.to(torch.uint8).expand(query.shape[0], -1)
         if terms.key is None and terms.bias is None and terms.value is None:
-            # Without terms nothing distinguishes rows, so the keys are one long column.
+            # Without terms the places of the keys do not matter, so treat all keys, prefix tokens included, as one
+            # column of patches.
             prefix, height, width = 0, key.shape[2], 1
         # Without a key table no kernel reads the position queries or writes their gradient, so do not pass them.
         position = None if terms.key is None or inputs.position_query is query else inputs.position_query

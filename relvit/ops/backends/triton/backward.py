@@ -43,8 +43,8 @@ def backward_tile(
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)
-    # In a tile of one row, each query has one row logit: subtract it from `base`, the log-sum-exp, instead of adding it
-    # to each pair.
+    # In a tile of one row of patches, each query has one row logit: subtract it from `base`, the log-sum-exp, instead
+    # of adding it to each pair.
     if KEY_ENTRIES and ROWS == 1:
         base -= load_row(logits, queries, axes, inside, top) * scale
         pairs = cols
@@ -65,8 +65,8 @@ def backward_tile(
     else:
         if VALUE_ENTRIES:
             rows = load_axis(products, queries, axes, inside, top, height, 0.0, ROWS)
-            # Subtract D from the numbers per row. Subtracting D from the numbers per column would give the same result,
-            # but most tiles have fewer rows than columns.
+            # Subtract D from the numbers per row of patches. Subtracting D from the numbers per column would give the
+            # same result, but most tiles have fewer rows than columns.
             grad_weights = sum_of_axes(rows - mean[:, None], value_cols, BLOCK_M, ROWS, COLS)
         else:
             grad_weights = tl.zeros((BLOCK_M, ROWS * COLS), tl.float32) - mean[:, None]
@@ -107,7 +107,8 @@ def backward_queries(
     `grad_position` has the axes of `position`. `entries`, (B, Nq, heads, KEY_ENTRIES), are the gradients of the
     products with the key table. This kernel stores numbers that `backward_keys` reads: in `means`, (B, heads, Nq), the
     dot product of each query's result and its gradient; in `logits` and `products`, (B, heads, Nq, H + W) each, the
-    relative logit of each query for each row and column, and the product of `grad` with the value table.
+    relative logit of each query for each row and column of the key grid, and the product of `grad` with the vector of
+    the value table for each row and column.
     `sums`, (BLOCK_M, H + W) float32, is the workspace of one Triton program.
     """
     axes = height + width
@@ -123,8 +124,8 @@ def backward_queries(
         tl.store(means + pair * length + queries, mean, mask=inside)
         q = load_tokens(query + batch * q_batch + head * q_head, queries, q_token, inside, DIM, BLOCK_DIM)
         base = tl.load(lse + pair * length + queries, mask=inside, other=float("inf"))
-        # `of_key` and `of_value` point to where the kernel stores, for each row and column, the logits and the products
-        # with value tables.
+        # `of_key` and `of_value` point to where the kernel stores, for each row and column of the key grid, the logits
+        # and the products with value tables.
         of_key, of_value = logits + pair * length * axes, products + pair * length * axes
         index_of_key = key_index + batch * batched * length * axes
         index_of_value = value_index + batch * batched * length * axes

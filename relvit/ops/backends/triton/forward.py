@@ -6,8 +6,9 @@ tile adds the sums of its weights along its two axes to the marginals. The kerne
 next, so that the column logits and marginals of a strip stay in registers. The softmax is computed as in
 FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1).
 
-In a tile of one row each query has a single row logit. Its row marginal is the sum of all weights, which the softmax
-needs anyway, and the weights themselves are the column marginals, so no further sums inside the tile are needed.
+In a tile of one row of patches each query has a single row logit. The query's row marginal is the sum of all weights in
+the tile, which the softmax needs anyway, and the weights themselves are added to the column marginals. So such a tile
+needs no further sums.
 
 Prefix keys come first, in tiles without terms.
 """
@@ -105,7 +106,7 @@ def forward_tile(
         pairs = tl.where(keep[None, :], pairs, -float("inf"))
     largest = tl.max(pairs, 1)
     if KEY_ENTRIES and ROWS == 1:
-        # In a tile of one row, each query has one row logit: add it to the maximum instead of to each pair.
+        # In a tile of one row of patches, each query has one row logit: add it to the maximum instead of to each pair.
         row = load_row(logits, slots, axes, inside, top)
         largest += row
     new_maximum = tl.maximum(maximum, largest * scale)
@@ -128,7 +129,7 @@ def forward_tile(
         # here.
         total = total * decay
         # Store logarithms of sums, because a sum scaled by 2^-maximum would be wrong after the maximum grows. The
-        # strips to the left have already stored their sums of these rows: add them.
+        # strips to the left have already stored their sums for these rows of the grid: add them.
         place = top + tl.arange(0, ROWS)
         pointers = sums + slots[:, None] * axes + place[None, :]
         stored = inside[:, None] & (place < height)[None, :]

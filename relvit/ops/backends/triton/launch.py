@@ -25,8 +25,9 @@ PROGRAMS = 4
 class Blocks(NamedTuple):
     """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads.
 
-    With `by_row` a tile has as few rows as possible, a single row if the grid is more than `keys` / 2 wide. Without
-    `by_row` a tile has the shape that covers the grid with the fewest tiles.
+    The keys of a tile are a rectangle of patches. With `by_row` it has as few rows of the grid as possible, a single
+    row if the grid is more than `keys` / 2 patches wide. Without `by_row` it has the shape with which the fewest tiles
+    cover the grid.
     """
 
     queries: int
@@ -54,14 +55,14 @@ BLOCKS = {
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
-# In float32 the kernels avoid matrix units, which would round to ten bits; larger tiles would spill registers.
+# All kernels have these tiles in float32, in which they avoid matrix units, which would round to ten bits. Larger tiles
+# would spill registers.
 BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
     """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
-    # Among sizes that need equally many tiles, `min` takes the first. 16 is first, because the numbers for so few
-    # columns stay in registers.
+    # Among sizes that need equally many tiles, `min` takes the first one in this list.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
     return keys // cols, cols
@@ -186,7 +187,8 @@ class Attention(torch.autograd.Function):
         launch = launch._replace(kernel=backward_keys)
         launch.run((grad, grad_key, grad_value), (lse, means, logits, products))
         if prefix:
-            # Prefix keys have no terms, so another launch treats the prefix keys as one column.
+            # Without terms the places of the keys do not matter, and prefix keys have no terms. So another launch
+            # treats the prefix keys as one column of patches.
             alone = Operands(query, key, value, None, operands.valid)
             launch = launch._replace(operands=alone, grid=(0, prefix, 1), variant=variant(alone, True))
             launch.run((grad, grad_key, grad_value), (lse, means, None, None))

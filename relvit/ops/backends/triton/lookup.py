@@ -32,8 +32,8 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     bias = None if bias is None else with_width(bias)
     given = [tables for tables in (key, bias) if tables is not None]
     if len({clip_distances(tables) for tables in given}) > 1:
-        # Tables of different clip distances get a row for each offset that one of them can distinguish, so that one
-        # index serves both.
+        # If the clip distances differ, extend both tables: each gets one vector for each offset that one of the two
+        # tables can distinguish, so that one index serves both.
         pairs = zip(*map(clip_distances, given), strict=True)
         distances = tuple(saturation(max(pair), bucketing) for pair in pairs)
         key, bias = (_by_offset(tables, distances, bucketing) for tables in given)
@@ -62,11 +62,12 @@ def value_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | Non
 def _find(
     grid: Grid, distances: Distances, bucketing: str, axes: Axes, device: torch.device
 ) -> tuple[Distances, Tensor, Tensor]:
-    """Find the table entry of each row and column of `axes`, and the rows and columns of each entry, as int16 or int32.
+    """Find the table entry of each row and column of keys, and the rows and columns of each entry, as int16 or int32.
 
     Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases from one
-    row or column to the next; and the bounds (1 or B, Nq, entries + 1): query i uses entry e for the rows and columns
-    numbered from bounds[i, e] to bounds[i, e + 1] - 1, where columns are numbered after all rows.
+    row or column of the key grid to the next; and the bounds (1 or B, Nq, entries + 1): query i uses entry e for the
+    rows and columns of the key grid numbered from bounds[i, e] to bounds[i, e + 1] - 1, where columns are numbered
+    after all rows.
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
@@ -79,7 +80,7 @@ def _find(
 
 
 def _by_offset(tables: AxisTables, distances: Distances, bucketing: str) -> AxisTables:
-    """Make tables with a row of its own for each offset up to `distances`."""
+    """Make tables with one vector for each offset up to `distances`."""
     made = []
     for table, near, far in zip(tables, clip_distances(tables), distances, strict=True):
         offsets = torch.arange(-far, far + 1, device=table.device)

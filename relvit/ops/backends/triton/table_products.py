@@ -1,8 +1,8 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
-A term's tables are joined, rows above columns, as `axis_logits.join_tables` does. A block of queries is multiplied by
-the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products is that of each row
-and each column of the key grid.
+`axis_logits.join_tables` joins a term's two tables, the table for rows above the table for columns. A block of queries
+is multiplied by the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products is
+that of each row and each column of the key grid.
 
 The index never decreases from one row or column to the next, so the rows or columns of one entry are a range, and the
 sum over this range is a difference of two running sums. So no sum needs atomics.
@@ -13,7 +13,7 @@ import triton.language as tl
 
 # This number of table entries is multiplied at a time.
 CHUNK = tl.constexpr(32)
-# This number of rows and columns is looked up, or summed, at a time.
+# This number of rows and columns of the key grid is looked up, or summed, at a time.
 SPAN = tl.constexpr(16)
 
 
@@ -41,7 +41,10 @@ def store_products(
     pointer, slots, inside, vectors, table, bias, index, queries, axes, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK_M: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store vectors . table + bias of the entry of each row and column, by `index`, into the slots of (..., axes)."""
+    """Store vectors . table + bias for each row and column of the key grid into the slots of `pointer`, (..., axes).
+
+    `index` says which entry of `table` and `bias` belongs to a row or column.
+    """
     for start in range(0, ENTRIES, CHUNK):
         place = start + tl.arange(0, CHUNK)
         products = tl.zeros((BLOCK_M, CHUNK), tl.float32)
@@ -65,7 +68,7 @@ def store_products(
 
 @triton.jit
 def load_axis(pointer, slots, axes, inside, first, end, outside, SIZE: tl.constexpr):
-    """Load what queries have for each of SIZE rows, or columns, (queries, SIZE); `outside` for those after `end`."""
+    """Load a query's numbers for SIZE rows, or columns, of keys, (queries, SIZE); from `end` on they are `outside`."""
     place = first + tl.arange(0, SIZE)
     pointers = pointer + slots[:, None] * axes + place[None, :]
     return tl.load(pointers, mask=inside[:, None] & (place < end)[None, :], other=outside).to(tl.float32)
@@ -73,7 +76,7 @@ def load_axis(pointer, slots, axes, inside, first, end, outside, SIZE: tl.conste
 
 @triton.jit
 def load_row(pointer, slots, axes, inside, row):
-    """Load what queries have for one row of the grid, (queries,)."""
+    """Load each query's number for one row of the key grid, (queries,)."""
     return tl.load(pointer + slots * axes + row, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -81,10 +84,11 @@ def load_row(pointer, slots, axes, inside, row):
 def run_up(
     sums, slots, axes, inside, base, dtype, LOGARITHMS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Turn numbers per row and column, (..., axes) float32, or their logarithms over `base`, into running sums.
+    """Turn numbers per row and column of the key grid, (..., axes) float32, into running sums.
 
-    The numbers are rounded to `dtype`, in which they are multiplied, but the running sums are not rounded. So
-    differences of running sums are sums of rounded numbers.
+    With `LOGARITHMS` the numbers are given as their logarithms in base 2 plus `base`. The numbers are rounded to
+    `dtype`, in which they are multiplied, but the running sums stay in float32. So a difference of two running sums is,
+    up to rounding in float32, a sum of rounded numbers.
     """
     before = tl.zeros((BLOCK_M, SPAN), tl.float32)
     number = tl.arange(0, SPAN)
@@ -111,7 +115,7 @@ def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: 
     """Compute the sums for some entries as differences of running sums: (queries, entries) float32.
 
     `place` holds the numbers of these entries. `bounds` is (Nq, ENTRIES + 1): query i uses table entry e for the rows
-    and columns numbered from bounds[i, e] to bounds[i, e + 1] - 1; columns are numbered after all rows.
+    and columns of the key grid numbered from bounds[i, e] to bounds[i, e + 1] - 1; columns are numbered after all rows.
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

@@ -57,19 +57,19 @@ BLOCKS = {
     ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
-# All kernels have these tiles in float32, because there they avoid matrix units, which would round to ten bits.
+# All kernels have these tiles in float32, in which they avoid matrix units, which would round to ten bits.
 BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 2)
 
 
 def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
-    """Divide a tile into rows and columns such that the fewest tiles cover grids of these sizes."""
+    """Divide a tile into rows and columns of patches such that the fewest tiles cover grids of these sizes."""
 
     def covered(cols: int) -> int:
         rows = patches // cols
         return math.prod(-(-height // rows) * -(-width // cols) for height, width in sizes)
 
-    # Among equally good sizes `min` takes the first, which has the fewest rows, so that the last loop of
-    # `joint_backward_table` is shortest.
+    # Among equally good sizes `min` takes the first, which has the fewest rows of patches, so that the last loop of
+    # `joint_backward_table`, over 2 ROWS row offsets, is shortest.
     cols = min((patches >> power for power in range(patches.bit_length())), key=covered)
     return patches // cols, cols
 
@@ -116,7 +116,7 @@ class Operands(NamedTuple):
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
     # The table (heads, entries), float32, is the bias by offset, padded and ordered as `offsets.layout` describes. It
-    # is divided by the scale, because the kernels multiply all logits by it.
+    # is divided by the scale, because the kernels multiply all logits, the bias included, by the scale.
     table: Tensor
 
 

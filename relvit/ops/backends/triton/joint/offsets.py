@@ -17,7 +17,7 @@ LARGEST_BLOCK = 128
 
 
 class Layout(NamedTuple):
-    """How a flat table by offset is read: its row is (heads, `before` + offsets + `behind`), zeros on both sides."""
+    """Places of tokens in a flat table (heads, `before` + offsets + `behind`), which has zeros at both ends."""
 
     # Both tensors are int32 and begin with Nq and Nk places; further places fill them up to a multiple of
     # `LARGEST_BLOCK`. The pair of query i and key j reads the entry with index keys[j] - queries[i].
@@ -33,9 +33,9 @@ def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
 
     For H x W patches of queries and H' x W' patches of keys the table has H + H' - 1 rows and W + W' - 1 columns.
 
-    Pairs with a prefix token read zeros, so that the kernels have no case for prefix tokens: pairs with a prefix key
-    read the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros behind
-    the table.
+    The kernels have no case for prefix tokens, so pairs with a prefix token read zeros: pairs with a prefix key read
+    the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros behind the
+    table.
     """
     columns = grid.width + key_grid.width - 1
     offsets = (grid.height + key_grid.height - 1) * columns
@@ -59,7 +59,7 @@ def by_entry(sums: Tensor, table: Tensor, grid: Grid, key_grid: Grid, tile: tupl
         for axis in (0, 1)
     )
     by_row = sums.sum(0).permute(0, 1, 3, 2, 4).flatten(3, 4).flatten(1, 2)
-    # Matrix products add up in a fixed order; `index_add` does not, so multiply by one-hot rows.
+    # Matrix products add up in a fixed order; `index_add` does not, so multiply by one-hot matrices.
     entries = of_rows.mT @ (by_row @ of_cols)
     return entries.sum_to_size(table.shape).to(table.dtype)
 
@@ -68,7 +68,7 @@ def by_entry(sums: Tensor, table: Tensor, grid: Grid, key_grid: Grid, tile: tupl
 def _entries_of_sums(
     grid: Grid, key_grid: Grid, axis: int, size: int, distance: int, bucketing: str, device: torch.device
 ) -> Tensor:
-    """Mark the table's entry along an axis for each row, or column, of a program's sums: (sums, 2k + 1) float32."""
+    """Mark the table's entry along an axis for each row, or column, offset of `sums`: (offsets, 2k + 1) float32."""
     blocks, key_blocks = (-(-tokens[axis] // size) for tokens in (grid, key_grid))
     of_blocks = size * torch.arange(1 - blocks, key_blocks, device=device)
     offsets = (of_blocks[:, None] + torch.arange(1 - size, size + 1, device=device)).flatten()

@@ -6,10 +6,10 @@ rectangles, and adds up the gradients of the logits over samples and rectangles 
 end it sums over the pairs of places that have the same offset. The order of all sums is fixed.
 
 For each pair of tokens the kernel computes two products that backward also computes (queries with keys, gradients with
-values), but it needs neither atomics nor sums within every tile. A tile has 2 ROWS - 1 row offsets, for which `sums`
-has 2 ROWS rows, and neighbouring distances are ROWS rows apart, so a row offset occurs at one or two distances; so does
-a column offset. For each part of the samples `sums` therefore holds at most 2 x 2 = 4 float32 numbers for each head and
-each offset of the grids, rounded up to whole rectangles.
+values), but it needs neither atomics nor sums within every tile. The pairs of a tile have 2 ROWS - 1 row offsets, for
+which `sums` has 2 ROWS rows, and neighbouring distances differ by ROWS rows of patches. So a row offset occurs at one
+or two distances, and so does a column offset. For each part of the samples `sums` therefore holds at most 2 x 2 = 4
+float32 numbers per offset and head, if the sides of the grids are rounded up to whole rectangles.
 """
 
 import triton
@@ -32,8 +32,8 @@ def joint_backward_table(
 
     The axes of tensors are as in `joint_backward_queries`; `first` is the index of a head's first entry in the table.
     `sums` is (splits, heads, distances of rows, distances of columns, 2 ROWS, 2 COLS) float32. The last of the 2 ROWS
-    rows and the last of the 2 COLS columns are zero, because no pair in a tile has these offsets. Prefix tokens are
-    left out.
+    row offsets and the last of the 2 COLS column offsets have zeros, because no pair in a tile has these offsets.
+    Prefix tokens are left out.
     """
     rows, key_rows = tl.cdiv(height, ROWS), tl.cdiv(key_height, ROWS)
     cols, key_cols = tl.cdiv(width, COLS), tl.cdiv(key_width, COLS)

@@ -75,7 +75,7 @@ def times(factor, vectors):
 def pair_bias(table, of_queries, of_keys, PRECISION: tl.constexpr):
     """Look up the bias of pairs: entry `of_keys` minus `of_queries` of the table, see `layout`.
 
-    Tokens that are neighbours in a row of the grid read neighbouring entries of the table, so the loads of a warp touch
+    Tokens that are neighbours in a row of patches read neighbouring entries of the table, so the loads of a warp touch
     few sectors of the cache.
     """
     pointers = (table - of_queries) + of_keys
