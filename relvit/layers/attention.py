@@ -250,9 +250,9 @@ class RelativeAttention(GridAttention, Attention):
         rope: module that rotates queries and keys, `RotaryEmbedding2d`; None: there is no rotation.
 
     Raises:
-        ValueError: an unknown backend, a number of heads that does not divide `dim`, or a `position` whose tables are
-            for another number or width of heads.
-        TypeError: a `position` that is not a module, such as a class.
+        ValueError: `backend` is unknown, `num_heads` does not divide `dim`, or the tables of `position` are for another
+            number or width of heads.
+        TypeError: `position` is not a module that maps a `Grid` to `RelativeTerms`, but a class, for example.
     """
 
     def __init__(
@@ -297,6 +297,7 @@ class RelativeAttention(GridAttention, Attention):
             key_grid: places of the tokens in `memory` and `x`; None: `grid`.
 
         Raises:
-            ValueError: `memory`, a mask or causality on a grid that is larger than the attribute `window`.
+            ValueError: the grid is larger than the attribute `window`, and `memory`, `attn_mask` or `is_causal` is
+                given.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

@@ -89,7 +89,7 @@ class MixerBlock(GridBlock):
             mixer, too.
 
     Raises:
-        TypeError: a `mixer` that cannot be called to make a mixer for each block, such as a module.
+        TypeError: `mixer` cannot be called to make a mixer for each block, because it is a module, for example.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class RelativeBlock(MixerBlock):
         **kwargs: see `MixerBlock`.
 
     Raises:
-        TypeError: a `position` or a `mixer` that cannot be called to make a new module for each block, such as a module
-            itself.
-        ValueError: `rope` or `prefix_bias` with a mixer other than `RelativeAttention`.
+        TypeError: `position` or `mixer` cannot be called to make a new module for each block, because it is a module
+            itself, for example.
+        ValueError: `rope` or `prefix_bias` is given, and the mixer is not a `RelativeAttention`.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
             leaves out the pixels behind the last whole patch, at the lower and the right edge.
 
     Raises:
-        TypeError, ValueError: in `forward`, an input that is not a batch of images, see `check_images`.
-        ValueError: in `forward`, sides that are not multiples of the patch without `dynamic_img_pad`.
+        TypeError, ValueError: in `forward`, the input is not a batch of images, see `check_images`.
+        ValueError: in `forward`, sides are not multiples of the patch, and `dynamic_img_pad` is False.
     """
 
     cropped_size: tuple[int, int] | None = None
@@ -108,7 +108,7 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
         patch_size: (height, width) of a patch.
 
     Raises:
-        RuntimeError: sides that are not multiples of the patch.
+        RuntimeError: sides of the images are not multiples of the patch.
     """
     batch, channels, height, width = x.shape
     rows, columns = patch_size
@@ -120,8 +120,8 @@ def check_images(images: Tensor, in_chans: int) -> None:
     """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
 
     Raises:
-        TypeError: images that are not a tensor, or a tensor of integers.
-        ValueError: images that do not have four dimensions, or have another number of channels.
+        TypeError: `images` is not a tensor, or is a tensor of integers.
+        ValueError: `images` does not have four dimensions, or has another number of channels.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")

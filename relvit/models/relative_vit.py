@@ -64,7 +64,8 @@ class RelVisionTransformer(GridVisionTransformer):
         ValueError: `position`, `rope`, `pos_embed` or `global_pool` is unknown, or a number is out of its range.
         ValueError: an argument is given that this class sets itself, that the position lacks, or that is for positions
             while the mixer has no attribute `position`.
-        ValueError: `backend` is given with a `mixer`, or `prefix_bias` without class token and registers.
+        ValueError: `backend` is given with a `mixer`, or `prefix_bias` is given, and there is neither a class token nor
+            a register.
         ValueError: in `forward`, a side of an image is not a multiple of the patch.
         TypeError: an argument is unknown, or `position` makes no modules.
     """

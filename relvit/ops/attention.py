@@ -115,9 +115,9 @@ def relative_attention(
 
     Raises:
         ValueError: a tensor has another shape, dtype or device than the query and the grids ask for.
-        ValueError: an unknown backend or one that cannot compute these inputs, `attn_mask` with `is_causal`, or an
-            option out of its range.
-        TypeError: an argument of another type, or a tensor of integers where floating-point numbers are needed.
+        ValueError: the backend is unknown or cannot compute these inputs, `attn_mask` is given with `is_causal`, or an
+            option is out of its range.
+        TypeError: an argument has another type, or is a tensor of integers where floating-point numbers are needed.
     """
     options = (attn_mask, is_causal, dropout_p, scale, position_query, position_key, trained_keys)
     return attend(AttentionInputs(query, key, value, terms, grid, key_grid, *options), backend)

@@ -59,9 +59,10 @@ def make_grid(
     Args: see `Grid`.
 
     Raises:
-        TypeError: a size that is not an integer, coordinates that are not integers, a `valid` that is not boolean.
-        ValueError: `height` or `width` is below 1, or `prefix` below 0; `coords` or `valid` has another shape than in
-            `Grid`; or coordinates are outside of the grid.
+        TypeError: `height`, `width` or `prefix` is not an integer, `coords` does not hold integers, or `valid` is not
+            boolean.
+        ValueError: `height` or `width` is below 1, or `prefix` is below 0; `coords` or `valid` has another shape than
+            in `Grid`; or coordinates are outside of the grid.
     """
     height, width, prefix = _checked_sizes(height, width, prefix)
     if coords is not None:

@@ -19,7 +19,8 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     queries, position keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
 
     Raises:
-        ValueError: a bias together with a padding mask per sample, because all samples share the tables of the bias.
+        ValueError: there is a bias, whose tables all samples share, and each sample has a padding mask of its own, and
+            with it a factor of its own.
     """
     if inputs.trained_keys is None:
         return inputs

@@ -55,7 +55,7 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
         preserve_rng_state: whether `function` uses random numbers.
 
     Raises:
-        RuntimeError: in backward, if one of the tensors was modified in place.
+        RuntimeError: in backward, one of the tensors has been modified in place.
     """
     if not torch.is_grad_enabled() or not may_recompute():
         return function(*args)
@@ -82,7 +82,7 @@ def recompute_saved(
         inputs: the arguments of `function`: tensors that memory holds anyway, or None.
 
     Raises:
-        RuntimeError: in backward, if one of `inputs`, or another saved tensor, was modified in place.
+        RuntimeError: in backward, one of `inputs`, or another saved tensor, has been modified in place.
     """
     if not torch.is_grad_enabled() or not is_eager():
         yield

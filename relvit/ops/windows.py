@@ -56,7 +56,7 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
         ValueError: the grid has prefix tokens or coordinates, or `x` or `valid` does not have one token for each patch
             of the grid.
         ValueError: `size` is below 1, or `shift` is below 0 or not less than `size`.
-        TypeError: sizes that are not integers, arguments in another order.
+        TypeError: `size` or `shift` does not hold integers, or the arguments have another order.
     """
     division = _divide(grid, size, shift)
     check_kind("x", x, Tensor, "a tensor")
@@ -112,7 +112,7 @@ def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor
     """Return whether a grid is larger than the window, (rows, columns), within which tokens attend; None: no window.
 
     Raises:
-        ValueError: a mask or causality, which attention in windows does not have.
+        ValueError: the grid is larger than the window, and `attn_mask` or `is_causal` is given.
     """
     if window is None or (grid.height <= window[0] and grid.width <= window[1]):
         return False

@@ -130,7 +130,7 @@ def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function refuse unknown keyword arguments with the nearest of its own names.
 
     Raises:
-        TypeError: when the returned function is called with an unknown argument.
+        TypeError: the returned function is called with an unknown argument.
     """
     allowed = list(inspect.signature(function).parameters)
 

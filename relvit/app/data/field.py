@@ -27,7 +27,7 @@ class FieldCrop(v2.Transform):
         mean: Mean of each channel, in units of the range 0..1.
 
     Raises:
-        ValueError: Unknown fill.
+        ValueError: `fill` is unknown.
     """
 
     def __init__(self, size: tuple[int, int], fill: Fill, mean: Sequence[float]) -> None:

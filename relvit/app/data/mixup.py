@@ -44,7 +44,8 @@ class BatchMix(nn.Module):
         label_smoothing: Share of each label that is spread evenly over all classes.
 
     Raises:
-        ValueError: An argument out of its range; when called, images or labels of other shapes than described above.
+        ValueError: An argument is out of its range; or, in a call, images or labels have other shapes than described in
+            `forward`.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def embed_folder(
             progress bar.
 
     Raises:
-        FileNotFoundError: no such folder.
+        FileNotFoundError: there is no such folder.
         ValueError: there are no images below the folder.
     """
     root = os.fspath(root)

@@ -211,8 +211,8 @@ class Predictor:
             unreadable images are left out.
 
         Raises:
-            UnreadableImageError: a ValueError: an image that cannot be read, with 'error'.
-            TypeError, ValueError: something that is not an image, or a folder without images.
+            UnreadableImageError: a ValueError: an image cannot be read, and `on_error` is 'error'.
+            TypeError, ValueError: `images` holds something that is not an image, or is a folder without images.
         """
         if top is not None and top < 1:
             raise ValueError(f"top is {top}; give the number of classes, 1 or more")
@@ -263,8 +263,8 @@ class Predictor:
             of patches; number of tokens before the patches.
 
         Raises:
-            UnreadableImageError, ValueError: an image that cannot be read, or a number that no block has.
-            TypeError: something that is not an image, or several; a model without attention.
+            UnreadableImageError, ValueError: the image cannot be read, or no block has one of the numbers in `layers`.
+            TypeError: `image` is not an image, or holds several images; or the model has no attention.
         """
         items, form = _several(image)
         if form != "one":

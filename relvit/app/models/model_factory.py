@@ -59,8 +59,8 @@ def build_model(
             retrofit.
 
     Raises:
-        ValueError: an unknown model or argument (the message has the nearest name); a model that cannot be retrofitted,
-            is larger than the memory, or cannot be built with these arguments.
+        ValueError: the model or an argument is unknown (the message has the nearest name); or the model cannot be
+            retrofitted, is larger than the memory, or cannot be built with these arguments.
     """
     kwargs = dict(model_kwargs or {})
     for key in retrofit or {}:
@@ -128,7 +128,7 @@ def described_model(
         `name`, `model_kwargs` and `retrofit` of `build_model`.
 
     Raises:
-        ValueError: an unknown or missing model name, or an argument that chooses which weights are loaded.
+        ValueError: the name of the model is unknown or missing, or an argument chooses which weights are loaded.
     """
     check_description(architecture, arguments, source)
     kwargs = {key: value for key, value in arguments.items() if key not in DATA_ARGUMENTS}
@@ -150,7 +150,7 @@ def check_description(name: str, arguments: Mapping[str, Any], source: str = "mo
         source: where the arguments come from, for the message.
 
     Raises:
-        ValueError: an unknown model, or an argument of timm's builder.
+        ValueError: the model is unknown, or `arguments` holds an argument of timm's builder.
     """
     if chosen := sorted(BUILDER_ARGUMENTS & arguments.keys()):
         raise ValueError(
@@ -174,7 +174,8 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
             even on the meta device.
 
     Raises:
-        ValueError: a number beyond a million, more than a thousand layers in all, or too many bytes of parameters.
+        ValueError: a number is above a million, the layers are more than a thousand in all, or the parameters take more
+            bytes than there is memory.
     """
     layers = 0.0
     for name, number in _numbers("", arguments):
@@ -227,7 +228,7 @@ def model_arguments(name: str) -> set[str]:
         (True, False)
 
     Raises:
-        ValueError: an unknown model.
+        ValueError: the model is unknown.
     """
     architecture = str(name).split(".", 1)[0]
     if not timm.is_model(architecture):

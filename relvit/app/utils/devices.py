@@ -45,7 +45,7 @@ def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
     systems it is the memory of free pages, if the system reports them.
 
     Args:
-        root: The folder that contains the folders proc and sys.
+        root: The folder whose subfolders proc and sys are read; only tests need another one than '/'.
     """
     root = Path(root)
     left = [*_of_machine(root), *_of_groups(root)]
@@ -80,8 +80,8 @@ def _of_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             try:
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                # Without a limit, the file holds a number that no machine reaches, or 'max', for which `int` raises
-                # ValueError: then this folder sets no limit.
+                # If a group has no limit, the file `limit` holds, in version 1, a number above the memory of every
+                # machine, which does not lower the result, and in version 2 'max', for which `int` raises ValueError.
                 allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
                 yield allowed - used + int(counts.get(reclaimable, 0))
             except (OSError, ValueError):

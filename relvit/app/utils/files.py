@@ -262,7 +262,8 @@ def absolute(path: str) -> str:
     # no longer recognise the address.
     if is_address(path):
         return path
-    # In a path without `..`, `abspath` only removes `.` and doubled slashes, so the path still names the same file.
+    # If a path has no `..`, `abspath` only puts the current folder before a relative path, and removes `.` and surplus
+    # slashes, so the path still names the same file.
     if os.pardir not in path.split(os.sep):
         return os.path.abspath(path)
     whole = Path(path).absolute()
@@ -305,8 +306,8 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
         replaces: whether the file may exist.
 
     Raises:
-        ValueError: a folder, a suffix that is not in `formats`, a remote address, or, without `replaces`, an existing
-            file.
+        ValueError: `output` is a folder or a remote address, or has a suffix that is not in `formats`; or it exists,
+            and `replaces` is False.
         NotADirectoryError: a part of the path is a file.
     """
     if is_address(output):

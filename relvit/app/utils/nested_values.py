@@ -20,7 +20,7 @@ def check_bounds(value: Any, source: str) -> None:
         source: the file, for the message.
 
     Raises:
-        ValueError: more than `DEEPEST` levels or `MOST_VALUES` values.
+        ValueError: `value` has more than `DEEPEST` levels, or holds more than `MOST_VALUES` values.
     """
     waiting, count = [(value, 0)], 1
     while waiting:

@@ -27,9 +27,9 @@ class LSHVisionTransformer(RelVisionTransformer):
         **kwargs: see `RelVisionTransformer`; the arguments in `fixed` are refused.
 
     Raises:
-        ValueError: as in `RelVisionTransformer`; also if there are relative terms other than a bias, and in `forward`
-            if an `attn_mask` is given.
-        TypeError: as in `RelVisionTransformer`.
+        ValueError: see `RelVisionTransformer`; or there are relative terms other than a bias; or, in `forward`, an
+            `attn_mask` is given.
+        TypeError: see `RelVisionTransformer`.
     """
 
     fixed: ClassVar[dict[str, str]] = {

@@ -67,8 +67,8 @@ def lsh_attention(
 
     Raises:
         ValueError: a tensor has another shape than above, or `value` has another dtype than `query_key`.
-        ValueError: `terms` has others than `bias`, `chunk_size` is below 1, or a device's kernels cannot index such
-            large tensors.
+        ValueError: `terms` has other terms than `bias`, `chunk_size` is below 1, or a device's kernels cannot index
+            such large tensors.
         TypeError: `grid` is not a `Grid`, `terms` are not `RelativeTerms`, or another argument is not a tensor of
             floating-point numbers.
     """
@@ -215,7 +215,7 @@ def lsh_rotations(
     Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2, after Andoni et al. 2015 (arXiv 1509.02897).
 
     Raises:
-        ValueError: `rounds` below 1, or a number of buckets that is neither 1 nor even.
+        ValueError: `rounds` is below 1, or `buckets` is neither 1 nor a positive even number.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")

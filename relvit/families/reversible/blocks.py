@@ -59,7 +59,7 @@ def reversible_blocks(
         under autocast in float32 at least, otherwise in the dtype of `x`.
 
     Raises:
-        RuntimeError: in backward, if second derivatives are requested, or if a block's parameters were replaced since
+        RuntimeError: in backward, second derivatives are requested, or a block's parameters have been replaced since
             forward.
     """
     inner = None

@@ -116,10 +116,10 @@ class UniversalVisionTransformer(RelVisionTransformer):
             the same outputs. The attribute may be set at any time.
 
     Raises:
-        ValueError: As in `RelVisionTransformer`; or the width is not a multiple of 4, or `drop_path_rate` is not in 0
+        ValueError: See `RelVisionTransformer`; or the width is not a multiple of 4, or `drop_path_rate` is not in 0
             <= x <= 1.
-        ValueError: `halting` is unknown; `halting` is 'act' and `depth` below 2; or `halting_epsilon` or `halting_bias`
-            is given without `halting`.
+        ValueError: `halting` is unknown; `halting` is 'act' and `depth` is below 2; or `halting_epsilon` or
+            `halting_bias` is given without `halting`.
     """
 
     depth_plan: Depth = RepeatedDepth()

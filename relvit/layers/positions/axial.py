@@ -44,9 +44,9 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
         init_std: standard deviation of the truncated normal that initialises the tables; 0: zeros.
 
     Raises:
-        ValueError: an unknown `combine`, sizes out of range, `widths` that do not add up to `dim`, `widths` with 'sum',
-            a negative standard deviation.
-        TypeError: sizes that are not integers.
+        ValueError: `combine` is unknown, a number in `grid_size` or `widths` is below 1, `widths` do not add up to
+            `dim` or are given with 'sum', or `init_std` is negative.
+        TypeError: `grid_size` or `widths` does not hold integers.
     """
 
     rows: nn.Parameter

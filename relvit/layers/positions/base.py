@@ -49,7 +49,7 @@ class Position(KeepConstants):
             the ratio of their size to this size, see `relvit.models.set_reach`. None: offsets count patches.
 
     Raises:
-        ValueError: a negative standard deviation.
+        ValueError: in `init_weights`, `init_std` is negative.
     """
 
     needs_tokens: ClassVar[bool] = False
@@ -76,7 +76,7 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
     """Fill tables from a normal distribution of standard deviation `std`, truncated at ±2; with zeros if `std` is 0.
 
     Raises:
-        ValueError: a negative standard deviation.
+        ValueError: `std` is negative.
     """
     if std < 0:
         raise ValueError(f"init_std must not be negative, got {std}")
@@ -115,7 +115,7 @@ def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
         trained_grid: see `Position`.
 
     Raises:
-        ValueError: a padded batch: its images differ in size, so no single table serves all images.
+        ValueError: the grid is of a padded batch: its images differ in size, so no single table serves all images.
     """
     if trained_grid is None:
         return False

@@ -30,7 +30,7 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             `init_std` or is a class of the user.
 
     Raises:
-        ValueError: an unknown name, an argument that the position lacks, or a negative standard deviation.
+        ValueError: the name is unknown, the position lacks one of the arguments, or `init_std` is negative.
     """
     named = isinstance(position, str)
     if named:

@@ -44,8 +44,8 @@ class ContinuousPosition2d(Position):
         init_std: see `Position`; with 'swin', 0 makes the bias 8 for all pairs of patches.
 
     Raises:
-        ValueError: an unknown mode, a window below 2, a standard deviation out of range.
-        TypeError: a window that is not made of integers.
+        ValueError: `mode` is unknown, a side of `window` is below 2, or `init_std` is negative.
+        TypeError: `window` does not hold integers.
     """
 
     stretchable = True

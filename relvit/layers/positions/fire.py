@@ -38,7 +38,8 @@ class FirePosition2d(Position):
         trained_grid: see `Position`; its rows and columns take the place of `size` in u.
 
     Raises:
-        ValueError: a standard deviation out of range; in `forward` a padded batch, whose images differ in size.
+        ValueError: `init_std` is negative; or, in `forward`, the grid is of a padded batch, whose images differ in
+            size.
     """
 
     # Offsets are divided by a function of the image's size, so the terms depend on more than offsets.

@@ -54,8 +54,8 @@ class LookHerePosition2d(Position):
         layer: number of the layer, from 0 on, and number of all layers.
 
     Raises:
-        ValueError: fewer than 4 heads (12 with a view of 45 degrees), an unknown view, or a layer that is not (index,
-            depth) with 0 <= index < depth.
+        ValueError: `num_heads` is below 4 (below 12 with a view of 45 degrees), `view` is unknown, or `layer` is not
+            (index, depth) with 0 <= index < depth.
     """
 
     def __init__(

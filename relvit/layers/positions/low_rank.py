@@ -37,9 +37,9 @@ class LowRankPosition2d(Position):
         init_std: see `Position`; only for the query's factors, since the key's factors have a standard deviation of 1.
 
     Raises:
-        ValueError: a rank or size below 1, a negative standard deviation; in `terms` a padded batch of images that
-            differ in size, with more rows or columns than the factors.
-        TypeError: a size that is not made of integers.
+        ValueError: `rank` or a side of `grid_size` is below 1, or `init_std` is negative; in `terms`, a padded batch of
+            images that differ in size has more rows or columns than the factors.
+        TypeError: `grid_size` does not hold integers.
     """
 
     needs_extent = True
@@ -119,7 +119,7 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         factors of this rank have a smaller error (Eckart & Young 1936).
 
     Raises:
-        ValueError: a bias of another shape, or a rank below 1.
+        ValueError: `bias` has another shape, or `rank` is below 1.
     """
     check_shape("bias", bias, ("heads", "Nq", "Nk"))
     _check_rank(rank)

@@ -40,7 +40,7 @@ class ParabolicPosition2d(Position):
         coefficients: one linear layer with the rows of W_a and W_b, named `ab` in the authors' code.
 
     Raises:
-        ValueError: no parabola, a negative standard deviation.
+        ValueError: `parabolas` is below 1, or `init_std` is negative.
     """
 
     needs_tokens = True

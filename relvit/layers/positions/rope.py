@@ -55,7 +55,7 @@ class RotaryEmbedding2d(KeepConstants):
             float32, or in float64 after `double()`; half precision leaves it in float32.
 
     Raises:
-        ValueError: an unknown kind, a head width that is not a multiple of 4, a temperature that is not positive.
+        ValueError: `kind` is unknown, `head_dim` is not a multiple of 4, or `temperature` is not positive.
     """
 
     frequencies: nn.Parameter

@@ -37,8 +37,8 @@ class SlopePosition2d(Position):
         distance: 'manhattan' or 'euclidean'.
 
     Raises:
-        ValueError: a number of heads or a clip distance out of range, an unknown distance.
-        TypeError: a clip distance that is not an integer.
+        ValueError: `num_heads` is below 1, `max_distance` is negative, or `distance` is unknown.
+        TypeError: `max_distance` does not hold integers.
     """
 
     stretchable = True

@@ -44,9 +44,9 @@ class RelativePosition2d(Position):
         init_std: see `Position`.
 
     Raises:
-        ValueError: unknown or repeated letters, an unknown layout or bucketing, a negative clip distance or standard
-            deviation.
-        TypeError: a clip distance that is not an integer, `shared_heads` that is not a bool.
+        ValueError: `rel_terms` has an unknown letter or the same letter twice, `layout` or `bucketing` is unknown, or
+            `max_distance` or `init_std` is negative.
+        TypeError: `max_distance` does not hold integers, `shared_heads` is not a bool, or `rel_terms` is not a string.
     """
 
     stretchable = True

@@ -86,8 +86,8 @@ def retrofit(
         TypeError: `model` is not a module, `position` makes no modules, or an argument is unknown.
         ValueError: the model, or a module in it, which the message names, is of a class that cannot be retrofitted.
         ValueError: `position` or an argument of tables is given for a model that keeps its own relative positions.
-        ValueError: `abs_pos` is given for a model without absolute embedding, or `max_grid` for another model than
-            NaFlexVit.
+        ValueError: `abs_pos` is given for a model without absolute embedding, or `max_grid` is given for another model
+            than NaFlexVit.
         ValueError: a name is unknown, or a number is out of its range. After any of these errors the model is as
             before.
     """

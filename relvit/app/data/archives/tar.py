@@ -69,7 +69,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
             these inner archives are not opened.
 
     Raises:
-        FileNotFoundError: No such file.
+        FileNotFoundError: There is no such file.
         ValueError: The file is compressed, truncated, damaged, not a tar archive, or has data after the end of the
             archive.
     """

@@ -142,7 +142,8 @@ def expand_braces(pattern: str, most: int = MOST_ARCHIVES) -> list[str]:
     """Expand a pattern as a shell does: ``{000..127}``, with or without leading zeros, and ``{a,b}``.
 
     Raises:
-        ValueError: Braces within braces, a brace without its partner, or more than `most` names.
+        ValueError: The pattern has braces within braces, has a brace without its partner, or stands for more than
+            `most` names.
     """
     before, opening, rest = pattern.partition("{")
     inside, closing, after = rest.partition("}")

@@ -85,7 +85,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A folder or a pattern without images, a list of images, or a model.
+        ValueError: There are no images below a folder, no image matches a pattern, or a path is the file of a list or
+            of a model.
     """
     found: dict[str, None] = {}
     for path in map(os.path.expanduser, paths):
@@ -152,7 +153,7 @@ def folders_of_classes(folder: str) -> list[str]:
     """Sorted paths of the folders, `folder` included, that contain class folders: folders with images right inside.
 
     Raises:
-        ValueError: A folder with neither folders nor images.
+        ValueError: There are neither folders nor images in a folder.
     """
     inside = [os.path.join(folder, name) for name in class_folders(folder)]
     if any(map(has_images, inside)):

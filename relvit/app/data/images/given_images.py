@@ -52,9 +52,9 @@ def to_pil(image: ImageInput) -> Image.Image:
             tensor (3, H, W) or (1, H, W), uint8, or floating point in 0..1, which is rounded to 8 bits.
 
     Raises:
-        UnreadableImageError: a ValueError: a file or a PIL image that cannot be read.
-        TypeError: an object of another type, or a dtype that images cannot have.
-        ValueError: another shape, or floating-point values outside 0..1.
+        UnreadableImageError: a ValueError: a file or a PIL image cannot be read.
+        TypeError: `image` has another type, or a dtype that images cannot have.
+        ValueError: an array or tensor has another shape, or a tensor has floating-point values outside 0..1.
     """
     if isinstance(image, str | os.PathLike):
         return load_rgb(image)

@@ -36,8 +36,9 @@ class SignalSafeDataLoader(DataLoader[Any]):
             # Start the fork server first: it outlives the loader and has other children, so it must not inherit blocked
             # signals.
             forkserver.ensure_running()
-        # Workers inherit the set of blocked signals. So block the stop signals until all workers have started: a worker
-        # unblocks the signals only after it has begun to ignore them, and this process receives them afterwards.
+        # A stop signal must not end a worker before the worker has begun to ignore such signals. So block these signals
+        # until all workers have started. Workers inherit the block, and end it only when they ignore the signals. This
+        # process receives the signals when its own block ends.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
         # wait for threads that exist only in this process. So workers start without garbage collection, and

@@ -45,7 +45,7 @@ class SizePlan:
         epochs: Epochs of the training; only 'progressive' needs it.
 
     Raises:
-        ValueError: 'progressive' without a number of epochs.
+        ValueError: `schedule` is 'progressive', and `epochs` is None or below 1.
     """
 
     def __init__(

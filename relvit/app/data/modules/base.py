@@ -96,12 +96,13 @@ class ImageData(RecordedArguments, ABC):
         native: Whether each image keeps its own height-to-width ratio and is given to the model as a sequence of
             patches, see :mod:`relvit.app.data.shape`; `crop_pct` then has no effect.
         max_tokens: With `native`, the largest number of patches of an image. `max_tokens` replaces `img_size`, which
-            becomes the size of the largest n x n patches with n * n <= `max_tokens`. None: the number of patches of
-            `img_size`.
+            becomes the size of the largest grid of n x n patches with n * n <= `max_tokens`. None: the number of
+            patches of `img_size`.
         patch_size: With `native`, the size of the model's patches, one number or (height, width).
 
     Raises:
-        ValueError: An argument out of its range or without effect, fewer than two classes, or a class named twice.
+        ValueError: An argument is out of its range or would have no effect, there are fewer than two classes, or a
+            class is named twice.
     """
 
     # This is the mean and the standard deviation of each channel of the data, used if `mean` or `std` is None. None:

@@ -54,7 +54,8 @@ class CIFARData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or class names that are not CIFAR's; later, missing or damaged files.
+        ValueError: An argument is out of its range, or `class_names` are not CIFAR's; or, when the images are first
+            used, a file is missing or damaged.
     """
 
     dataset_class: ClassVar[type[CIFAR10]]

@@ -46,9 +46,9 @@ class DatasetData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument is out of its range, or there are no class names; later, a label is not a class, or an
-            image cannot be converted.
-        TypeError: Later, an item that is not a pair of image and label.
+        ValueError: An argument is out of its range, or there are no class names; or, when an image is loaded, its label
+            is not a class or the image cannot be converted.
+        TypeError: An item of a dataset is not a pair of image and label, which shows when it is loaded.
     """
 
     # `--data` does not offer this class, because the command line cannot pass dataset objects.

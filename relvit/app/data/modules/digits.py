@@ -47,7 +47,7 @@ class DigitsData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, or class names that are not '0' to '9'.
+        ValueError: An argument is out of its range, or `class_names` are not '0' to '9'.
     """
 
     # These are the mean and the standard deviation of the 1,257 training images.

@@ -46,8 +46,8 @@ class ImageFilesData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range, fewer than two classes, or a class named twice; later, a file that is
-            missing or damaged, or images too large for the cache.
+        ValueError: An argument is out of its range, there are fewer than two classes, or a class is named twice; or,
+            when the images are used, a file is missing or damaged, or the images are too large for the cache.
     """
 
     def __init__(

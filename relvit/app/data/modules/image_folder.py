@@ -44,7 +44,8 @@ class ImageFolderData(ImageFilesData):
 
     Raises:
         FileNotFoundError: root is missing, or there is no train folder and class_names is None.
-        ValueError: An argument out of its range, fewer than two classes, or images outside class folders.
+        ValueError: An argument is out of its range, there are fewer than two classes, or images are outside class
+            folders.
     """
 
     def __init__(self, root: str, class_names: list[str] | None = None, **options: Any) -> None:

@@ -58,9 +58,9 @@ class ImageListData(ImageFilesData):
         FileNotFoundError: A list, or root, is missing.
         ValueError: An argument is out of its range, both train and class_names are missing, or there are fewer than two
             classes.
-        ValueError: A row of train, or of another list when the list is first used, is wrong: see `read_list`; or its
-            label is not a class.
-        ModuleNotFoundError: A Parquet file without pyarrow.
+        ValueError: A row is wrong (see `read_list`), or its label is not a class. Lists are read when they are first
+            used; train is read at once if `class_names` is None.
+        ModuleNotFoundError: A list is a Parquet file, and pyarrow is not installed.
     """
 
     train: str | None
@@ -215,13 +215,13 @@ def read_list(
         root: The folder that relative paths start from; None: the folder of the list.
 
     Raises:
-        FileNotFoundError: No such file.
+        FileNotFoundError: There is no such file.
         ValueError: `file` has another ending than these three, is in UTF-16 or UTF-32, or breaks the rules of CSV.
         ValueError: A column `path` or `label` is missing (`label` only if labels are read), or occurs twice.
         ValueError: There are no rows; or a row has no path, no label that is needed, or more cells than there are
             columns.
         ValueError: Two rows are for the same image, even if its path is written differently.
-        ModuleNotFoundError: A Parquet file, and pyarrow is not installed.
+        ModuleNotFoundError: `file` is a Parquet file, and pyarrow is not installed.
     """
     if not os.path.isfile(file):
         found = f"{file} is a folder" if os.path.isdir(file) else f"no list at {file}"

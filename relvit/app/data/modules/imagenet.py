@@ -36,7 +36,8 @@ class ImageNetData(ImageFolderData):
 
     Raises:
         FileNotFoundError: root is missing, or has neither train nor val and wnids is None.
-        ValueError: An argument out of its range, fewer than two classes, or a class folder that is not a WordNet id.
+        ValueError: An argument is out of its range, there are fewer than two classes, or the name of a class folder is
+            not a WordNet id.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ class ImagePathsData(ImageData):
             :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument out of its range; later, a folder or pattern without images.
+        ValueError: An argument is out of its range; or, when the images are first used, a folder or a pattern has no
+            images, see `find_images`.
     """
 
     # `relvit predict` builds this data module from paths. The module has no images to train on, so `--data` does not

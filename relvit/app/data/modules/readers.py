@@ -58,9 +58,9 @@ class ReaderData(ImageFilesData):
             two classes.
         ValueError: `name` of shards and `root` are two folders, or `input_key` or `target_key` is given for tar
             archives.
-        ValueError: A file is broken; or a label of train, or of another split when the split is first used, is not a
-            class.
-        ModuleNotFoundError: ``hfds`` without the package datasets.
+        ValueError: A file is broken, or a label is not a class. Splits are read when they are first used; train is read
+            at once if `class_names` is None.
+        ModuleNotFoundError: `name` begins with ``hfds/``, and the package datasets is not installed.
     """
 
     name: str

@@ -37,7 +37,8 @@ class RobustnessData(ImagePathsData):
 
     Raises:
         FileNotFoundError: There is no folder at `root`, or no file at `class_map`.
-        ValueError: An argument out of its range; later, a folder that is not a class of the model, or has no images.
+        ValueError: An argument is out of its range; or, when the images are first used, a folder is not a class of the
+            model, or has no images.
     """
 
     def __init__(

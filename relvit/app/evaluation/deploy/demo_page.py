@@ -90,7 +90,7 @@ class Viewer:
                 `relvit.app.evaluation.pictures.draw`.
 
         Raises:
-            ValueError: an image that cannot be read or is too large, a size that the model or the page does not take.
+            ValueError: the image cannot be read or is too large, or the model or the page does not take `size`.
         """
         try:
             image = load_rgb(path, self.max_pixels, MAX_SECONDS)
@@ -131,7 +131,7 @@ class Viewer:
         both sides are rounded to whole patches.
 
         Raises:
-            ValueError: another text, or more patches than the page takes.
+            ValueError: `size` is another text, or stands for more patches than the page takes.
         """
         match = re.fullmatch(r"(\d{1,5})(?:\s*[x×, ]\s*(\d{1,5}))?", size.strip())
         if match is None:

@@ -62,8 +62,8 @@ def publish_model(
 
     Raises:
         FileNotFoundError, ValueError: the file at `ckpt_path` or `curve` is missing or cannot be read.
-        ValueError: `to` is a name that no repository of the hub can have, a file, or a remote address other than the
-            hub.
+        ValueError: `to` is a name that no repository of the hub can have, the path of a file, or a remote address other
+            than the hub.
         ValueError: the folder `to` contains files but no published model, or is the current folder or a mount point.
         PublishError: timm does not build the same model from the files; nothing is published.
     """

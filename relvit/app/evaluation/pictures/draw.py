@@ -138,8 +138,8 @@ def draw(
 
     Raises:
         NotApplicableError: a ValueError: there is no picture of this kind for the model.
-        ValueError: an unknown kind, a patch, layer or head that does not exist, a model in training mode.
-        MissingPackageError: 'cam' without the package `grad-cam`.
+        ValueError: `kind` is unknown, `patch`, `layer` or `head` does not exist, or the model is in training mode.
+        MissingPackageError: `kind` is 'cam', and the package `grad-cam` is not installed.
     """
     check_choice("kind", kind, KINDS)
     if head is not None and kind not in OF_HEADS:

@@ -27,9 +27,10 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
         float32 (height, width) in 0..1, on the CPU: the highest number is 1, or all are 0.
 
     Raises:
-        MissingPackageError: without the package `grad-cam`.
-        NotApplicableError: a block runs several times or on parts of the image, or its patches get no gradient.
-        ValueError: a model in training mode, a layer that the model does not have.
+        MissingPackageError: the package `grad-cam` is not installed.
+        NotApplicableError: the model has no blocks with `norm1`, a block runs several times or on parts of the image,
+            or its patches get no gradient.
+        ValueError: the model is in training mode, or does not have this `layer`.
     """
     try:
         from pytorch_grad_cam import GradCAM

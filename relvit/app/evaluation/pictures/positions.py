@@ -37,7 +37,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
         vector of each pair.
 
     Raises:
-        NotApplicableError: a model without such tables.
+        NotApplicableError: the model has no such tables.
     """
     found, kinds = {}, set()
     grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
@@ -94,8 +94,9 @@ def effective_kernels(model: nn.Module, image: Tensor, patch: Sequence[int] | No
         in the middle. If a block runs several times, its kernel is the kernel of the last run.
 
     Raises:
-        NotApplicableError: a model without relative positions, or with attention in windows or bands.
-        ValueError: a model in training mode, a patch outside the grid.
+        NotApplicableError: the model has no relative positions, has positions that differ between queries, or attends
+            within windows or bands.
+        ValueError: the model is in training mode, or `patch` is outside the grid.
     """
     if all(getattr(layer, "position", None) is None for layer in _mixers(model).values()):
         raise NotApplicableError(
@@ -167,7 +168,8 @@ def logit_parts(model: nn.Module, image: Tensor, patch: Sequence[int], layer: in
         wider; keys are in the order of `relvit.models.AttentionMaps`. The sum of the parts is the logits.
 
     Raises:
-        NotApplicableError, ValueError: as `effective_kernels`; a layer that the model does not have.
+        NotApplicableError, ValueError: see `effective_kernels`; a ValueError is also raised if the model does not have
+            this `layer`.
     """
     inputs = _logit_inputs(model, image)
     given = inputs[chosen_layer(list(inputs), layer)]
@@ -203,7 +205,7 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
 
     Args:
         model: a model of `relvit_aft_*`.
-        img_size: (height, width) of the images in pixels; AFT-conv has one window for all sizes.
+        img_size: (height, width) of the images in pixels; the windows of AFT-conv do not depend on it.
         patch: row and column of a query, for AFT-full and AFT-local, which have a bias for each pair of places; None:
             for each offset the mean over all pairs of patches.
 
@@ -212,8 +214,8 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
         and AFT-local.
 
     Raises:
-        NotApplicableError: a model without such biases.
-        ValueError: a patch outside the grid.
+        NotApplicableError: the model has no such biases.
+        ValueError: `patch` is outside the grid.
     """
     grid = Grid(*patch_grid(model, img_size), model.num_prefix_tokens)
     index = None if patch is None else patch_index(patch, grid)

@@ -80,8 +80,8 @@ def probe_models(
         ValueError: `pretrained` is true, and there are no pretrained weights of a model; or `data` is None, and the
             first model is not a checkpoint.
         ValueError: a share is not in 0 < x <= 1, or `k` is below 1.
-        ValueError: the data have no images of the split, or several labels per image; or a checkpoint takes another
-            number of channels than the images have.
+        ValueError: the data have no images of the split, or have several labels per image; or a checkpoint takes
+            another number of channels than the images have.
     """
     check_ranges(probe_models, locals())
     if data is None:

@@ -28,7 +28,7 @@ def upgrade(content: dict[str, Any], path: str) -> None:
         path: The file, for messages.
 
     Raises:
-        ValueError: The description names no format, or the format of a newer relvit.
+        ValueError: The description names no format, or names the format of a newer relvit.
     """
     description = content[KEY]
     found = description.get("format") if isinstance(description, dict) else None

@@ -41,8 +41,8 @@ def make_optimizer(
 
     Raises:
         ValueError: `opt` is unknown, needs second derivatives, or needs a package that is missing.
-        ValueError: `opt_kwargs` has an argument that the optimiser lacks, or that is an option of its own; or
-            `layer_decay` is not in 0 < x <= 1.
+        ValueError: `opt_kwargs` has an argument that the optimiser lacks, or has `lr` or `weight_decay`, which are
+            separate options; or `layer_decay` is not in 0 < x <= 1.
         ValueError: `position_lr_scale` is not 1, and the model has no relative positions with trainable parameters.
     """
     check_optimizer(opt, layer_decay, opt_kwargs)
