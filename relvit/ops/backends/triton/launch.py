@@ -61,7 +61,7 @@ BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
 def tile_shape(keys: int, height: int, width: int) -> tuple[int, int]:
-    """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover it."""
+    """Divide a tile of keys into rows and columns of the grid such that the fewest tiles cover the grid."""
     # Among sizes that need equally many tiles, `min` takes the first one in this list.
     columns = [size for size in (16, 8, 32, 64, 4, 2, 1) if size <= keys]
     cols = min(columns, key=lambda size: -(-height // (keys // size)) * -(-width // size))
@@ -244,8 +244,9 @@ class Launch(NamedTuple):
         operands, (_, height, width) = self.operands, self.grid
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
-        # Indices, bounds and logits have a row for each query; workspaces have a row for each query of a block in each
-        # Triton program. So no offset within them exceeds the larger number of rows times the longest row.
+        # Indices, bounds and logits hold at most `columns` numbers for each query, workspaces for each query of a block
+        # in each Triton program. So no offset within these tensors exceeds `columns` times the larger of both numbers
+        # of queries.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)

@@ -1,4 +1,4 @@
-"""Join row and column tables into one for the Triton kernels, with the index of its entries."""
+"""Join the tables for rows and for columns into one for the Triton kernels, with the index of its entries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     grid_and_axes = (inputs.grid, clip_distances(given[0]), bucketing, grid_axes(inputs.key_grid))
     reach, index, bounds = _find(*grid_and_axes, inputs.query.device)
     if bias is not None:
-        # The kernels multiply all logits by the scale, so divide the bias by it.
+        # The kernels multiply all logits, the bias included, by the scale, so divide the bias by the scale.
         bias = join_tables(bias, reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
     if key is not None:
         key = join_tables(key, reach, key.rows.dtype).expand(heads, -1, -1)

@@ -4,8 +4,8 @@
 is multiplied by the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products is
 that of each row and each column of the key grid.
 
-The index never decreases from one row or column to the next, so the rows or columns of one entry are a range, and the
-sum over this range is a difference of two running sums. So no sum needs atomics.
+The index never decreases from one row or column of the key grid to the next, so the rows or columns of one entry are a
+range, and the sum over this range is a difference of two running sums. So no sum needs atomics.
 """
 
 import triton
