@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         else:
-            check_divisible(x, self.patch_size, self.cropped_size)
+            check_divisible(x.shape[-2:], self.patch_size, self.cropped_size)
             if is_exporting() and self.cropped_size is None:
                 x = whole_patches(x, self.patch_size)
         x = self.proj(x)
@@ -136,20 +137,21 @@ def check_images(images: Tensor, in_chans: int) -> None:
 
 
 def check_divisible(
-    x: Tensor,
+    size: Sequence[int],
     patch_size: tuple[int, int],
     cropped_size: tuple[int, int] | None = None,
     advice: str = "a model made with dynamic_img_pad=True pads with zeros",
 ) -> None:
-    """Raise a ValueError if images (B, C, H, W) do not divide into patches and do not have the `cropped_size`.
+    """Raise a ValueError if images of this height and width do not divide into patches, and are not `cropped_size`.
 
     Examples:
-        >>> check_divisible(torch.empty(1, 3, 64, 96), (16, 16))
+        >>> check_divisible((64, 96), (16, 16))
     """
-    if cropped_size is not None and x.shape[-2] == cropped_size[0] and x.shape[-1] == cropped_size[1]:
+    height, width = size
+    if cropped_size is not None and height == cropped_size[0] and width == cropped_size[1]:
         return
-    for name, size, patch in zip(("height", "width"), x.shape[-2:], patch_size, strict=True):
-        if size % patch != 0:
-            below = size - size % patch
+    for name, side, patch in zip(("height", "width"), (height, width), patch_size, strict=True):
+        if side % patch != 0:
+            below = side - side % patch
             near = f"{below} or {below + patch}" if below else f"{patch}"
-            raise ValueError(f"image {name} {size} is not a multiple of the patch size {patch}: use {near} ({advice})")
+            raise ValueError(f"image {name} {side} is not a multiple of the patch size {patch}: use {near} ({advice})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import torch
 from timm.layers import PatchDropoutWithIndices
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
@@ -269,7 +268,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             )
         embed = self.patch_embed
         if isinstance(embed, AnySizePatchEmbed) and not embed.dynamic_img_pad:
-            check_divisible(torch.empty(1, 1, *embed.img_size, device="meta"), embed.patch_size)
+            check_divisible(embed.img_size, embed.patch_size)
         self.depth_plan: Depth = self.depth_for({"reversible": reversible})
         for block in self.blocks:
             check_chunk(mlp_chunk, block.mlp)

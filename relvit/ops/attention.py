@@ -155,7 +155,7 @@ def attend_projected(
 
     Returns:
         (B, N, heads head_dim); None where `attend` has to compute the attention. For one `projected` tensor and tables
-        per axis this function uses 'lean'; for a joint bias on small grids, stock attention with a mask.
+        per axis this function uses 'lean'; for a joint bias on small grids or in graphs, stock attention with a mask.
     """
     contents = (projected,) if isinstance(projected, Tensor) else projected
     (query, *of_tables, bucketing, channels, query_bias, logits), (*_, coords, valid) = terms, grid

@@ -70,7 +70,7 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
     architecture = (getattr(net, "pretrained_cfg", None) or {}).get("architecture")
     pads = architecture and "dynamic_img_pad" in model_arguments(architecture)
     advice = {} if pads else {"advice": "the model would leave out the rest"}
-    check_divisible(torch.empty(1, 1, *img_size, device="meta"), conv.kernel_size, **advice)
+    check_divisible(img_size, conv.kernel_size, **advice)
 
 
 def at_image_size(

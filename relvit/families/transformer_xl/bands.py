@@ -80,7 +80,7 @@ class Bands(NamedTuple):
         _check_images(images, attn_mask, is_causal)
         embed = model.patch_embed
         if not embed.dynamic_img_pad:
-            check_divisible(images, embed.patch_size)
+            check_divisible(images.shape[-2:], embed.patch_size)
         return images.split(self.rows * embed.patch_size[0], dim=2)
 
 

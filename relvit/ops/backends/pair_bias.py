@@ -1,14 +1,15 @@
-"""Add a scalar bias per pair of offsets (BEiT's, Swin's): on small grids in the mask, in tiles of logits by slices.
+"""Add a scalar bias per pair of offsets (BEiT's, Swin's): in the mask of stock attention, or by slices to tiles.
 
 On a small grid launching operations takes longer than their arithmetic, so this file uses few operations, as timm does:
 one cached index looks up the table entry of each pair of tokens, and stock attention takes the entries as its mask.
+Compiled and exported graphs do this on larger grids, too, because such a graph serves all sizes.
 
-On larger grids (without `coords`) the backend `tiled` adds the bias by slices. A query in row y and column x has the
-bias table[y' - y, x' - x] for the key in row y' and column x'. First the horizontal offsets are written out, in one
-slice for each column x: slice[x][dy, x'] = table[dy, x' - x]. The slices of a head together hold 2 / H as many numbers
-as its N x N biases. Vertical offsets then need no copy: the bias of the query for all keys is a contiguous piece of
-slice[x] with H rows, whose first row depends on y. So no pair looks up an entry, and all samples of a batch share the
-slices.
+Elsewhere, on larger grids (without `coords`) the backend `tiled` adds the bias by slices. A query in row y and column x
+has the bias table[y' - y, x' - x] for the key in row y' and column x'. First the horizontal offsets are written out, in
+one slice for each column x: slice[x][dy, x'] = table[dy, x' - x]. The slices of a head together hold 2 / H as many
+numbers as its N x N biases. Vertical offsets then need no copy: the bias of the query for all keys is a contiguous
+piece of slice[x] with H rows, whose first row depends on y. So no pair looks up an entry, and all samples of a batch
+share the slices.
 """
 
 from __future__ import annotations

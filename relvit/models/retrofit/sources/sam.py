@@ -68,7 +68,9 @@ class SamPatchEmbed(PatchSizes):
         check_images(x, convolution.in_channels)
         # A compiled graph must not check that the sides are multiples of the patch, see `GridPatchEmbed`.
         if not is_compiling():
-            check_divisible(x, self.patch_size, self.img_size, "as SAM does, pad the image below and to the right")
+            check_divisible(
+                x.shape[-2:], self.patch_size, self.img_size, "as SAM does, pad the image below and to the right"
+            )
         return convolution(x).permute(0, 2, 3, 1)
 
 

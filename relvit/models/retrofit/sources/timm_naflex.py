@@ -47,7 +47,7 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
 
     def _image_grid(self, x: Tensor) -> Grid:
         if self.embeds.is_linear and not self.embeds.dynamic_img_pad:
-            check_divisible(x, self.embeds.patch_size)
+            check_divisible(x.shape[-2:], self.embeds.patch_size)
         return Grid(*self.embeds.dynamic_feat_size(x.shape[-2:]), self.num_prefix_tokens)
 
     def _batch_grid(self, patch_coord: Tensor, patch_valid: Tensor | None) -> Grid:

@@ -92,13 +92,13 @@ def test_a_full_disk_is_called_one(tmp_path):
             "runs/test-1/metrics.csv",
             "metrics.csv: make room, or give another folder than runs/test-1 .--runs.$",
         ),
-        (errno.ENOSPC, "/data/cache/shard-3.tar", "/data/cache/shard-3.tar: make room$"),
+        (errno.ENOSPC, "cache/shard-3.tar", "cache/shard-3.tar: make room$"),
         (errno.EDQUOT, None, "make room, or if runs/test-1 is on that disk, give another folder .--runs.$"),
-        (errno.EROFS, "/mnt/photos/.index", "/mnt/photos/.index: make the disk writable$"),
+        (errno.EROFS, "photos/.index", "photos/.index: make the disk writable$"),
         (
             errno.EFBIG,
-            "/mnt/x.csv",
-            "/mnt/x.csv: raise the limit on the size of files .ulimit -f, or the file system's.$",
+            "elsewhere/x.csv",
+            "elsewhere/x.csv: raise the limit on the size of files .ulimit -f, or the file system's.$",
         ),
     ],
 )
