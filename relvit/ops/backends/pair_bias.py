@@ -25,6 +25,7 @@ from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, once_per_raster
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import JointTable
+from relvit.ops.tracing import is_compiling
 
 
 def offset_table(inputs: AttentionInputs) -> Tensor | None:
@@ -56,18 +57,23 @@ PREFIX_ENTRIES = 3
 def pair_index(
     grid: Grid, key_size: tuple[int, int, int], distances: tuple[int, int], bucketing: str, device: torch.device
 ) -> Tensor:
-    """Find the entry of a flat joint table, or of those behind it, for each pair of tokens: (Nq Nk,) int64."""
+    """Find the entry of a flat joint table, or of those behind it, for each pair of tokens: (Nq, Nk) int64."""
+    first = (2 * distances[0] + 1) * (2 * distances[1] + 1)
+    (y, x, off), (key_y, key_x, key_off) = (_places(grid[:3], device), _places(key_size, device))
     rows, cols = (
-        bucket(torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None], distance, bucketing)
-        for queries, keys, distance in zip(grid[:2], key_size[:2], distances, strict=True)
+        bucket(keys - queries[:, None], distance, bucketing)
+        for queries, keys, distance in zip((y, x), (key_y, key_x), distances, strict=True)
     )
-    height, width = (2 * distance + 1 for distance in distances)
-    patches = (rows[:, None, :, None] * width + cols[:, None]).flatten(2).flatten(0, 1)
-    index, first = F.pad(patches, (key_size[2], 0, grid.prefix, 0)), height * width
-    if grid.prefix or key_size[2]:
-        index[: grid.prefix], index[:, : key_size[2]] = first, first + 1
-        index[: grid.prefix, : key_size[2]] = first + 2
-    return index.flatten()
+    patches = rows * (2 * distances[1] + 1) + cols
+    of_queries = torch.where(key_off, first + 2, first)
+    return torch.where(off[:, None], of_queries, torch.where(key_off, first + 1, patches))
+
+
+def _places(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row and column of each token of a raster (any for prefix tokens), and which are prefix tokens: (N,)."""
+    height, width, prefix = size
+    patch = torch.arange(-prefix, height * width, device=device)
+    return patch // width, patch % width, patch < 0
 
 
 class PairPlan(NamedTuple):
@@ -118,7 +124,6 @@ def attend(
         contents = contents[0].transpose(1, 2).split_with_sizes((plan.heads,) * 3, 1)
     query, key, value = contents
     bias = _of_pairs(table.expand(plan.heads, -1, -1).flatten(1), prefix_bias, plan.index, plan.prefix)
-    bias = bias.view(1, plan.heads, query.shape[2], -1)
     if attn_mask is not None:
         bias = bias + attn_mask
     if bias.dtype != query.dtype:
@@ -133,7 +138,7 @@ def _index_of(inputs: AttentionInputs) -> Tensor:
 
 
 def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix: bool) -> Tensor:
-    """Look the bias of all pairs up in flat tables (heads, entries): (heads, Nq Nk)."""
+    """Look the bias of all pairs up in flat tables (heads, entries): (1, heads, Nq, Nk)."""
     if prefix_bias is not None:
         by_head = torch.cat((by_head, prefix_bias.t()), dim=1)
     elif prefix:
@@ -141,7 +146,11 @@ def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix
     if by_head.dtype in (torch.bfloat16, torch.float16):
         # Backward adds up the gradients of many pairs; in half precision a GPU would round after each addition.
         by_head = by_head.float()
-    return by_head.index_select(1, index)
+    if is_compiling():
+        # Inductor computes each entry's number where it looks the entry up. From flat numbers it would need minutes to
+        # find row and column, because the sizes of a graph for all images are expressions.
+        return by_head[:, index][None]
+    return by_head.index_select(1, index.view(-1)).view(1, -1, *index.shape)
 
 
 def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
@@ -151,7 +160,7 @@ def bias_in_mask(inputs: AttentionInputs) -> AttentionInputs:
     (table,), query, mask = inputs.terms.bias, inputs.query, inputs.attn_mask
     by_head = table.expand(query.shape[1], -1, -1).flatten(1)
     pairs = _of_pairs(by_head, None, _index_of(inputs), max(inputs.grid.prefix, inputs.key_grid.prefix) > 0)
-    bias = pairs.view(1, *query.shape[1:3], -1).to(query.dtype)
+    bias = pairs.to(query.dtype)
     if inputs.is_causal:
         bias = bias.masked_fill(bias.new_ones(bias.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:

@@ -5,10 +5,13 @@ from functools import cache
 import pytest
 import timm
 import torch
+from functorch.compile import make_boxed_func
 from retrofit_cases import OWN, retrofitted
 from retrofit_cases import build as build_original
+from torch._dynamo.backends.common import aot_autograd
 from vits import small
 
+import relvit
 from relvit.models import set_reach
 
 # Each test compiles or exports; tests of commands export one model without this mark.
@@ -141,3 +144,34 @@ def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
             )
             for expected, grad in zip(want, got, strict=True):
                 torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", JOINT, ids=str)
+def test_the_pairs_of_a_compiled_joint_bias_have_two_axes(variant):
+    """Inductor needs minutes to find row and column of a pair from its number, because sizes are expressions."""
+    model, shapes = build(**variant), []
+
+    def record(graph, _example):
+        values = (node.meta.get("val") for node in graph.graph.nodes)
+        shapes.extend(tuple(value.shape) for value in values if isinstance(value, torch.Tensor))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=record))
+    compiled(images(*SIZES[0])).square().sum().backward()
+    tokens = SIZES[0][0] * SIZES[0][1] // 8**2 + (variant["case"] == "beit")
+    assert any(shape[-2:] == (tokens, tokens) for shape in shapes)
+    assert not [shape for shape in shapes if tokens**2 in shape]
+
+
+def test_a_second_size_compiled_by_inductor():
+    model = timm.create_model("vit_relpos_small_patch16_224", depth=1, embed_dim=32, num_heads=2, num_classes=3)
+    for name, parameter in model.named_parameters():
+        if "mlp" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    relvit.retrofit(model.eval())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for size in ((64, 64), (32, 32), (48, 80)):
+            torch.testing.assert_close(compiled(images(*size)), model(images(*size)), rtol=0, atol=1e-5)
