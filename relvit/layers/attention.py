@@ -58,8 +58,9 @@ def attend_with(
 
         logit_ij = scale * (R q_i . R k_j + q_i . a^K_ij + k_j . a^Q_ij) + b_ij
 
-    The vectors of the tables are multiplied by unrotated queries and keys, because a rotated vector depends on the
-    coordinates of its token. `relvit.ops.relative_attention` has the formula with all terms.
+    The vectors of the tables are multiplied by unrotated queries and keys. A rotated query or key depends on the
+    coordinates of its token, so the product would no longer depend on the offset alone. `relvit.ops.relative_attention`
+    has the formula with all terms.
 
     Args:
         layer: the attention layer, which has `position`, `scale`, `attn_drop` and `backend`.

@@ -32,8 +32,8 @@ def resample_embedding(
         new_size: rows and columns, H and W, of the new grid.
         prefix: number of leading tokens, which keep their embedding.
         cut: numbers of rows and columns of the new grid to return, from the top left; None: all.
-        mirror: instead of interpolating, lay the unchanged embedding in the centre of the new grid, and mirror it at
-            its edges (a smaller grid gets the centre alone).
+        mirror: whether the unchanged embedding lies in the centre of the new grid and is mirrored at its edges, instead
+            of being interpolated. A smaller grid gets only the centre of the embedding.
 
     Returns:
         (1, prefix + H W, dim), with H and W from `cut` if it is given; dtype of the embedding, computed in float32 at

@@ -21,12 +21,12 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
     Examples:
         >>> embed = AnySizePatchEmbed(img_size=224, patch_size=16, embed_dim=192, output_fmt="NHWC")
-        >>> embed(torch.randn(2, 3, 64, 96)).shape  # rows and columns of patches stay apart
+        >>> embed(torch.randn(2, 3, 64, 96)).shape  # (B, rows, columns, embed_dim)
         torch.Size([2, 4, 6, 192])
 
     Attributes:
         cropped_size: one image size that is allowed although its sides are not multiples of the patch: the convolution
-            leaves out the pixels behind the last whole patch, at the lower and the right edge.
+            leaves out the pixels beyond the last whole patch, at the lower and the right edge.
 
     Raises:
         TypeError, ValueError: in `forward`, the input is not a batch of images, see `check_images`.
@@ -56,9 +56,9 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 class GridPatchEmbed(AnySizePatchEmbed):
     """`AnySizePatchEmbed` that returns patches as a grid, (B, rows, columns, dim), for blocks that take such tensors.
 
-    A compiled model accepts all sides and drops the pixels behind the last whole patch, as timm's `PatchEmbed` does. If
-    the graph for all sizes checked that sides are multiples of the patch, Inductor (PyTorch 2.15) could not order the
-    grid's strides.
+    A compiled model also accepts sides that are not multiples of the patch, and drops the pixels beyond the last whole
+    patch, as timm's `PatchEmbed` does. If a graph for all image sizes checked the sides, Inductor (PyTorch 2.15) could
+    not order the strides of the grid of patches.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class PatchSizes(Leaf):
 def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Reshape images (B, C, H, W) into patches and back, so that an ONNX graph refuses sides that are not multiples.
 
-    An ONNX graph holds no checks: its convolution would silently leave out the pixels behind the last whole patch. The
-    reshape into patches fails instead.
+    An ONNX graph holds no checks of relvit, and its convolution would silently leave out the pixels beyond the last
+    whole patch. With such pixels the reshape into patches fails, and so reports the wrong size.
 
     Examples:
         >>> whole_patches(torch.randn(2, 3, 64, 96), (16, 16)).shape

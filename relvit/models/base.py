@@ -216,8 +216,8 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
         reversible: whether to train in memory that does not grow with the depth, see `relvit.families.reversible`.
-        mlp_chunk: compute the MLP for this number of tokens at a time, which saves memory, see
-            `relvit.layers.feed_forward`. None: for all tokens at once.
+        mlp_chunk: number of tokens for which the MLP is computed at a time; a small number saves memory, see
+            `relvit.layers.feed_forward`. None: all tokens at once.
         **kwargs: see `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim, depth ...);
             `block_fn` is a class of `GridBlock`s or a `functools.partial` of one, such as of `MixerBlock`.
 
@@ -230,7 +230,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         TypeError: `mlp_chunk` is not an integer, or `block_fn` does not make `GridBlock`s.
     """
 
-    # Users of this class cannot choose these arguments; the error gives the reason.
+    # `fixed` maps arguments that users of this class cannot choose to the reason, which the error gives.
     fixed: ClassVar[dict[str, str]] = {}
 
     def __init__(

@@ -50,7 +50,7 @@ def make_grid(
     """Build a `Grid` and check it; outside of compiled and exported graphs, also coordinates against the bounds.
 
     Examples:
-        >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches behind a class token
+        >>> grid = make_grid(4, 6, prefix=1)  # 4 rows and 6 columns of patches after a class token
         >>> num_tokens(grid)
         25
         >>> make_grid(4, 6, coords=torch.tensor([[0, 0], [3, 5]]))[:3]  # keeps 2 of the 24 patches
@@ -247,7 +247,7 @@ def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
         if grid.coords is not None or not may_remember():
             return make(grid, *arguments)
         # PyTorch cannot save a tensor made in inference mode for backward, so results made in this mode are cached
-        # apart.
+        # separately.
         return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
 
     return call

@@ -20,7 +20,7 @@ class Division(NamedTuple):
     size: tuple[int, int]  # patches of one window
     before: tuple[int, int]  # patches by which the first windows extend beyond the top and the left border
     after: tuple[int, int]  # patches by which the last windows extend beyond the bottom and the right border
-    number: tuple[int, int]  # how many windows are below each other, and how many beside each other
+    number: tuple[int, int]  # numbers of windows along the vertical and along the horizontal axis
 
 
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:

@@ -73,9 +73,9 @@ class ImageClassifier(Answering):
         lr_base_batch: The number of images per optimiser step that `lr` is meant for: the learning rate (not `min_lr`)
             grows in proportion to the number of images per step, over all devices and accumulated batches. None uses
             `lr` itself.
-        layer_decay: Each layer has this times the learning rate of the layer above it, from the classifier down to the
-            stem. None is 1.
-        position_lr_scale: The learning rate of the trainable parameters of relative positions is multiplied by this.
+        layer_decay: The learning rate is multiplied by this number from each layer to the layer before it, from the
+            classifier down to the stem. None is 1.
+        position_lr_scale: The number by which the learning rate of the parameters of relative positions is multiplied.
             New tables after a `retrofit` need a higher rate than pretrained weights (10 in the recipe `retrofit`).
         weight_decay: The weight decay of the optimiser; biases, norms and position tables have none.
         warmup_epochs: The length of the linear warm-up in epochs; fractions are allowed.

@@ -31,8 +31,8 @@ def seed_all(*key: int) -> None:
 def seeded(*key: int) -> Iterator[None]:
     """Context in which the generators of Python, NumPy and PyTorch's CPU are seeded by `key`.
 
-    Afterwards the three generators get their earlier states back. A DataLoader worker leaves this out, because nothing
-    else draws random numbers there, and setting three generators back takes longer than loading a small image.
+    Afterwards the three generators get their earlier states back, except in a DataLoader worker: nothing else draws
+    random numbers there, and restoring the states takes longer than loading a small image.
     """
     if get_worker_info() is not None:
         _seed_host(_hash(key))

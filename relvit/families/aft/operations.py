@@ -53,7 +53,8 @@ def aft_full(
             tokens, then the patches in raster order. The first axis is for queries. Tokens with coordinates look up the
             entries of their places.
         grid: layout of the tokens; padding (False in `valid`) adds nothing, whatever numbers the padding holds.
-        is_causal: leave out keys that come later in the sequence than the query; only 'pairs' and 'reference' can.
+        is_causal: whether to leave out keys that come later in the sequence than the query; only 'pairs' and
+            'reference' support this.
         backend: one of
 
             - 'products': exp(w) times exp(k) v, and exp(w) times exp(k), as matrix products. A bias that is more than
@@ -159,8 +160,8 @@ def aft_simple(
         torch.Size([2, 4, 24, 16])
 
     Args:
-        is_causal: leave out keys that come later in the sequence than the query, so that each query has its own
-            average.
+        is_causal: whether to leave out keys that come later in the sequence than the query, so that each query has its
+            own average.
         backend: 'auto' or 'reference'.
 
     Returns, raises: as `aft_full`.

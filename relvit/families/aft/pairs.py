@@ -36,7 +36,7 @@ def average_of_pairs(
         bias_of: function of `bias`, `first` and `last`; it returns w for the queries first ... last - 1, (1 or B, 1 or
             heads, queries, N).
         valid: (1 or B, N), False for padding.
-        is_causal: leave out keys that come later than the query.
+        is_causal: whether to leave out keys that come later than the query.
 
     Returns:
         (B, heads, N, head_dim), in float32 at least.

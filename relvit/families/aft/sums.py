@@ -108,7 +108,8 @@ def products(weights: Tensor, parts: Tensor, width: int) -> Tensor:
     if weights.shape[0] == 1:
         return weights @ parts
     split = split_heads(parts, weights.shape[0], width)
-    # Numerators and denominators of a token and head side by side: (heads, N, B, head_dim + denominators).
+    # Put the numerators and denominators of each token and head side by side, so that one product for each head sums up
+    # both: (heads, N, B, head_dim + denominators).
     together = torch.cat(split, dim=3).permute(2, 1, 0, 3)
     sums = torch.bmm(weights, together.flatten(2)).view(together.shape).permute(2, 1, 0, 3)
     return torch.cat((sums[..., :width].flatten(2), sums[..., width:].flatten(2)), dim=2)

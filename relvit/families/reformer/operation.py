@@ -58,7 +58,7 @@ def lsh_attention(
         rotations: R, (rounds, head_dim, buckets / 2), see `lsh_rotations`; without columns there is one bucket.
         chunk_size: number of tokens in a chunk; None: twice the average number in a bucket, as in the paper.
         terms: relative terms, of which only `bias` may be given: b, as in `relvit.ops.relative_attention`.
-        is_causal: leave out tokens that come later in the sequence.
+        is_causal: whether to leave out tokens that come later in the sequence.
         dropout_p: dropout of the attention weights.
         scale: factor on the products of queries and keys.
 

@@ -152,7 +152,7 @@ class Step:
         self.random: dict[str, list[Tensor]] = {}
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute both streams behind the block from those before it."""
+        """Compute both streams after the block from both streams before the block."""
         with self.chain.autocast():
             y1 = x1 + self._noting_random("mixer", x2)
             return y1, x2 + self._noting_random("mlp", y1)

@@ -80,7 +80,7 @@ class TransformerXLPosition2d(Position):
         """Return key tables (num_heads, 2 size - 1, head_dim) and the bias, for the rows and columns of a grid."""
         dy, dx = axis_offsets(grid, self.trained_grid, self.max_distance, self.row_weight)
         rows, cols = self._table(self.row_weight, dy), self._table(self.col_weight, dx)
-        # Multiply by element and sum, because autocast would compute a matrix product in half precision.
+        # Multiply elementwise and sum, because autocast would compute a matrix product in half precision.
         turned = self.content_bias.shape[1] ** -0.5 * (self.position_bias - self.content_bias)[:, None]
         bias = AxisTables((rows * turned).sum(dim=-1), (cols * turned).sum(dim=-1))
         return RelativeTerms(key=AxisTables(rows, cols), bias=bias, query_bias=self.content_bias)

@@ -88,7 +88,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Compute the halting probabilities (B, P) of the P patches of each image, (B, P, dim), at least in float32."""
-        # Sums of probabilities need more than half precision. Multiply by element, because autocast would compute a
+        # Sums of probabilities need more than half precision. Multiply elementwise, because autocast would compute a
         # matrix product in half precision.
         wide = torch.promote_types(patches.dtype, torch.float32)
         return ((patches.to(wide) * self.weight.to(wide)).sum(-1) + self.bias.to(wide)).sigmoid()

@@ -113,10 +113,11 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         rank: r, the number of channels; if it is larger than min(Nq, Nk), only min(Nq, Nk) channels are returned.
 
     Returns:
-        `Channels` (1, heads, Nq, r) and (1, heads, Nk, r), for `RelativeTerms.channels`, dtype of the bias: singular
-        vectors, multiplied by the square roots of the singular values. And the error, (heads,) float64: the Frobenius
-        norm of the difference between the bias and the product of its factors, divided by the norm of the bias. No
-        factors of this rank have a smaller error (Eckart & Young 1936).
+        The factors and their error. The factors are `Channels` (1, heads, Nq, r) and (1, heads, Nk, r) for
+        `RelativeTerms.channels`, in the dtype of the bias: singular vectors, multiplied by the square roots of the
+        singular values. The error, (heads,) float64, is the Frobenius norm of the difference between the bias and the
+        product of its factors, divided by the norm of the bias. No factors of this rank have a smaller error (Eckart &
+        Young 1936).
 
     Raises:
         ValueError: `bias` has another shape, or `rank` is below 1.

@@ -93,8 +93,8 @@ def parabolas(
     heads, number, _ = directions.shape
     a, b = features.to(dtype).unflatten(-1, (2, heads, number)).unbind(2)
     a = F.softplus(a)
-    # Multiply element by element and sum, because autocast would compute matrix products in half precision. Each result
-    # is (B, heads, N).
+    # Multiply elementwise and sum, because autocast would compute matrix products in half precision. Each result is
+    # (B, heads, N).
     down, across = directions.to(dtype).unbind(-1)
     yy = (a * (down * down)).sum(-1).transpose(1, 2)
     yx = (a * (2 * down * across)).sum(-1).transpose(1, 2)

@@ -20,7 +20,7 @@ from relvit.ops.grid import batched_coords
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
-# Heo et al. use these temperatures for the two kinds.
+# Heo et al. use these temperatures for the two kinds of rotary embedding, see `RotaryEmbedding2d`.
 TEMPERATURES = {"axial": 100.0, "mixed": 10.0}
 
 
@@ -48,7 +48,8 @@ class RotaryEmbedding2d(KeepConstants):
         head_dim: d, a multiple of 4.
         num_heads: number of heads.
         kind: 'axial' or 'mixed'.
-        temperature: temperature of the frequencies; None: the paper's, 100 for 'axial' and 10 for 'mixed'.
+        temperature: number whose powers are the frequencies of 'axial' (other libraries call it base or theta); None:
+            the paper's, 100 for 'axial' and 10 for 'mixed'.
 
     Attributes:
         frequencies: (2, 1 or num_heads, d / 2), f and then g: for 'mixed' a parameter; for 'axial' a constant in

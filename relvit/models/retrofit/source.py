@@ -168,7 +168,7 @@ def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySiz
     if type(embed) is PatchEmbed:
         embed.__class__ = becomes
         if any(size % patch for size, patch in zip(embed.img_size, embed.patch_size, strict=True)):
-            # At the size in training timm leaves out the pixels behind the last whole patch, and so does the
+            # At the size in training timm leaves out the pixels beyond the last whole patch, and so does the
             # retrofitted model, which refuses other sizes that are not whole patches.
             embed.cropped_size = tuple(embed.img_size)
     declare_any_size(model)

@@ -54,7 +54,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
       (both exact).
     - The patch embedding is resampled to another patch size (an approximation; FlexiViT, Beyer et al. 2023, arXiv
       2212.08013).
-    - The last norm moves before or behind the pooling, as in the model (an approximation, but exact for token pooling).
+    - The last norm moves before or after the pooling, as in the model (an approximation, but exact for token pooling).
 
     timm itself adapts input channels and a classifier of another size, see `timm.models.load_pretrained`.
 

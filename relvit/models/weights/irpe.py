@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from relvit.layers import RelativePosition2d
 from relvit.layers.positions.tables import TERMS
 
-# A table of iRPE has 7 x 7 entries for offsets, and as its 50th entry one for all pairs with the class token.
+# A table of iRPE has 7 x 7 entries for offsets, and a 50th entry, the last one, for all pairs with the class token.
 SIDE, ENTRIES = 7, 50
-# For an offset of 0, 1 ... 4 patches along an axis, `BUCKETS` says how many entries the entry of this offset is away
-# from the middle of the table. All larger offsets use the last value. These are the values of iRPE's piecewise index
-# for alpha 1.9, beta 3.8 and gamma 15.2.
+# `BUCKETS` maps an offset of 0, 1 ... 4 patches along an axis to the distance between the offset's entry and the middle
+# of the table, counted in entries. All larger offsets use the last value. These are the values of iRPE's piecewise
+# index for alpha 1.9, beta 3.8 and gamma 15.2.
 BUCKETS = (0, 1, 2, 2, 3)
 REACH = len(BUCKETS) - 1
 

@@ -101,8 +101,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
       embeddings, patch sizes, axial tables, clip distances.
     - Input channels are repeated or summed up, as timm does.
     - If `weights` and `net` have the same class names, the rows of the last layer are put into the order of `net`'s
-      classes. If the names differ, `net`'s last layer stays as initialised. If one of both has no names, the rows are
-      loaded in their order, or, if the numbers of classes differ, `net`'s last layer stays as initialised.
+      classes. If the names differ, `net`'s last layer stays as initialised. If `weights` or `net` has no names, the
+      rows are loaded in their order, or, if the numbers of classes differ, `net`'s last layer stays as initialised.
     - Relative tables that the checkpoint lacks are zero in relvit's models. In retrofitted models they are as
       initialised, or zero if the checkpoint has tables for other terms.
 

@@ -156,7 +156,8 @@ def joined_with_index(
 def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     """Compute logits of the key term and the bias for a key in each row and column: (B, heads, Nq, H + W).
 
-    The `axis_logits` of the terms are added, with zeros for columns of `axes` beyond the grid.
+    The `axis_logits` of the terms are added. `axes` may have more columns than the grid (see `with_columns`), for which
+    `axis_logits` count as zero.
     """
     query, terms, grid = inputs.position_query, inputs.terms, inputs.grid
     logits = None
@@ -325,7 +326,7 @@ def placed(*terms: Entries | None) -> list[Entries | None]:
 
 
 def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Tensor]:
-    """List the rows of tables that are used, and zeros behind both tables of a term."""
+    """List the rows of tables that are used, and the zeros after both tables of a term."""
     pieces, at = [], 0
     for (first_row, first_col), (rows, cols, _), zeros, *_ in joined:
         of_rows, of_cols = tables[at : at + 2]

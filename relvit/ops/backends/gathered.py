@@ -100,7 +100,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
             logits = logits + per_offset.gather(-1, index.transpose(-2, -1).expand_as(logits.mT)).mT
     if terms.axis_logits is not None:
         for of_axis, place in zip(terms.axis_logits, (keys.y, keys.x), strict=True):
-            # Prefix keys read the zero that `F.pad` puts behind the last row or column, so they get the index of that
+            # Prefix keys read the zero that `F.pad` puts after the last row or column, so they get the index of that
             # zero.
             place = place.masked_fill(~keys.on_grid, of_axis.shape[-1])[:, None, None]
             padded = F.pad(of_axis.to(logits.dtype), (0, 1))

@@ -42,7 +42,8 @@ def token_positions(grid: Grid, axes: Axes, device: torch.device, axis: int) -> 
 def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
     """Write, for each key, the sum of its row's and its column's number.
 
-    From (samples, heads, queries, H + W) of a tile to (samples, heads, queries, Nk), for a key grid of H x W patches.
+    `values` are the numbers of a tile, (samples, heads, queries, H + W), for a key grid of H x W patches. `out` is
+    (samples, heads, queries, Nk).
     """
     rows, cols = values.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
@@ -50,8 +51,7 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
         torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
         return
     lead = rows.shape[:-1]
-    # Prefix keys read the zero that `F.pad` puts behind the last row and behind the last column, as their positions
-    # say.
+    # Prefix keys have the row H and the column W, where `F.pad` puts zeros after the last row and the last column.
     torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
     out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
 

@@ -94,7 +94,7 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
     if terms.key is not None and terms.axis_logits is None and not isinstance(terms.bias, AxisTables):
         reach, index = table_index(inputs.grid, clip_distances(terms.key), terms.bucketing, axes, query.device)
         # If the grid has at least as many rows and columns as the tables have entries, keep logits by table entry until
-        # backward: they take no more memory than logits by row and column, but for the joined table's few zero rows.
+        # backward: they take no more memory than logits by row and column, except for the joined table's zero rows.
         if 2 * sum(reach) + 2 <= index.shape[-1]:
             return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
     return query_logits(inputs, axes), None

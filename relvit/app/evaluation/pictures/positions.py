@@ -30,11 +30,14 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
             computed instead of learned.
 
     Returns:
-        For each layer its tables by name, on the CPU, as `relvit.app.plots.plot_tables` takes them: 'k rows' and 'k
-        columns' for the term k (likewise q and v), (heads, offsets, head_dim), with 1 for heads if all heads share a
-        table; 'b rows' and 'b columns', (heads or 1, offsets). Tables of pairs of offsets are 'b, joint', (heads or 1,
-        row offsets, column offsets), and, in the same shape, 'k length, joint' (likewise q and v), the length of the
-        vector of each pair.
+        For each layer its tables by name, on the CPU, as `relvit.app.plots.plot_tables` takes them. If all heads share
+        a table, its first axis is 1 instead of heads.
+
+        - 'k rows' and 'k columns' for the term k, likewise for q and v: (heads, offsets, head_dim)
+        - 'b rows' and 'b columns': (heads, offsets)
+        - 'b, joint', for a joint table: (heads, row offsets, column offsets)
+        - 'k length, joint' for a joint table of the term k, likewise for q and v: the lengths of the table's vectors,
+          (heads, row offsets, column offsets)
 
     Raises:
         NotApplicableError: the model has no such tables.

@@ -58,7 +58,7 @@ class SamRowsAttention(SamAttention):
 class SamPatchEmbed(PatchSizes):
     """Mixin before SAM's patch embedding, for images of every size whose sides are multiples of the patch.
 
-    If the images in training have a side that is not a multiple of the patch, SAM leaves out the pixels behind the last
+    If the images in training have a side that is not a multiple of the patch, SAM leaves out the pixels beyond the last
     whole patch. This module does so, too, but only for images of the size in training.
     """
 

@@ -86,7 +86,7 @@ def shift_mask(
     grid: Grid, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Make the mask of Swin's shifted windows, (windows, N, N): -100 where a roll has brought two parts together."""
-    # These booleans say which rows and columns the cyclic shift has moved over the border.
+    # These booleans say which rows and columns the cyclic shift has moved across the border to the opposite side.
     rows, cols = (torch.arange(size, device=device) >= size - by for size, by in zip((*grid,)[:2], shift, strict=True))
     parts = (2 * rows[:, None] + cols)[None, :, :, None]
     parts = window_partition(parts, window).flatten(1)

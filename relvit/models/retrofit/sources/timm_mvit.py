@@ -126,7 +126,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before.
 
     Attributes:
-        poolings: how the blocks before this one pool their queries, which makes the tokens of this block fewer.
+        poolings: how the blocks before this block pool their queries, which reduces the number of tokens.
         built_for: rows and columns of this layer's tokens at the image size that the model was built for.
     """
 

@@ -243,7 +243,7 @@ def backward_keys(
         queries = start + tl.arange(0, BLOCK_M)
         inside = queries < length
         q = load_tokens(query, queries, q_token, inside, DIM, BLOCK_DIM)
-        # Behind the last query the log-sum-exp is set to infinity, so that the weights there are zero.
+        # Beyond the last query the log-sum-exp is set to infinity, so that the weights there are zero.
         base = tl.load(lse + before + queries, mask=inside, other=float("inf"))
         mean = tl.load(means + before + queries, mask=inside, other=0.0)
         if KEY_ENTRIES:
@@ -278,8 +278,8 @@ def backward_keys(
             grad_pairs = weights * add_product(grad_weights, v, do.trans(), PRECISION)
         grad_k = add_product(grad_k, grad_pairs.to(q.dtype), q, PRECISION)
     grad_k *= scale * LN_2
-    # Store the gradients of padding, too, because the memory for gradients is allocated without being set. These
-    # gradients are zero, since the attention weights of padding are zero.
+    # Store the gradients of padding, too, because the memory for gradients is uninitialised. These gradients are zero,
+    # since the attention weights of padding are zero.
     y, x = top + tl.arange(0, ROWS * COLS) // COLS, left + tl.arange(0, ROWS * COLS) % COLS
     exists = (y < height) & (x < width)
     store_tokens(grad_key + batch * gk_batch + head * gk_head, tokens, gk_token, exists, grad_k, DIM, BLOCK_DIM)

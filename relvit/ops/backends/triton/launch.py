@@ -97,7 +97,7 @@ class Variant(NamedTuple):
 
     dims: tuple[int, int, int]  # widths of queries, of values and of the vectors that the key table is multiplied by
     entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
-    position: str  # what the key table is multiplied by: 'query', 'own' (`position`), or '' without table
+    position: str  # what the key table is multiplied by: 'query', 'own' (`Operands.position`), or '' without table
     bias: bool
     # Whether forward also stores `entries`, the attention weights summed by entry of the value table, which backward
     # needs.
@@ -245,8 +245,8 @@ class Launch(NamedTuple):
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
         # Indices, bounds and logits hold at most `columns` numbers for each query, workspaces for each query of a block
-        # in each Triton program. So no offset within these tensors exceeds `columns` times the larger of both numbers
-        # of queries.
+        # in each Triton program. So no offset within these tensors exceeds `columns` times the larger of the two
+        # numbers of queries.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)

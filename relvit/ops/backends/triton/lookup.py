@@ -24,7 +24,7 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     """Join the tables of the key term, (heads, entries, head_dim), and the bias, (heads, entries).
 
     Returns the joined table, the joined bias, and the index and the bounds that both share, see `_find`. A table that
-    is absent is None; without both, all four are None.
+    is absent is None; if both are absent, all four results are None.
     """
     heads, (key, bias), bucketing = inputs.query.shape[1], (inputs.terms.key, inputs.terms.bias), inputs.terms.bucketing
     if key is None and bias is None:
@@ -32,8 +32,8 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     bias = None if bias is None else with_width(bias)
     given = [tables for tables in (key, bias) if tables is not None]
     if len({clip_distances(tables) for tables in given}) > 1:
-        # If the clip distances differ, extend both tables: each gets one vector for each offset that one of the two
-        # tables can distinguish, so that one index serves both.
+        # If the key term and the bias have different clip distances, extend the tables of both to all offsets that one
+        # of them can distinguish, so that one index serves both.
         pairs = zip(*map(clip_distances, given), strict=True)
         distances = tuple(saturation(max(pair), bucketing) for pair in pairs)
         key, bias = (_by_offset(tables, distances, bucketing) for tables in given)

@@ -112,7 +112,7 @@ def joint_backward_keys(
         pairs = add_products_of(pairs, k, q, REST, PRECISION)
         if PADDED or EDGE:
             pairs = tl.where(keep[:, None], pairs, -float("inf"))
-        # Behind the last query the log-sum-exp is set to infinity, so that the weights there are zero.
+        # Beyond the last query the log-sum-exp is set to infinity, so that the weights there are zero.
         base = tl.load(lse + queries, mask=inside, other=float("inf"))
         weights = tl.exp2(pairs * scale - base[None, :])
         do = load_vectors(grad, queries, g_token, inside, VALUE_DIM, VALUE_MAIN, VALUE_REST)
@@ -121,8 +121,8 @@ def joint_backward_keys(
         grad_weights = add_products_of(tl.zeros((BLOCK_N, BLOCK_M), tl.float32), v, do, VALUE_REST, PRECISION)
         grad_k = add_vectors(grad_k, weights * (grad_weights - mean[None, :]), q, REST, PRECISION)
 
-    # Also store the gradients of padding, because the memory for gradients is allocated without being set. These
-    # gradients are zero, since the attention weights of padding are zero.
+    # Store the gradients of padding, too, because the memory for gradients is uninitialised. These gradients are zero,
+    # since the attention weights of padding are zero.
     grad_key += batch * gk_batch + head * gk_head
     grad_value += batch * gv_batch + head * gv_head
     store_vectors(grad_key, tokens, gk_token, exists, times(scale * LN_2, grad_k), DIM, MAIN, REST)

@@ -34,7 +34,7 @@ def layout(grid: Grid, key_grid: Grid, device: torch.device) -> Layout:
     For H x W patches of queries and H' x W' patches of keys the table has H + H' - 1 rows and W + W' - 1 columns.
 
     The kernels have no case for prefix tokens, so pairs with a prefix token read zeros: pairs with a prefix key read
-    the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros behind the
+    the zeros before the table, one for each place of a query, and pairs with a prefix query read the zeros after the
     table.
     """
     columns = grid.width + key_grid.width - 1

@@ -6,10 +6,12 @@ rectangles, and adds up the gradients of the logits over samples and rectangles 
 end it sums over the pairs of places that have the same offset. The order of all sums is fixed.
 
 For each pair of tokens the kernel computes two products that backward also computes (queries with keys, gradients with
-values), but it needs neither atomics nor sums within every tile. The pairs of a tile have 2 ROWS - 1 row offsets, for
-which `sums` has 2 ROWS rows, and neighbouring distances differ by ROWS rows of patches. So a row offset occurs at one
-or two distances, and so does a column offset. For each part of the samples `sums` therefore holds at most 2 x 2 = 4
-float32 numbers per offset and head, if the sides of the grids are rounded up to whole rectangles.
+values), but it needs neither atomics nor sums within every tile.
+
+The kernel stores its results in `sums`, with 2 ROWS rows for the 2 ROWS - 1 row offsets of the pairs in a tile. If the
+distance between the rectangles grows by one rectangle, each row offset grows by ROWS. So a row offset occurs at one or
+two distances, and so does a column offset: for each part of the samples, `sums` holds at most 2 x 2 = 4 float32 numbers
+per offset and head, if the sides of the grids are rounded up to whole rectangles.
 """
 
 import triton
