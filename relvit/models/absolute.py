@@ -47,6 +47,6 @@ class TimmAbsoluteEmbedding(AbsoluteEmbedding):
     """`AbsoluteEmbedding` with timm's interpolation, so that timm's models keep their outputs to the last bit."""
 
     def _interpolated(self, size: tuple[int, int], prefix: int) -> Tensor:
-        # Call the function as an attribute of timm's module: only then symbolic tracing (torch.fx) keeps the call as
-        # one node.
+        # Call the function as an attribute of timm's module: only then does symbolic tracing (torch.fx) keep the call
+        # as one node.
         return timm_pos_embed.resample_abs_pos_embed(self.pos_embed, size, self.patch_embed.grid_size, prefix)

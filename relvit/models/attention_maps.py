@@ -231,8 +231,8 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
         recorded[attention] = keep(given[0])
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
-    # Switch off fused attention in timm's layers, because only then they pass weights to `attn_drop`. relvit's layers
-    # pass weights whenever `attn_drop` has hooks.
+    # Switch off fused attention in timm's layers, because only then do they pass weights to `attn_drop`. relvit's
+    # layers pass weights whenever `attn_drop` has hooks.
     unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
     for layer in unfused:
         layer.fused_attn = False

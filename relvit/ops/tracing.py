@@ -50,7 +50,7 @@ def is_functorch() -> bool:
 
 
 def is_eager() -> bool:
-    """Return True outside of graphs and `torch.func`: only there an operation may bring a backward of its own."""
+    """Return True outside of graphs and `torch.func`: only there may operations have a backward of their own."""
     # Layers call `is_eager` in every forward, so the conditions of `is_compiling` and `is_functorch` are written out
     # here, which saves two calls.
     if torch.compiler.is_compiling() or torch._C._is_tracing():

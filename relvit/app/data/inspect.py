@@ -45,7 +45,7 @@ def check_data(
 ) -> dict[str, Any]:
     """Decode all images of train, val and test in parallel, and report on them.
 
-    If a part of train is put aside for validation, that part is reported as val.
+    If a part of train is held out for validation, that part is reported as val.
 
     Args:
         data: A data module of image files.

@@ -21,7 +21,7 @@ from relvit.utils.messages import did_you_mean
 # The names of the files that `relvit export` writes end in one of these suffixes.
 EXPORTED = (".onnx", ".pt2")
 # These errors mean that the disk or the user's quota is full, that the file system is read-only, or that it does not
-# take a file of this size. Each has what to do about it.
+# take a file of this size. `DISK_ERRORS` maps each error to what a user can do about it.
 DISK_ERRORS = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",

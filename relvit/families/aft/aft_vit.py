@@ -151,8 +151,8 @@ def checkpoint_filter_fn(
     - From a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
       pretrained DeiT (section 4.3). The projections to queries and keys, and tensors that only attention-free mixers
       have, keep the model's values.
-    - The mixer 'simple' has tensors of the same names as attention, so checkpoints of the two are not told apart: a
-      model with 'simple' loads all tensors of a checkpoint with attention.
+    - The mixer 'simple' has tensors of the same names as attention, so this function cannot distinguish checkpoints of
+      the two: a model with 'simple' loads all tensors of a checkpoint with attention.
 
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.

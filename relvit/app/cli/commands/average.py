@@ -10,8 +10,8 @@ from relvit.app.training import average_checkpoints
 def average(ckpt_paths: list[str], *, output: str) -> None:
     """Write the mean of several checkpoints' weights as one checkpoint.
 
-    All checkpoints must have the same model, classes and transforms. They are epochs of one training, or trainings that
-    started from the same weights.
+    All checkpoints must have the same model, classes and transforms. They should come from one training, or from
+    trainings that started from the same weights.
 
     Args:
         ckpt_paths: The checkpoints, such as '[a.ckpt,b.ckpt]'. If a checkpoint has averaged weights (ema_decay), they

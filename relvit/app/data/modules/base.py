@@ -202,7 +202,7 @@ class ImageData(RecordedArguments, ABC):
         """Build the dataset of a split that is not missing, with the transform of :meth:`transform_of`."""
 
     def held_out(self) -> list[tuple[str, Label]]:
-        """Names and labels of the training images that were put aside to validate; empty where there are none."""
+        """Names and labels of the training images that were held out for validation; empty where there are none."""
         return []
 
     def manifest(self, split: Split) -> Iterator[ListedImage] | None:

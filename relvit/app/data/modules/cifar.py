@@ -37,7 +37,7 @@ class CIFARData(ImageData):
 
     The files come from https://www.cs.toronto.edu/~kriz/cifar.html, lie below `root` as torchvision stores them, and
     are checked by their MD5 sums. If files are missing, :meth:`prepare_data` (which Lightning calls in one process of
-    each machine) unpacks the archive in `root`, or downloads it. A part of train is put aside to validate. Predict
+    each machine) unpacks the archive in `root`, or downloads it. A part of train is held out for validation. Predict
     yields the test images, named 'cifar10/test/00000' and so on.
 
     The augmentations 'none', 'shift' and 'crop-flip' transform whole batches, not one image after the other, which is
@@ -48,8 +48,8 @@ class CIFARData(ImageData):
         download: Whether missing files may be downloaded (170 MB).
         img_size: Size of the images given to the model, one number or (height, width).
         augment: Augmentation of the training images, see :func:`relvit.app.data.train_transform`.
-        val_fraction: Share of each class of train that is put aside, in (0, 1).
-        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
+        val_fraction: Share of each class of train that is held out, in (0, 1).
+        split_seed: Another seed holds out other images. The seed of the training does not matter here.
         class_names: None, or the class names of a checkpoint, which must be equal to CIFAR's class names.
         options: See :class:`relvit.app.data.ImageData`.
 

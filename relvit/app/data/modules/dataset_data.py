@@ -33,16 +33,16 @@ class DatasetData(ImageData):
 
     Args:
         train: The dataset to train on.
-        val: The dataset to validate on; None: a part of train is put aside.
+        val: The dataset to validate on; None: a part of train is held out.
         test: The dataset to test on.
         predict: The dataset to predict, of images, or of pairs of an image and its name; None: test, or val if there is
             no test. Images without names are called 'test/00000' and so on.
         class_names: Name of each class; the label of a class is its index in this list. None takes `train.classes`.
         in_chans: Channels of the images for the model: 3, or 1 for grey.
         multi_label: Whether images have any number of labels.
-        val_fraction: Share of train that is put aside if there is no val, in (0, 1): a share of each class if the
+        val_fraction: Share of train that is held out if there is no val, in (0, 1): a share of each class if the
             labels are known.
-        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
+        split_seed: Another seed holds out other images. The seed of the training does not matter here.
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
@@ -104,7 +104,7 @@ class DatasetData(ImageData):
         )
 
     def held_out(self) -> list[tuple[str, Label]]:
-        """Numbers and labels of the images of train that were put aside to validate, where the labels are known."""
+        """Numbers and labels of the images of train that were held out for validation, where the labels are known."""
         if self.train is None or self.val is not None:
             return []
         aside = self._divided[1]
@@ -130,7 +130,7 @@ class DatasetData(ImageData):
 
     @cached_property
     def _divided(self) -> tuple[Subset[Any], Subset[Any]]:
-        """The images to train on, and those put aside to validate where there is no val."""
+        """The images to train on, and those held out for validation where there is no val."""
         targets, count = targets_of(self.train), len(self.train)
         labels = [0] * count if targets is None else rarest([label_of(target) for target in targets])
         names = [f"{index:05d}" for index in range(count)]

@@ -33,8 +33,8 @@ class ImageFilesData(ImageData):
     Args:
         class_names: Name of each class; the label of a class is its index in this list.
         crop_pct: Share of the side that the centre crop of evaluation keeps, in (0, 1].
-        val_fraction: Share of each class of train that is put aside if there is no val, in (0, 1).
-        split_seed: Another seed puts other images aside. The seed of the training does not matter here.
+        val_fraction: Share of each class of train that is held out if there is no val, in (0, 1).
+        split_seed: Another seed holds out other images. The seed of the training does not matter here.
         on_error: What to do about a file that cannot be read: 'error' stops and names the file. 'skip' continues: a
             training takes the next image instead, and an evaluation leaves the image out. The attribute
             :attr:`unreadable` then has the path of the file and the reason.
@@ -170,7 +170,7 @@ class ImageFilesData(ImageData):
         return decoded
 
     def held_out(self) -> list[tuple[str, Label]]:
-        """Paths, relative to the location of the data, and labels of the training images put aside to validate."""
+        """Paths, relative to the location of the data, and labels of the training images held out for validation."""
         put_aside = self._divided[1] if self._has_own("train") else []
         return [(self._display_name(path), label) for path, label in put_aside]
 
@@ -194,9 +194,9 @@ class ImageFilesData(ImageData):
 
     @cached_property
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:
-        """Images to train on, and images put aside to validate; if the data have a val, no images are put aside.
+        """Images to train on, and images held out for validation; if the data have a val, no images are held out.
 
-        Images are put aside class by class, and a multi-label image counts as an image of its rarest class.
+        Images are held out class by class, and a multi-label image counts as an image of its rarest class.
         """
         samples = self._samples("train")
         labels = [label for _, label in samples]

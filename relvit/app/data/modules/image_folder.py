@@ -29,7 +29,7 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 class ImageFolderData(ImageFilesData):
     """Images in ``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``.
 
-    The folder val may also be named valid or validation; if there is no such folder, a part of train is put aside. If
+    The folder val may also be named valid or validation; if there is no such folder, a part of train is held out. If
     root has none of these folders, but two or more folders that directly contain images, root itself is the train
     folder. Classes are matched by name, so a split need not have all classes. Predict yields images without labels: the
     images below test, or below val if there is no test; if root has none of the three folders, all images below root.

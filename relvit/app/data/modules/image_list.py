@@ -35,7 +35,7 @@ class ImageListData(ImageFilesData):
     """Images in lists with the columns `path` and `label`: CSV, TSV (.tsv) or Parquet (with ``relvit[parquet]``).
 
     Paths are absolute, or relative to root; without root, relative to the folder of the list. Labels are names of
-    classes, or numbers. Without a list for val, a part of train is put aside. All other columns are ignored. All rows
+    classes, or numbers. Without a list for val, a part of train is held out. All other columns are ignored. All rows
     of a list are checked before its first image is loaded, and errors name the line of a wrong row.
 
     With `label_separator` images have several labels, or none: multi-label classification.

@@ -39,7 +39,7 @@ class ReaderData(ImageFilesData):
         train_split: The split to train on. ``hfds``: a split or a part of it, such as ``'train[:90%]'``. ``wds``: a
             split in ``_info.json``, or shards, such as ``'name-{0000..0127}.tar'``. Archives: a folder in an archive,
             or an archive; if the data have no splits, 'train' means everything.
-        val_split: The split to validate on; None: a part of train is put aside.
+        val_split: The split to validate on; None: a part of train is held out.
         test_split: The split to test on, if there is one.
         predict: What to predict: a folder of images, or a tar archive; None: test without its labels, or val if there
             is no test.

@@ -171,9 +171,9 @@ def linear_right(
 ) -> tuple[np.ndarray, float]:
     """Classify with scikit-learn's logistic regression (L-BFGS) of standardised features.
 
-    A fifth of the labels is put aside to choose the inverse strength C of the weight decay: of the values 10^-4, 10^-3,
+    A fifth of the labels is held out to choose the inverse strength C of the weight decay: of the values 10^-4, 10^-3,
     ..., 10^2 the one with the best accuracy on this fifth, or the smallest of several best ones. The regression then
-    learns from all labels. With one label per class nothing can be put aside, and C is 1.
+    learns from all labels. With one label per class nothing can be held out, and C is 1.
 
     Args:
         features: (N, width), with labels (N,).
