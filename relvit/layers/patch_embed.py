@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch.nn.functional as F
-from timm.layers import Format, PatchEmbed, nchw_to
+from timm.layers import Format, PatchEmbed, nchw_to, to_2tuple
 from torch import Tensor
 
 from relvit.layers.mixer import Leaf
@@ -30,10 +30,20 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
     Raises:
         TypeError, ValueError: in `forward`, the input is not a batch of images, see `check_images`.
-        ValueError: in `forward`, sides are not multiples of the patch, and `dynamic_img_pad` is False.
+        ValueError: in `forward` or `set_input_size`, sides are not multiples of the patch, and `dynamic_img_pad` is
+            False.
     """
 
     cropped_size: tuple[int, int] | None = None
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Set another size of images or patches as timm's `PatchEmbed`, unless `forward` would refuse the size."""
+        if not self.dynamic_img_pad:
+            size, patch = to_2tuple(img_size or self.img_size), to_2tuple(patch_size or self.patch_size)
+            check_divisible(size, patch, self.cropped_size)
+        super().set_input_size(img_size, patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from timm.models.vision_transformer import Block
-from vits import images, small
+from timm.models.vision_transformer import Block, VisionTransformer
+from vits import SMALL, images, small
 
 import relvit
 from relvit.families.transformer_xl import set_bands
@@ -31,6 +31,17 @@ def test_an_image_size_that_the_model_refuses():
     # Do what the message says.
     padded = small("relvit_tiny", img_size=(20, 16), dynamic_img_pad=True)
     assert padded(images(20, 16)).shape == small("relvit_tiny", img_size=(24, 16))(images()).shape
+
+
+@pytest.mark.parametrize("retrofitted", [False, True])
+def test_an_input_size_that_the_model_would_refuse_later(retrofitted):
+    model = VisionTransformer(**SMALL) if retrofitted else small("relvit_tiny", pos_embed="learn")
+    model = relvit.retrofit(model) if retrofitted else model
+    for size in ({"img_size": (28, 16)}, {"img_size": 28}, {"patch_size": 5}):
+        with pytest.raises(ValueError, match=r"image height (28|24) is not a multiple of the patch size (8: use 24|5)"):
+            model.set_input_size(**size)
+    assert model.patch_embed.img_size == (24, 16)
+    assert model(images()).shape == (2, 5)
 
 
 @pytest.mark.parametrize("name", WRONG)
