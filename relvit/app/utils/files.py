@@ -323,5 +323,5 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
     if not present.is_dir():
         raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
     if not replaces and path.exists():
-        raise ValueError(f"output {output} exists: give another one (--output), or remove it first")
+        raise ValueError(f"output {output} exists: give another one (--output), or move it away first")
     return path.suffix

@@ -45,7 +45,7 @@ def calibrate(
     """
     if output is None:
         place = Path(without_secrets(ckpt_path))
-        output = f"{place.stem}_calibrated.ckpt"
+        output = f"{place.stem.removesuffix('_calibrated')}_calibrated.ckpt"
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data, data_args)

@@ -121,6 +121,12 @@ def test_an_output_that_exists_is_kept(calibrated, again, fails):
     assert "exists: give another one (--output)" in fails(["calibrate", output, "--output", again])
 
 
+def test_the_default_name_of_a_calibrated_checkpoint_is_its_own_and_never_replaced(calibrated, fails):
+    before = calibrated[1].read_bytes()
+    assert f"output {calibrated[1]} exists: give another one (--output), or move" in fails(["calibrate", calibrated[1]])
+    assert calibrated[1].read_bytes() == before
+
+
 @pytest.fixture(scope="module")
 def probabilities(calibrated):
     """Calibrated probabilities of an image of val or test, by split, and the labels."""
