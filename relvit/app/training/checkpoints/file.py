@@ -56,6 +56,9 @@ EPOCH_NAME = "epoch.ckpt"
 HUB, FOLDER = "hf-hub:", "local-dir:"
 FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 
+# This is the advice about ZIP archives that other programs than PyTorch have written.
+UNPACK = "if a checkpoint was packed, unpack it and give the checkpoint, otherwise take another copy"
+
 
 def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, averaged: bool = True) -> dict[str, Any]:
     """Read all content of a relvit checkpoint on the CPU; only tensors and plain types are read, never code.
@@ -163,10 +166,9 @@ def check_archive(path: Path) -> None:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             if any("/code/" in entry.filename for entry in entries):
                 raise ArchiveError("it has compressed entries, as TorchScript has; give a file of torch.save")
-            raise ArchiveError(
-                "it has compressed entries, which torch.save never writes; if a checkpoint was packed, unpack it and "
-                "give the checkpoint, otherwise take another copy"
-            )
+            raise ArchiveError(f"it has compressed entries, which torch.save never writes; {UNPACK}")
+        if not any(entry.filename.endswith("/data.pkl") for entry in entries):
+            raise ArchiveError(f"it is a ZIP archive without the entry data.pkl, which torch.save writes; {UNPACK}")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ArchiveError("the entries of its ZIP archive claim to be larger than the file; take another copy")
         if any(entry.CRC for entry in entries) and (damaged := archive.testzip()) is not None:

@@ -107,12 +107,17 @@ def test_what_to_do_about_an_error_of_the_disk(number, filename, cure):
     assert re.search(cure, str(explain_full_disk(error, "test", Path("runs/test-1"))))
 
 
-def test_a_checkpoint_that_was_packed(sample, tmp_path):
-    with zipfile.ZipFile(tmp_path / "best.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (zipfile.ZIP_DEFLATED, "it has compressed entries,"),
+        (zipfile.ZIP_STORED, "it is a ZIP archive without the entry"),
+    ],
+)
+def test_a_checkpoint_that_was_packed(method, reason, sample, tmp_path):
+    with zipfile.ZipFile(tmp_path / "best.zip", "w", method) as archive:
         archive.write(sample, "best.ckpt")
-    message = (
-        "best.zip cannot be read: it has compressed entries, .*; if a checkpoint was packed, unpack it and give the c"
-    )
+    message = f"best.zip cannot be read: {reason} .*; if a checkpoint was packed, unpack it and give the c"
     with pytest.raises(ValueError, match=message):
         load_classifier(tmp_path / "best.zip")
     with zipfile.ZipFile(tmp_path / "best.zip") as archive:
