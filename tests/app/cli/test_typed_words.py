@@ -60,6 +60,17 @@ def test_mistakes(command, given, message, tmp_path, monkeypatch):
         read(command, given.split())
 
 
+@pytest.mark.parametrize(
+    ("word", "root"), [("photos/test", "photos"), ("photos/valid/", "photos"), ("photos", "photos"), ("test", "test")]
+)
+def test_the_root_of_a_folder_that_is_a_split_is_the_folder_above_it(word, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("photos/test/ant", "photos/valid/ant", "test/train/ant"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(UsageError, match=rf"unexpected argument '{word}' \(for images in a folder: --root {root}\);"):
+        read("test", ["a.ckpt", word])
+
+
 def test_the_same_value_twice_is_no_mistake():
     assert read("fit", ["--lr", "0.1", "--model.lr=0.1"]).words == ["--model.lr=0.1", "--model.lr=0.1"]
 
