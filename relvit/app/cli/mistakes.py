@@ -59,7 +59,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     """
     known = option_types(parser)
     at_first = {} if namespace is None else namespace.as_dict()
-    given = [*_leaves(at_first, "the checkpoint", known), *_in_words(words, known)]
+    given = [*_options_in(at_first, "the checkpoint", known), *_in_words(words, known)]
     # An option that a configuration sets to null counts as missing, so leave out its name.
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
@@ -110,14 +110,14 @@ def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]
         if name == "config":
             if not value:
                 raise UsageError("--config needs a value: give a file, or the name of one of relvit's configurations")
-            yield from _leaves(read_config(value), value, known)
+            yield from _options_in(read_config(value), value, known)
         elif value.startswith("{") and accepts(dict, value):
-            yield from _leaves({name.removesuffix("+"): load_config(value)}, None, known)
+            yield from _options_in({name.removesuffix("+"): load_config(value)}, None, known)
         else:
             yield Given(name.removesuffix("+"), value if equals else None)
 
 
-def _leaves(
+def _options_in(
     options: Mapping[str, Any], file: str | None, known: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Given]:
     """Yield the options in nested mappings; a class is one, and so is each of its arguments.
@@ -129,16 +129,16 @@ def _leaves(
         name = f"{prefix}{key}"
         if isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value):
             for item in value:
-                yield from _leaves({key: item}, file, known, prefix)
+                yield from _options_in({key: item}, file, known, prefix)
         elif isinstance(value, dict) and "class_path" in value:
             yield Given(name, value["class_path"], file)
             inner = value.get("init_args") or {}
             if not isinstance(inner, dict):
                 place = Given(name, inner, file).place
                 raise UsageError(f"{name}.init_args{place} must be name: value pairs, got {cut(inner)}")
-            yield from _leaves(inner, file, known, f"{name}.")
+            yield from _options_in(inner, file, known, f"{name}.")
         elif isinstance(value, dict) and known.get(name) is None:
-            yield from _leaves(value, file, known, f"{name}.")
+            yield from _options_in(value, file, known, f"{name}.")
         else:
             yield Given(name, value, file)
 

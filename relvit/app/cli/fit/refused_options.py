@@ -80,7 +80,7 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
         warnings.simplefilter("ignore")
         try:
             held = yaml.safe_load(parser.dump(config, skip_none=False))
-            texts = ((name, str(value)) for name, value in _leaves(held))
+            texts = ((name, str(value)) for name, value in _all_values(held))
             found = [(name, text.removeprefix(LOST)) for name, text in texts if text.startswith(LOST)]
         except (ValueError, yaml.representer.RepresenterError) as error:
             # Where a type is annotated, jsonargparse raises a ValueError from PyYAML's error, so look for PyYAML's
@@ -91,7 +91,7 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
             if cause is None:
                 raise
             lost = cause.args[1]
-            found = [(name, repr(lost)) for name, value in _leaves(config) if value is lost]
+            found = [(name, repr(lost)) for name, value in _all_values(config) if value is lost]
             found = found or [("an option", repr(lost))]
     if found:
         name, value = found[0]
@@ -101,7 +101,7 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
         raise UsageError(f"config.yaml cannot hold {value}, the value of {name}, so no run could be resumed: {cure}")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _all_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value in a configuration after its name, such as 'data.init_args.root'."""
     if isinstance(value, Mapping | Namespace):
         items = fields_of(value).items()
@@ -111,4 +111,4 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, each in items:
-        yield from _leaves(each, f"{name}.{key}" if name else str(key))
+        yield from _all_values(each, f"{name}.{key}" if name else str(key))

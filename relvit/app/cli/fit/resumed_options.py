@@ -142,7 +142,7 @@ def changed_options(
     Raises:
         UsageError: an option has changed, and `FREE` and `PLACES` do not allow this.
     """
-    before, now = (dict(_leaves(options)) for options in (trained, asked))
+    before, now = (dict(_compared_options(options)) for options in (trained, asked))
     groups = {name.partition(".")[0] for name in before}
     changed = []
     for name in sorted({**before, **now}):
@@ -164,7 +164,7 @@ def changed_options(
     return changed
 
 
-def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _compared_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield names as on the command line, and plain values; those of classes in one piece.
 
     A class with its arguments, such as a callback, is one value; only the data module is split into its arguments.
@@ -173,9 +173,9 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         name = f"{prefix}{key}"
         if name == "data":
             yield "data", value["class_path"]
-            yield from _leaves(value["init_args"], "data.")
+            yield from _compared_options(value["init_args"], "data.")
         elif isinstance(value, Mapping) and value and "class_path" not in value:
-            yield from _leaves(value, f"{name}.")
+            yield from _compared_options(value, f"{name}.")
         else:
             # Yield None for an empty mapping: both mean the same, so they must not count as a change.
             yield name, None if value == {} else _plain(value)
