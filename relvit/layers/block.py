@@ -82,9 +82,10 @@ class MixerBlock(GridBlock):
     Args:
         dim: width of the tokens.
         num_heads: number of heads.
-        mixer: makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=, proj_bias=, proj_drop=, device=,
-            dtype=)`; the mixer's `forward` has the arguments of `RelativeAttention.forward`.
-        attn_layer: accepted because timm's constructor passes this argument, but not used: `mixer` replaces it.
+        mixer: class or function that makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=,
+            proj_bias=, proj_drop=, device=, dtype=)`. The mixer's `forward` has the arguments of
+            `RelativeAttention.forward`.
+        attn_layer: not used, because `mixer` replaces this argument, which timm's constructor passes.
         **kwargs: see `timm.models.vision_transformer.Block`; `qkv_bias`, `proj_bias` and `proj_drop` are passed to the
             mixer, too.
 
@@ -123,10 +124,10 @@ class RelativeBlock(MixerBlock):
     Args:
         dim: width of the tokens.
         num_heads: number of attention heads.
-        position: makes the block's own position module, called as `position(head_dim, num_heads, device=, dtype=)`,
-            if the mixer has an attribute `position`.
-        rope: makes the block's own `RotaryEmbedding2d`, called with the same arguments as `position`; None: no rotary
-            embedding.
+        position: class or function that makes the block's own position module, called as `position(head_dim, num_heads,
+            device=, dtype=)` if the mixer has an attribute `position`.
+        rope: class or function that makes the block's own `RotaryEmbedding2d`, called with the same arguments as
+            `position`; None: no rotary embedding.
         prefix_bias: whether there is a `PrefixBias`.
         mixer: see `MixerBlock`. If the mixer has an attribute `position`, None at first, the block sets this attribute
             to the block's position; such a mixer needs an attribute `head_dim`, too.

@@ -96,7 +96,7 @@ def entry_point(
     Args:
         name: name of the model.
         model_class: class of the model.
-        filter_fn: converts checkpoints, see `checkpoint_filter_fn`.
+        filter_fn: function that converts checkpoints, see `checkpoint_filter_fn`.
         arguments: function that returns the arguments of a call, completed with the arguments of the model `name`.
         module: name of the module that has `default_cfgs`, which timm reads; None: the module of the class.
     """

@@ -50,7 +50,7 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     cannot recompute, `recomputed` just calls the function.
 
     Args:
-        function: reads no tensors but those in `args`.
+        function: the function, which reads no tensors except those in `args`.
         args: tensors, also within tuples, or anything else.
         preserve_rng_state: whether `function` uses random numbers.
 
@@ -78,7 +78,7 @@ def recompute_saved(
 
     Args:
         tensors: the operands of operations in the context.
-        function: computes all of `tensors` from `inputs`.
+        function: the function that computes all of `tensors` from `inputs`.
         inputs: the arguments of `function`: tensors that memory holds anyway, or None.
 
     Raises:

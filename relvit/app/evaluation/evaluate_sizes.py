@@ -78,7 +78,7 @@ def evaluate_sizes(
         accelerator: Lightning's name of the device, such as 'cpu' or 'gpu'.
         protocol: how images get their size: 'crop', 'resize' or 'field', see `relvit.app.data.eval_transform`.
         fill: what 'field' shows beyond the image: 'reflect' (the default) or 'grey'.
-        progress: called with the batches of each evaluation, for example to show a progress bar.
+        progress: function that is called with the batches of each evaluation and shows progress, see `Progress`.
         reach: how models treat sizes other than the size in training, see `relvit.models.set_reach`.
         squares: whether to evaluate each size that is not square a second time, on the same images squashed to the
             square with (nearly) the same number of patches, to show whether the images' shape helps.

@@ -169,7 +169,8 @@ def check_model_size(build: Callable[[], nn.Module] | None, arguments: Mapping[s
         >>> check_model_size(partial(timm.create_model, "relvit_tiny", depth=2), {"depth": 2})
 
     Args:
-        build: makes the model on the meta device, where tensors take no memory. None: only check the numbers.
+        build: function that makes the model, called on the meta device, where tensors take no memory. None: only the
+            numbers are checked.
         arguments: arguments of the model. Numbers among them are checked first, since building many layers takes time
             even on the meta device.
 

@@ -2,7 +2,7 @@
 
 Source: Dai et al. 2019 (arXiv 1901.02860), section 3.2. A segment is a band of rows of patches (or a tile, or a frame
 of a video). Every layer keeps its inputs from earlier segments, before its norm and without gradients, as additional
-tokens to attend to. If only a limited number of rows is kept, the need of memory does not grow with the image's height.
+tokens to attend to. If only a limited number of rows is kept, memory use does not grow with the image's height.
 """
 
 from __future__ import annotations

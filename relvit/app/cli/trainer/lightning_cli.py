@@ -222,7 +222,8 @@ def evaluate(
     """Run `relvit validate`, `test` or `predict`.
 
     Args:
-        function: runs the command. Its first argument is the `Evaluation`; its other arguments become options.
+        function: the function of the command. Its first argument is the `Evaluation`; its other arguments become
+            options.
         given: the command line.
         data_type: the data module that the command chooses. None: the one that the user names, or else the one in the
             checkpoint.

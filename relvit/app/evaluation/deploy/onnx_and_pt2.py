@@ -74,7 +74,7 @@ def export_model(
         calibration: with `int8`, a folder, file or pattern of images similar to the training's images; up to 256 of
             them fix the ranges of the layers' inputs (static quantisation); None: the ranges are measured at run time
             (dynamic).
-        tell: called with a description of each step before the step begins.
+        tell: function that is called with a description of each step before the step begins.
 
     Returns:
         The shapes of the images on which file and model were compared.
