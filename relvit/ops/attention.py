@@ -164,8 +164,8 @@ def attend_projected(
         return None
     tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
     if eager:
-        # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so of tables it
-        # has only shapes: `lean` casts all tables to one dtype as it joins them, and PyTorch raises if devices differ.
+        # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so the key holds
+        # only the shapes of tables: `lean` casts them to one dtype when it joins them, and PyTorch checks devices.
         of_mask = None if attn_mask is None else _SIGN(attn_mask)
         of_prefix = None if prefix_bias is None else prefix_bias.shape
         signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
@@ -215,8 +215,8 @@ class _Decision(NamedTuple):
     plan: lean.Plan | pair_bias.PairPlan | None
 
 
-# These are the cached decisions. A key holds everything on which its decision depends, so that inputs of a layer are
-# checked only once for each size.
+# These are the cached decisions. A key of the cache holds everything on which its decision depends, so that inputs of a
+# layer are checked only once for each size.
 _DECISIONS: dict[Any, _Decision] = {}
 _MOST_DECISIONS = 64
 
@@ -329,7 +329,7 @@ def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
         return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
-        # Measured by `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled`.
+        # `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled` measures this.
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)
@@ -365,7 +365,7 @@ def relative_logits(
     """Compute the relative part of the logits, q_i . a^K_ij, as one number per row and per column of the key grid.
 
     Memory never holds the N x N logits: q_i . a^K_ij = rows[..., i, y_j] + cols[..., i, x_j], unscaled. This is Shaw et
-    al. 2018 (arXiv 1803.02155), eq. 4, second summand, with H + W instead of H W numbers per query.
+    al. 2018 (arXiv 1803.02155), eq. 4, second term, with H + W instead of H W numbers per query.
 
     Examples:
         >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))

@@ -48,7 +48,7 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     return table
 
 
-# Behind a flat joint table follow three entries for pairs with prefix tokens: for a prefix query with a patch key, for
+# Three entries for pairs with prefix tokens follow after a flat joint table: for a prefix query with a patch key, for
 # a patch query with a prefix key, and for two prefix tokens.
 PREFIX_ENTRIES = 3
 
@@ -57,7 +57,7 @@ PREFIX_ENTRIES = 3
 def pair_index(
     grid: Grid, key_size: tuple[int, int, int], distances: tuple[int, int], bucketing: str, device: torch.device
 ) -> Tensor:
-    """Find the entry of a flat joint table, or of those behind it, for each pair of tokens: (Nq, Nk) int64."""
+    """Find the entry of a flat joint table, or of the entries after it, for each pair of tokens: (Nq, Nk) int64."""
     first = (2 * distances[0] + 1) * (2 * distances[1] + 1)
     (y, x, off), (key_y, key_x, key_off) = (_places(grid[:3], device), _places(key_size, device))
     rows, cols = (
@@ -147,8 +147,8 @@ def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix
         # Backward adds up the gradients of many pairs; in half precision a GPU would round after each addition.
         by_head = by_head.float()
     if is_compiling():
-        # Inductor computes each entry's number where it looks the entry up. From flat numbers it would need minutes to
-        # find row and column, because the sizes of a graph for all images are expressions.
+        # Inductor computes the index of a pair in the kernel that looks the entry up. If pairs had one axis instead of
+        # two, it would need minutes to split that axis, because sizes are symbolic expressions in such a graph.
         return by_head[:, index][None]
     return by_head.index_select(1, index.view(-1)).view(1, -1, *index.shape)
 
