@@ -169,7 +169,9 @@ class RelativeBlock(MixerBlock):
         if hasattr(self.attn, "position"):
             self.attn.position = make_position(position, self.attn.head_dim, num_heads, **like)
         if (rope is not None or prefix_bias) and not isinstance(self.attn, RelativeAttention):
-            raise ValueError(f"rope and prefix_bias are for RelativeAttention, not for {type(self.attn).__name__}")
+            raise ValueError(
+                f"rope and prefix_bias are for RelativeAttention, not for {type(self.attn).__name__}: leave them out"
+            )
         if rope is not None:
             self.attn.rope = rope(self.attn.head_dim, num_heads, **like)
         if prefix_bias:

@@ -160,7 +160,9 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     for layer_name, layer in layers.items():
         given = record.get(layer.attn_drop)
         if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
-            raise ValueError(f"{name} does not compute all patches in each layer")
+            raise ValueError(
+                f"{name} leaves patches out of some layers, and logit_inputs needs all of them: take another model"
+            )
         found[layer_name] = given
     return found
 

@@ -55,13 +55,13 @@ def explain(
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers of relvit, which are `Mixer`s: take a relvit_* model, or "
-            "relvit.retrofit a timm model"
+            f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or call relvit.retrofit(model) if "
+            "it is one of timm's Vision Transformers"
         )
     if embed is None:
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
         hint = f": explain {part_of(parts[0])}, which has one" if parts else ": take a model that has one"
-        raise ValueError(f"{type(model).__name__} has no patch_embed, which would tell the grid of an image{hint}")
+        raise ValueError(f"{type(model).__name__} has no patch_embed, which gives the grid of an image{hint}")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:
         check_divisible(size, embed.patch_size)

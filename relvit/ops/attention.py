@@ -390,7 +390,7 @@ def relative_logits(
     check_kind("terms", terms, RelativeTerms, "RelativeTerms")
     check_terms(terms._replace(query=None, value=None, bias=None), query.shape[1], query.shape[3], 0)
     if terms.key is None:
-        raise ValueError("relative_logits needs terms.key, which is None")
+        raise ValueError("relative_logits needs terms.key, got None: give RelativeTerms(key=AxisTables(...))")
     if isinstance(terms.key, JointTable):
         raise ValueError("relative_logits needs terms.key as AxisTables(rows, cols): terms.key is a joint table")
     if backend == "reference":

@@ -54,7 +54,7 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
     if not fits:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({', '.join(map(str, expected))})")
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating one")
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating-point dtype such as torch.float32")
 
 
 def check_heads(dim: int, num_heads: int) -> None:

@@ -284,4 +284,4 @@ def _check_bounds(name: str, coords: Tensor, height: int, width: int) -> None:
     lowest, highest = torch.stack(coords.flatten(0, -2).aminmax(dim=0)).tolist()
     for axis, low, high, size in zip(("row", "column"), lowest, highest, (height, width), strict=True):
         if low < 0 or high >= size:
-            raise ValueError(f"{name}: {axis}s from {low} to {high}, the grid has 0 to {size - 1}")
+            raise ValueError(f"{name} holds {axis}s from {low} to {high}, the grid has {axis}s from 0 to {size - 1}")

@@ -270,4 +270,4 @@ def _check_table(name: str, table: Tensor, axes: int, heads: int, width: tuple[i
         sizes = " x ".join(map(str, offsets))
         raise ValueError(f"{name} has {sizes} rows, expected an odd number, 2k + 1 for clip distance k")
     if not table.is_floating_point():
-        raise TypeError(f"{name} has dtype {table.dtype}, expected a floating one")
+        raise TypeError(f"{name} has dtype {table.dtype}, expected a floating-point dtype such as torch.float32")

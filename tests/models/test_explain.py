@@ -110,7 +110,7 @@ def test_retrofitted_models_and_what_has_no_plan():
         relvit.explain(vit)
     assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
-    with pytest.raises(ValueError, match="has no patch_embed, which would tell the grid of an image: take a model"):
+    with pytest.raises(ValueError, match="has no patch_embed, which gives the grid of an image: take a model"):
         relvit.explain(relvit.retrofit(naflex))
     with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\[1\], which has one"):
         relvit.explain(torch.nn.Sequential(torch.nn.Identity(), small()))

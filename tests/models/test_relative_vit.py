@@ -141,7 +141,7 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
     plain = small(name, mixer=Mean).eval()
     assert not any(".position." in key for key in plain.state_dict())
     assert plain(images()).shape == (2, 5)
-    with pytest.raises(ValueError, match=r"no layers of relvit, which are `Mixer`s"):
+    with pytest.raises(ValueError, match=r"no layers of relvit: take a relvit_. model"):
         explain(plain)
     mixed = small(name, mixer=MeanWithPosition, dtype=torch.float64)
     table = mixed.blocks[0].attn.position.key_rows
@@ -155,7 +155,10 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
     [
         ({"position": "slope"}, r"is 'slope'; allowed are 'tables', .* \(did you mean 'slopes'\?\)"),
         ({"position": "slopes", "rel_terms": "k"}, "rel_terms is for position 'tables', got rel_terms='k' with"),
-        ({"position": "slopes", "rel_init_std": 0.5}, "rel_init_std is for position 'tables', .* got rel_init_std=0.5"),
+        (
+            {"position": "slopes", "rel_init_std": 0.5},
+            "rel_init_std is for position 'tables', .* got rel_init_std=0.5 .*: leave rel_init_std out",
+        ),
         ({"rel_init_std": -1}, "rel_init_std must not be negative, got -1"),
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
         ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_by_name(operation, changes, error, message
 
 
 def test_logits_need_a_separable_key_term():
-    with pytest.raises(ValueError, match=r"terms\.key, which is None"):
+    with pytest.raises(ValueError, match=r"terms\.key, got None: give RelativeTerms\(key="):
         relative_logits(Q, TERMS._replace(key=None), GRID)
     with pytest.raises(TypeError, match="grid must be a Grid, got tuple"):
         relative_logits(Q, TERMS, (2, 3))

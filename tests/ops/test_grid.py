@@ -35,7 +35,11 @@ def test_sizes_may_be_integers_of_numpy():
         ({"height": 2, "width": 3, "prefix": -1}, ValueError, "prefix must be at least 0, got -1"),
         ({"height": 2, "width": 3, "coords": torch.zeros(4, 2)}, TypeError, "coords must hold integers"),
         ({"height": 2, "width": 3, "coords": torch.zeros(4, 3, dtype=torch.long)}, ValueError, r"got \(4, 3\)"),
-        ({"height": 2, "width": 3, "coords": torch.tensor([[0, 3]])}, ValueError, "columns from 3 to 3.* has 0 to 2"),
+        (
+            {"height": 2, "width": 3, "coords": torch.tensor([[0, 3]])},
+            ValueError,
+            "columns from 3 to 3.* has columns from 0 to 2",
+        ),
         ({"height": 2, "width": 3, "coords": torch.tensor([[-1, 0]])}, ValueError, "rows from -1 to -1"),
         ({"height": 2, "width": 3, "valid": torch.ones(5, dtype=torch.bool)}, ValueError, r"shape \(6,\).*got \(5,\)"),
         ({"height": 2, "width": 3, "valid": torch.ones(6)}, TypeError, "boolean"),

@@ -29,7 +29,7 @@ def as_label(value: Any) -> str | None:
         TypeError: The label is neither text nor an integer.
     """
     if not isinstance(value, str | int | None):
-        raise TypeError(f"{reprlib.repr(value)} is neither the name nor the number of a class")
+        raise TypeError(f"{reprlib.repr(value)} is not a label: give the name (text) or the number (int) of a class")
     text = "" if value is None else str(value).strip()
     return text if text and not re.fullmatch(r"-\d+", text) else None
 

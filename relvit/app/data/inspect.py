@@ -72,7 +72,7 @@ def check_data(
         raise ValueError(f"{type(data).__name__} has no image files: give data with a file for each image")
     splits: list[Split] = [split for split in ("train", "val", "test") if data.missing(split) is None]
     if not splits:
-        raise ValueError(f"{data.place} has none of train, val and test with labels: give data with at least one")
+        raise ValueError(f"{data.place} has no labelled images in train, val or test: give data that has some")
     samples = {split: data.samples(split) for split in splits}
     paths = [path for of_split in samples.values() for path, _ in of_split]
     results = _inspect_all(paths, processes or os.cpu_count() or 1)

@@ -64,7 +64,7 @@ def embed_folder(
     """
     root = os.fspath(root)
     if not os.path.isdir(root):
-        raise FileNotFoundError(f"root {root} is no folder; give one with images")
+        raise FileNotFoundError(f"root {root} is not a folder; give one with images")
     paths = image_files(root)
     if not paths:
         raise ValueError(f"no image below {root}: give a folder with images")

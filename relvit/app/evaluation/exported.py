@@ -116,13 +116,13 @@ class ExportedClassifier(Answering):
 
     def check_size(self, img_size: tuple[int, int]) -> None:
         """Refuse a size (height, width) that the file does not take."""
-        for side, allowed in zip(img_size, self.description["input"][2:], strict=True):
+        for axis, side, allowed in zip(("height", "width"), img_size, self.description["input"][2:], strict=True):
             # A side of any number of patches is described by a text, such as '16*height_in_patches' for patches of 16
             # pixels, so read the patch from the text.
             patch = int(allowed.partition("*")[0]) if isinstance(allowed, str) else 0
             if side != allowed and (not patch or side % patch or side < 2 * patch):
-                takes = f"multiples of {patch} from {2 * patch} on" if patch else f"{allowed} pixels alone"
-                raise ValueError(f"img_size is {list(img_size)}; the file takes sides of {takes}")
+                takes = f"a multiple of {patch}, at least {2 * patch}" if patch else f"{allowed}"
+                raise ValueError(f"img_size is {list(img_size)}; for {self.path} the {axis} must be {takes} pixels")
 
 
 def _as_checkpoint(path: Path, about: Mapping[str, Any]) -> Checkpoint:
@@ -142,7 +142,7 @@ def _open_onnx(path: Path) -> _Opened:
     session = onnxruntime.InferenceSession(path, _options(), providers=["CPUExecutionProvider"])
     sides = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
     if list(sides) != ["images", "logits"] or len(sides["logits"]) != 2:
-        raise ValueError(f"it computes {list(sides)}, not (B, classes) logits of images")
+        raise ValueError(f"it has {list(sides)}, not images and (B, classes) logits: give a file of relvit export")
 
     def run(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
@@ -154,8 +154,8 @@ def _open_program(path: Path) -> _Opened:
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith(".so") for name in archive.namelist()):
             raise _CompiledError(
-                f"{path} is compiled by relvit export --aot, for torch._inductor.aoti_load_package and C++; relvit "
-                "takes the checkpoint, or a .pt2 without --aot"
+                f"{path} was compiled by relvit export --aot, so only torch._inductor.aoti_load_package or C++ can "
+                "load it: give the checkpoint, or a .pt2 that was exported without --aot"
             )
     found = {EXTRA_FILE: ""}
     program = torch.export.load(path, extra_files=found)

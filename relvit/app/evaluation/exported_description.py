@@ -64,11 +64,11 @@ def read_description(path: Path, metadata: Mapping[str, str], classes: int) -> d
     try:
         found = parse_json(metadata[KEY])
     except ValueError as error:
-        raise ValueError(f"{path} is no file of relvit export: {one_line(error)}") from error
+        raise ValueError(f"{path} was not written by relvit export, or is damaged: {one_line(error)}") from error
     check_bounds(found, str(path))
     if wrong := _wrong_part(found, classes):
         raise ValueError(
-            f"{path} is no file of relvit export: {wrong} is missing or has a wrong value; write it anew by "
+            f"{path} was not written by relvit export: {wrong} is missing or has a wrong value; write it anew by "
             f"relvit export CKPT --output {path}"
         )
     return found

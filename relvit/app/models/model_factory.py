@@ -135,7 +135,7 @@ def described_model(
     if architecture != retrofitted.__name__:
         return architecture, kwargs or None, None
     if "model" not in kwargs:
-        raise ValueError(f"{source} must hold 'model', the name of the timm model that was retrofitted")
+        raise ValueError(f"{source} lacks 'model': add the name of the timm model that was retrofitted")
     model, retrofit = kwargs.pop("model"), kwargs.pop("retrofit", None)
     return model, kwargs or None, retrofit or {}
 

@@ -310,8 +310,8 @@ def _at_least_single(logits: Tensor) -> Tensor:
 def _finite(probabilities: Tensor) -> Tensor:
     if not probabilities.isfinite().all():
         raise ValueError(
-            "the model computes probabilities that are not a number: its weights, its temperature, or mean and std of "
-            "the images are broken, or its precision is too low"
+            "the model computes probabilities that are not a number: check its weights and temperature, and mean and "
+            "std of the images, or compute in a higher precision"
         )
     return probabilities
 

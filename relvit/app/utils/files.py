@@ -321,7 +321,7 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
     present = next(parent for parent in path.absolute().parents if parent.exists())
     if not present.is_dir():
-        raise NotADirectoryError(f"output {output} cannot be in {present}, which is no folder")
+        raise NotADirectoryError(f"output {output} cannot be in {present}, which is not a folder: give another path")
     if not replaces and path.exists():
         raise ValueError(f"output {output} exists: give another one (--output), or move it away first")
     return path.suffix

@@ -55,7 +55,10 @@ def _fetch(address: str, copy: Path) -> None:
     protocol = address.partition("://")[0].partition("::")[0]
     known = {*available_protocols(), *registry}
     if protocol not in known:
-        raise ValueError(f"{address} is an address of an unknown kind, {protocol!r}{did_you_mean(protocol, known)}")
+        raise ValueError(
+            f"{address} begins with {protocol!r}, which is not a known kind of address{did_you_mean(protocol, known)}: "
+            "give a local path, or an address such as https://... or s3://..."
+        )
     try:
         files, path = url_to_fs(address, **_options(protocol))
         files.get_file(path, str(copy))
@@ -64,7 +67,7 @@ def _fetch(address: str, copy: Path) -> None:
         package = getattr(cause, "name", None) or protocol
         raise ValueError(f"{address} cannot be read without the package {package}: pip install {package}") from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no file at {address}") from error
+        raise FileNotFoundError(f"there is no file at {address}: correct the address") from error
     # Catch everything, because each library behind fsspec raises different exceptions.
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:

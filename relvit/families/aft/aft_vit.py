@@ -133,7 +133,9 @@ def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[...,
     own = {name: value for name, value in given.items() if value is not None}
     for name in own.keys() - OWN[mixer]:
         theirs = listing([other for other, names in OWN.items() if name in names])
-        raise ValueError(f"{name} is for mixer {theirs}, got {name}={own[name]!r} with mixer {mixer!r}")
+        raise ValueError(
+            f"{name} is for mixer {theirs}, got {name}={own[name]!r} with mixer {mixer!r}: leave {name} out"
+        )
     return partial(MIXERS[mixer], backend=backend, **own)
 
 

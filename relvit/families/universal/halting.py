@@ -74,7 +74,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
     ) -> None:
         super().__init__()
         if not 0 < epsilon < 1:
-            raise ValueError(f"the epsilon of halting must be above 0 and below 1, got {epsilon}")
+            raise ValueError(f"epsilon (a model's halting_epsilon) must be above 0 and below 1, got {epsilon}")
         self.threshold: float = 1 - epsilon
         self.bias_init = bias_init
         self.weight: nn.Parameter = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))

@@ -62,7 +62,10 @@ class PositionStepSignals(KeepConstants, Leaf):
     ) -> None:
         super().__init__()
         if dim % 4:
-            raise ValueError(f"sinusoids of rows and columns need a width that is a multiple of 4, got {dim}")
+            raise ValueError(
+                f"dim (a model's embed_dim) must be a multiple of 4, got {dim}: it is divided among sines and "
+                "cosines of rows and columns"
+            )
         self.dim = dim
         self.gain_init = gain_init
         self.gain: nn.Parameter = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))

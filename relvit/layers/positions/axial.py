@@ -65,7 +65,9 @@ class AxialPositionEmbedding(KeepConstants, Leaf):
         super().__init__()
         check_choice("combine", combine, COMBINES)
         if combine == "sum" and widths is not None:
-            raise ValueError(f"widths is for combine 'concat', got widths={widths!r} with combine 'sum'")
+            raise ValueError(
+                f"widths is for combine 'concat', got widths={widths!r} with combine 'sum': leave widths out"
+            )
         halves = (dim, dim) if combine == "sum" else (dim // 2, dim - dim // 2)
         widths = int_pair("widths", halves if widths is None else widths, 1)
         if combine == "concat" and sum(widths) != dim:

@@ -49,7 +49,9 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             )
         if not accepts(position, own):
             others = ", ".join(repr(other) for other in POSITIONS if accepts(other, own))
-            raise ValueError(f"{name} is for position {others}, got {name}={given!r} with position {position!r}")
+            raise ValueError(
+                f"{name} is for position {others}, got {name}={given!r} with position {position!r}: leave {name} out"
+            )
         taken[own] = given
     made = POSITIONS[position] if named else position
     return partial(made, **taken) if taken else made

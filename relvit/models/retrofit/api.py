@@ -108,7 +108,9 @@ def retrofit(
     check_backend(backend, tuple(BACKENDS))
     if max_grid is not None:
         if not hasattr(becomes, "max_grid"):
-            raise ValueError(f"max_grid is for NaFlexVit, got {max_grid!r} for {type(model).__name__}")
+            raise ValueError(
+                f"max_grid is for NaFlexVit, got {max_grid!r} for {type(model).__name__}: leave max_grid out"
+            )
         max_grid = int_pair("max_grid", max_grid, 1)
     absolute = [name for name, _ in model.named_parameters() if name in becomes.absolute]
     if abs_pos != "keep" and not absolute:

@@ -114,7 +114,10 @@ class BiasPositions(OwnPositions):
                     continue
             names = convert(leaf, shape, layers[layer])
             if not taken.isdisjoint((layer, name) for name in names):
-                raise ValueError(f"{type(self).__name__} cannot be restored: {key} was added to the tables of {layer}")
+                raise ValueError(
+                    f"{type(self).__name__} cannot be restored: retrofit added {key} to the tables of {layer}; build "
+                    "the original model again"
+                )
             taken |= {(layer, name) for name in names}
             tensors = nn.ModuleDict(layers[layer]).state_dict()
             found[key] = revert(leaf, {name: tensors[name] for name in names})

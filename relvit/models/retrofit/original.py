@@ -107,7 +107,8 @@ def restore(model: nn.Module) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has not been retrofitted{hint}")
     if not isinstance(model, OwnPositions):
         raise ValueError(
-            f"{type(model).__name__} cannot be restored: the original has no place for the tables that retrofit added"
+            f"{type(model).__name__} cannot be restored: the original has no place for the tables that retrofit added; "
+            "build the original model again"
         )
     record = vars(model)[RECORD]
     tables = model.original_tables(dict(_gone(record)))

@@ -74,7 +74,10 @@ def _projection(model: nn.Module) -> nn.Conv2d:
     """Return the convolution that embeds patches; refuse models that are made for grids of one size."""
     embed, name = model.patch_embed, type(model).__name__
     if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
-        raise ValueError(f"{name} takes no native images: its patch embedding {type(embed).__name__} is no projection")
+        raise ValueError(
+            f"{name} takes no native images: its patch embedding {type(embed).__name__} has no convolution `proj`; "
+            "give images of one size"
+        )
     if why := lack(model, "native"):
         raise ValueError(f"{name} takes no native images: {why}")
     if hasattr(model, "dist_token"):

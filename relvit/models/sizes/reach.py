@@ -82,8 +82,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         embed = getattr(model, "patch_embed", None)
         if embed is None:
             inner = next((name for name, part in model.named_modules() if hasattr(part, "patch_embed")), None)
-            hint = "" if inner is None else f": set the reach of {part_of(inner)}, which has one"
-            raise ValueError(f"{refused}, which has no patch_embed, whose size would be that of the training{hint}")
+            cure = "take a model that has one" if inner is None else f"set the reach of {part_of(inner)}, which has one"
+            raise ValueError(f"{refused}, which has no patch_embed, so the size of its training is not known: {cure}")
         if own := getattr(model, "own_segmenter", None):
             raise ValueError(f"{refused}, which computes in parts already: leave it out ({own.undo} ends that)")
         grid = embed.grid_size
@@ -92,19 +92,20 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         if "mirror" in reach:
             if not hasattr(model, "mirrored_grid") or model.pos_embed is None:
                 raise ValueError(
-                    f"{refused} without a learned absolute embedding that can be mirrored: models of relvit with "
-                    "pos_embed='learn' have it, and timm's VisionTransformer, Eva and Beit, retrofitted, with pos_embed"
+                    f"{refused} without a learned absolute embedding that can be mirrored: take a relvit model with "
+                    "pos_embed='learn', or after relvit.retrofit timm's VisionTransformer, Eva or Beit with pos_embed"
                 )
             mirrored_grid = tuple(grid)
         if "logn" in reach:
             trained_keys = model.num_prefix_tokens + grid[0] * grid[1]
             if trained_keys < 2:
-                raise ValueError(f"{refused} trained on a single token")
+                raise ValueError(f"{refused} trained on a single token: take reach 'trained'")
         if reach == "windows":
+            other = "take another reach, such as 'trained'"
             if model.num_prefix_tokens:
-                raise ValueError(f"{refused} with a class token or registers, which are in no window")
+                raise ValueError(f"{refused} with a class token or registers, which belong to no window: {other}")
             if getattr(model, "rope", None) is not None:
-                raise ValueError(f"{refused} with a rotary embedding")
+                raise ValueError(f"{refused} with a rotary embedding: {other}")
             window = tuple(grid)
         if reach in SEGMENTERS:
             segmenter = SEGMENTERS[reach].of(model, grid[0], grid[0])

@@ -151,7 +151,7 @@ def load_jax_archive(
             names = [name.removesuffix(".npy") for name in archive.namelist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path!r} is no .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
+            f"{path!r} is not an .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
         ) from error
     block = model.blocks[0]
     plain = VisionTransformer(

@@ -79,7 +79,10 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:
-                raise ValueError(f"{layer}.qkv has no bias, which the entry of the class token would be added to")
+                raise ValueError(
+                    f"the checkpoint has no {layer}.qkv.bias, to which the class token's entries of iRPE's tables are "
+                    "added: take a checkpoint that was trained with qkv_bias=True"
+                )
             bias = state[f"{layer}.qkv.bias"].unflatten(0, (3, num_heads, -1)).clone()
             bias[number] += prefix[:, 0]
             state[f"{layer}.qkv.bias"] = bias.flatten()

@@ -133,7 +133,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     for tensors, reason in UNFIT.items():
         if any(map(tensors.search, given)) and not any(map(tensors.search, own)):
             raise ValueError(
-                f"{weights.source} {reason} this {type(net).__name__}: give the architecture of the weights"
+                f"{weights.source} {reason} this {type(net).__name__}: build the model that the weights were trained in"
             )
     in_part: dict[str, str] = {}
     state = _convert(dict(given), net, own, weights.input_size, in_part)
@@ -146,7 +146,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         shapes = ", ".join(f"{name} {tuple(fitting[name].shape)}, here {tuple(own[name].shape)}" for name in differ[:2])
         raise ValueError(
             f"{weights.source} does not fit this {type(net).__name__}: {len(differ)} tensors have another shape "
-            f"({shapes}); give the architecture of the weights"
+            f"({shapes}); build the model that the weights were trained in"
         )
     # Find out which tensors of the checkpoint the filter used, and which tensors it added. A tensor that the filter
     # only renamed is still the same object. A tensor that it added is a tensor of the model, or holds equal numbers,
@@ -163,7 +163,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         raise ValueError(
             f"nothing in {weights.source} fits this {type(net).__name__}: it holds {listing(list(given), 3) or 'none'}"
             f", the model {listing(list(own), 3)}; if only a prefix of the names differs, remove it, otherwise "
-            "give the architecture of the weights"
+            "build the model that the weights were trained in"
         )
     net.load_state_dict(fitting, strict=False)
     return TransferReport(

@@ -154,7 +154,7 @@ def test_no_data_and_no_checkpoint_and_no_such_command(fails):
 
 def test_missing_folder(fails):
     message = fails([*FIT, "--data.root=nowhere"])
-    assert re.search(r"nowhere is no folder; give the one that holds train/<class>/<image>.*--data.root", message)
+    assert re.search(r"nowhere is not a folder; give the one that holds train/<class>/<image>.*--data.root", message)
 
 
 def test_class_of_val_that_train_does_not_have(fit, copy, fails):
@@ -199,7 +199,10 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
     last = f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     for arguments, message in (
-        (["validate", tmp_path / "foreign.ckpt"], "is not a checkpoint of relvit fit"),
+        (
+            ["validate", tmp_path / "foreign.ckpt"],
+            "is not a checkpoint of relvit fit or relvit.app.training.ImageClassifier, as it",
+        ),
         (["validate", run / "checkpoints"], "checkpoints is a folder; give the checkpoint, such as"),
         (
             [*fit, last, "--lr_find=true", "--trainer.max_epochs=9"],

@@ -82,7 +82,7 @@ def test_the_payload_works(tmp_path):
 def test_every_kind_of_checkpoint(kind, place, refused):
     folder, files = place
     message = refused("load", files[kind])
-    reason = "is damaged, is no checkpoint, or holds more than tensors and plain values"
+    reason = "is damaged, is not a checkpoint, or holds more than tensors and plain values"
     assert (
         f"cannot be read: it {'has compressed entries, as TorchScript has' if kind == 'torchscript' else reason}"
         in message
@@ -104,7 +104,7 @@ def test_at_remote_addresses(command, place, best, refused):
     for content in (files["in_relvit"].read_bytes(), best[: len(best) // 2]):
         fsspec.filesystem("memory").pipe("/hostile/x.ckpt", content)
         message = refused(command, "memory://hostile/x.ckpt")
-        assert "memory://hostile/x.ckpt cannot be read: it is damaged, is no checkpoint, or holds more" in message
+        assert "memory://hostile/x.ckpt cannot be read: it is damaged, is not a checkpoint, or holds more" in message
     assert not (folder / "marker").exists()
 
 

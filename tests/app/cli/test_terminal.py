@@ -70,7 +70,7 @@ def test_names_of_folders(hostile, tmp_path, capsys):
     root = hostile.rename(tmp_path / f"photos {ESCAPE}")
     assert main(["fit", "--data=ImageFolderData", f"--data.root={root}/none", *TINY]) == 2
     out, err = capsys.readouterr()
-    assert f"photos {ESCAPED}/none is no folder" in err
+    assert f"photos {ESCAPED}/none is not a folder" in err
     assert clean(out + err)
 
 

@@ -295,7 +295,7 @@ def test_what_is_for_one_label_is_refused(trained, tmp_path, capsys):
         (tmp_path / "photos" / name).mkdir(parents=True)
         shutil.copy(trained[0] / "test" / "0.png", tmp_path / "photos" / name)
     for arguments, message in (
-        (["probe", best], "probes are for images of one label each"),
+        (["probe", best], "probes need one label for each image"),
         (
             ["test", best, "--robustness", str(tmp_path / "photos"), "--runs", str(tmp_path / "runs"), *QUIET],
             "the model is for several labels per image (multi_label True), the data have one",

@@ -106,10 +106,10 @@ def test_a_pipe_or_device_as_checkpoint(photos, tmp_path, fails):
     for file in (tmp_path / "pipe.ckpt", "/dev/null", "/dev/zero"):
         for command in (["predict", file, photos], ["validate", file]):
             message = fails(command)
-            assert "it is no file but a pipe, a socket or a device" in message
+            assert "it is not a file but a pipe, a socket or a device" in message
             assert "did you mean" not in message
         fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *TINY, f"--model.pretrained={file}"]
-        assert "it is no file but a pipe, a socket or a device" in fails(fit)
+        assert "it is not a file but a pipe, a socket or a device" in fails(fit)
 
 
 def test_a_missing_image_with_mirror(best, tmp_path, fails):

@@ -139,7 +139,7 @@ def test_a_published_description_becomes_the_arguments_of_build_model():
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("retrofitted", {"retrofit": {}}, "must hold 'model', the name of the timm model"),
+        ("retrofitted", {"retrofit": {}}, "lacks 'model': add the name of the timm model"),
         ("retrofitted", {"model": "test_vitt"}, "did you mean 'test_vit'"),
         ("test_vit", {"pretrained": True}, "it must not hold 'pretrained'"),
     ],

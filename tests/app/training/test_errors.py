@@ -56,7 +56,11 @@ class Balanced(Noise):
         (build, {"multi_label": True, "teacher": "x"}, ["teacher", "multi_label"]),
         (build, {"loss": "asl"}, ["'asl'", "multi_label"]),
         (loss, {"threshold": 0.1}, ["bce_threshold", "'bce'"]),
-        (loss, {"kind": "bce", "smoothing": 0.14, "threshold": 0.01}, ["bce_threshold", "0.02 <= x < 1"]),
+        (
+            loss,
+            {"kind": "bce", "smoothing": 0.14, "threshold": 0.01},
+            ["bce_threshold", "num_classes = 0.02, or", "below 1, got 0.01"],
+        ),
         (loss, {"class_weights": [1.0]}, ["class_weights", "give 7"]),
         (loss, {"class_weights": [0.0] * 7}, ["class_weights", "positive"]),
         (optimizer, {"opt": "lars2"}, ["'lars2'", "'lars'"]),

@@ -90,7 +90,7 @@ OPTIONS = [
     ("--model.weight_decay=-1", "weight_decay must be 0 or more, got -1.0"),
     ("--model.warmup_epochs=-1", "warmup_epochs must be 0 or more, got -1.0"),
     ("--batch_size=1000000000", "batch_size must be in 1 <= x <= 65536, got 1000000000"),
-    ("--devices=99999", "--devices 99999: each process on the CPU needs a core, and there are "),
+    ("--devices=99999", "--devices 99999: each process on the CPU needs a core, so give "),
 ]
 
 

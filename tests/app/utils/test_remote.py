@@ -72,9 +72,9 @@ def test_addresses_and_endings():
         ("SERVER/x/broken", DownloadError, "SERVER/x/broken could not be fetched: .*500"),
         ("SERVER/x/cut", DownloadError, "SERVER/x/cut could not be fetched: .*not completed"),
         ("http://127.0.0.1:1/x.ckpt", DownloadError, "could not be fetched: Client"),
-        ("memory://nothing/x.ckpt", FileNotFoundError, "there is no file at memory://nothing/x.ckpt"),
+        ("memory://nothing/x.ckpt", FileNotFoundError, "there is no file at memory://nothing/x.ckpt: correct"),
         ("memory://folder", FileNotFoundError, "memory://folder is a folder: give the address of a file"),
-        ("memorry://x.ckpt", ValueError, r"unknown kind, 'memorry' \(did you mean 'memory'\?\)"),
+        ("memorry://x.ckpt", ValueError, r"begins with 'memorry', .* \(did you mean 'memory'\?\): give a local path"),
         ("away://x.ckpt", ValueError, "pip install not_installed_here"),
     ],
 )

@@ -94,7 +94,7 @@ def test_any_size_equals_a_model_set_to_that_size(mixer):
 def test_errors():
     cases = [
         (ValueError, r"mixer is 'cnov'; allowed are .* \(did you mean 'conv'\?\)", {"mixer": "cnov"}),
-        (ValueError, "window is for mixer 'local', got window=3 with mixer 'conv'", {"window": 3}),
+        (ValueError, "window is for mixer 'local', got window=3 with mixer 'conv': leave window out", {"window": 3}),
         (ValueError, "kernel_size is for mixer 'conv'", {"mixer": "full", "kernel_size": 3}),
         (ValueError, "qk_norm cannot be chosen: there is no attention", {"qk_norm": True}),
         (ValueError, "rel_terms cannot be chosen: it is for relvit's models with attention", {"rel_terms": "kv"}),

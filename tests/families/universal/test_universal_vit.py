@@ -266,7 +266,7 @@ def test_in_training_the_cost_is_returned_beside_the_logits_in_single_precision(
         ({"halting": "acts"}, r"halting is 'acts'; allowed are '', 'act' \(did you mean 'act'\?\)"),
         ({"halting": "", "halting_epsilon": 0.1}, "no effect without halting='act'"),
         ({"depth": 1}, "needs a depth of 2 steps or more, got 1"),
-        ({"halting_epsilon": 1.0}, "epsilon of halting must be above 0 and below 1, got 1.0"),
+        ({"halting_epsilon": 1.0}, "halting_epsilon. must be above 0 and below 1, got 1.0"),
         ({"embed_dim": 18}, "a multiple of 4, got 18"),
         ({"reversible": True}, "reversible=True is for blocks that run one after the other"),
         ({"band_rows": 1}, "its block runs several times"),

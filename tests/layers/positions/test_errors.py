@@ -50,7 +50,11 @@ REFUSED = [
     (AxialPositionEmbedding, {"grid_size": (0, 3)}, "grid_size .*at least 1"),
     (AxialPositionEmbedding, {"grid_size": 2.5}, "grid_size must hold integers, got 2.5"),
     (AxialPositionEmbedding, {**GRID, "widths": (2, 3)}, r"widths .*add up to dim 8, got \(2, 3\), which is 5"),
-    (AxialPositionEmbedding, {**GRID, "widths": (4, 4), "combine": "sum"}, r"widths .*'concat', got widths=\(4, 4\)"),
+    (
+        AxialPositionEmbedding,
+        {**GRID, "widths": (4, 4), "combine": "sum"},
+        r"widths .*'concat', got widths=\(4, 4\) .*: leave widths out",
+    ),
 ]
 WRONG_TYPE = ("hold integers", "True or False", "got int")
 

@@ -195,7 +195,7 @@ ARGUMENTS = [
     ({"max_distance": -1}, ValueError, "max_distance must be at least 0"),
     ({"abs_pos": "dropp"}, ValueError, r"allowed are 'keep', 'freeze', 'drop' \(did you mean 'drop'"),
     ({"backend": "fussed"}, ValueError, "did you mean 'fused'"),
-    ({"max_grid": 32}, ValueError, "max_grid is for NaFlexVit, got 32 for VisionTransformer"),
+    ({"max_grid": 32}, ValueError, "max_grid is for NaFlexVit, got 32 for VisionTransformer: leave max_grid out"),
     (
         {"position": SlopePosition2d, "rel_terms": "k"},
         ValueError,
@@ -224,7 +224,10 @@ RESTORED = {
         r"its model\.vision_encoder has: relvit\.restore\(model\.model\.vision_encoder\)",
     ),
     "a part is": (retrofitted_sam, r"its vision_encoder has: relvit\.restore\(model\.vision_encoder\)"),
-    "added tables": (lambda: relvit.retrofit(build("dinov2")), "no place for the tables that retrofit added"),
+    "added tables": (
+        lambda: relvit.retrofit(build("dinov2")),
+        "no place for the tables that retrofit added; build the original",
+    ),
     **{
         f"{case} dropped": (
             lambda case=case: relvit.retrofit(build(case), abs_pos="drop"),
@@ -234,7 +237,7 @@ RESTORED = {
     },
     "sums": (
         lambda: relvit.retrofit(build("beit both")),
-        r"blocks\.0\.attn\.relative_position_bias_table was added to the tables of blocks\.0\.attn",
+        r"added blocks\.0\.attn\.relative_position_bias_table to the tables of blocks\.0\.attn; build",
     ),
 }
 REFUSED = [(relvit.retrofit, *case) for case in MODELS.values()] + [

@@ -68,7 +68,9 @@ def test_naflex_coordinates_beyond_max_grid_are_an_error_that_names_it():
     model = relvit.retrofit(build("naflex", embed_proj_type="linear"), max_grid=(3, 4))
     model(naflex_batch())
     model.max_grid = (3, 3)
-    with pytest.raises(ValueError, match=r"columns from 0 to 3, .* up to 3 x 3 patches are allowed by max_grid"):
+    with pytest.raises(
+        ValueError, match=r"columns from 0 to 3, .* allows images of up to 3 x 3 patches: set model.max_grid"
+    ):
         model(naflex_batch())
     assert model(images(64, 40)).shape == (2, 5)
 

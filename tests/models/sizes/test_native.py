@@ -129,12 +129,19 @@ def test_naflexvit_before_and_after_its_retrofit(make):
     torch.testing.assert_close(model(native_batch(pictures, 8)), expected, atol=1e-5, rtol=1e-5)
 
 
+def without_convolution():
+    model = small(patch_size=PATCH)
+    model.patch_embed.proj = torch.nn.Identity()
+    return model
+
+
 DISTILLED = {"patch_size": PATCH, "depth": 1}
 REFUSED = {
     "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full", patch_size=PATCH),
     "has a distillation token": lambda: relvit.retrofit(
         timm.create_model("deit_tiny_distilled_patch16_224", **DISTILLED)
     ),
+    "PatchEmbed has no convolution `proj`; give images of one size": without_convolution,
     "global_pool 'prr' has no mask for the padding": lambda: small(global_pool="prr", patch_size=PATCH),
 }
 
@@ -154,7 +161,7 @@ def test_more_errors():
         rest = {other: tensor for other, tensor in batch.items() if other != name}
         with pytest.raises(ValueError, match=f"must hold 'patches', 'patch_coord', 'patch_valid'; it has no '{name}'$"):
             model(rest)
-    with pytest.raises(ValueError, match="rows from -1 to 4, the grid has 0 to 4"):
+    with pytest.raises(ValueError, match="rows from -1 to 4, the grid has rows from 0 to 4"):
         model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
     with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
         small(patch_size=PATCH, pos_embed="learn", pos_drop_rate=0.1).train()(batch)

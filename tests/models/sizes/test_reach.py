@@ -130,7 +130,11 @@ def original(case):
         (partial(original, "beit"), "mirror", "not for RetrofittedBeit without a learned absolute embedding"),
         (partial(original, "sam absolute"), "mirror", "not for RetrofittedSam without .* that can be mirrored"),
         (partial(original, "swin"), "mirror", "not for RetrofittedSwin, which has no relative attention to all tokens"),
-        (lambda: small(img_size=8), "logn", "not for RelVisionTransformer trained on a single token"),
+        (
+            lambda: small(img_size=8),
+            "logn",
+            "not for RelVisionTransformer trained on a single token: take reach 'trained'",
+        ),
     ],
 )
 def test_refusals_change_nothing(make, reach, message):
@@ -194,9 +198,9 @@ def test_windows_are_attention_with_a_mask(make, size):
 
 
 def test_windows_refuse():
-    with pytest.raises(ValueError, match="with a class token or registers, which are in no window"):
+    with pytest.raises(ValueError, match="with a class token or registers, which belong to no window: take another"):
         set_reach(small(class_token=True), "windows")
-    with pytest.raises(ValueError, match="with a rotary embedding"):
+    with pytest.raises(ValueError, match="with a rotary embedding: take another reach"):
         set_reach(retrofit_cases.retrofitted(retrofit_cases.build("rope axial", class_token=False)), "windows")
     model = set_reach(small().eval(), "windows")
     with pytest.raises(ValueError, match="within windows has no N x N weights"):

@@ -283,7 +283,7 @@ def test_jax_archives(tmp_path):
     model.load_pretrained(path)
     assert_same(model.double()(wide(24, 16)), plain(wide(24, 16)), atol=1e-5)
     (tmp_path / "no.npz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"no.npz' is no \.npz archive: timm.models.load_checkpoint reads"):
+    with pytest.raises(ValueError, match=r"no.npz' is not an \.npz archive: timm.models.load_checkpoint reads"):
         model.load_pretrained(str(tmp_path / "no.npz"))
     # relvit's defaults: no embedding, no class token, the norm behind the pooling.
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()

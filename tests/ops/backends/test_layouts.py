@@ -63,8 +63,20 @@ VALID = torch.tensor([[True, False], [True, True]])
         (torch.zeros(2, 2, dtype=int), VALID, (3, 4), ValueError, r"patch_coord .* \(B, P, 2\), got \(2, 2\)"),
         (torch.zeros(2, 2, 2, dtype=int), VALID.int(), (3, 4), TypeError, "patch_valid must be boolean, got .*int32"),
         (torch.zeros(2, 2, 2, dtype=int), VALID[:1], (3, 4), ValueError, r"patch_valid .* \(2, 2\), got \(1, 2\)"),
-        (torch.full((2, 2, 2), 3), VALID, (3, 4), ValueError, "patch_coord: rows from 0 to 3, the grid has 0 to 2"),
-        (torch.full((2, 2, 2), 3), None, (4, 3), ValueError, "patch_coord: columns from 3 to 3, .* has 0 to 2"),
+        (
+            torch.full((2, 2, 2), 3),
+            VALID,
+            (3, 4),
+            ValueError,
+            "patch_coord holds rows from 0 to 3, the grid has rows from 0 to 2",
+        ),
+        (
+            torch.full((2, 2, 2), 3),
+            None,
+            (4, 3),
+            ValueError,
+            "patch_coord holds columns from 3 to 3, .* has columns from 0 to 2",
+        ),
         (torch.zeros(2, 2, 2, dtype=int), VALID, (3, 0), ValueError, "width must be at least 1, got 0"),
     ],
 )

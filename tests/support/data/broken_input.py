@@ -122,7 +122,7 @@ PALETTE = Image.new("P", (3, 2), 1)
 PALETTE.putpalette([9, 8, 7, *RED])
 SIDEWAYS = Image.fromarray(np.array([[0] * 3, [255, 0, 0]], np.uint8)).convert("RGB")
 FRAMES = [Image.new("RGB", (3, 2), colour) for colour in (RED, GREEN)]
-NOT_REGULAR = "it is no file but a pipe, a socket or a device"
+NOT_REGULAR = "it is not a file but a pipe, a socket or a device"
 BROKEN, NO_IMAGE = "the image data are truncated or broken", "it is not an image, or of an unknown format"
 READ, REFUSED, WARNED = "read", "refused", "warned"
 
@@ -259,7 +259,7 @@ FOLDERS = [
               "is a class that the training data or the checkpoint does not know"),
     OddFolder("both val and valid", lambda root: (root / "valid").mkdir(), REFUSED, None,
               "both hold validation images; keep one"),
-    OddFolder("no such folder", shutil.rmtree, REFUSED, None, "is no folder; give the one that holds train/"),
+    OddFolder("no such folder", shutil.rmtree, REFUSED, None, "is not a folder; give the one that holds train/"),
 ]  # fmt: skip
 
 

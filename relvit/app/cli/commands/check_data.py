@@ -40,7 +40,7 @@ def check_data(
         raise UsageError("give either --root DIR, which holds train/<class>/<image>, or --data NAME with its options")
     if root is not None and "://" not in root and not Path(root).is_dir():
         # Refuse the folder here: the data module's own message would name `--data.root`, which the user did not give.
-        raise UsageError(f"{root} is no folder; give the one that holds train/<class>/<image>")
+        raise UsageError(f"{root} is not a folder; give the one that holds train/<class>/<image>")
     if output is not None:
         check_output(output, (".json",))
     report = inspect_data(

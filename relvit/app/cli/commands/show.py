@@ -86,7 +86,9 @@ def show(
     for name, reason in left_out.items():
         print(f"left out: {name}: {visible(reason)}", flush=True)
     if not written:
-        raise UsageError("there is no picture of this model" + ("" if paths else " without an image"))
+        raise UsageError(
+            "no picture was drawn: " + ("the lines above say why" if paths else "give an image, relvit show CKPT IMAGE")
+        )
 
 
 def _unused(path: Path) -> Path:

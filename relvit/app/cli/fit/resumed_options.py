@@ -70,7 +70,9 @@ def resume_arguments(given: Arguments) -> Arguments:
         raise UsageError(f"no run at {folder}: give a folder that relvit fit has made, such as runs/RUN")
     config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
     if not config.is_file():
-        raise UsageError(f"{folder} is no run of relvit fit, it has no config.yaml: give a folder such as runs/RUN")
+        raise UsageError(
+            f"{folder} is not a run of relvit fit, as it has no config.yaml: give a folder such as runs/RUN"
+        )
     if not last.is_file():
         start = f"relvit fit --config {config}"
         hint = f"begin again with {start}"

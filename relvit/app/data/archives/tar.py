@@ -76,7 +76,7 @@ def members(file: str, nested: bool = False) -> list[Member]:
     found, left_out = _read(file, nested)
     if left_out:
         warnings.warn(
-            f"{file} holds {len(left_out)} members that are no regular files, left out: {visible(left_out[0])}",
+            f"{file} holds {len(left_out)} members that are not regular files, left out: {visible(left_out[0])}",
             stacklevel=2,
         )
     return found
@@ -102,7 +102,7 @@ def none_in(place: str, files: Sequence[str]) -> str:
 def _read(file: str, nested: bool) -> tuple[list[Member], list[str]]:
     """List the regular files of an archive, and name what else is in it; arguments and errors as of `members`."""
     if not os.path.isfile(file):
-        problem = f"{file} is a folder, no archive" if os.path.isdir(file) else f"no archive at {file}"
+        problem = f"{file} is a folder, not an archive" if os.path.isdir(file) else f"no archive at {file}"
         raise FileNotFoundError(f"{problem}; correct the name as given or in _info.json, or copy the archive there")
     left_out: list[str] = []
     try:
@@ -148,7 +148,7 @@ class TarFolders(Reader):
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
             raise ValueError(
-                f"{visible(str(bare[0]))} is in no folder: put it into a folder with the name of its class"
+                f"{visible(str(bare[0]))} is not in a folder: put it into a folder with the name of its class"
             )
         labels = [folders[-1] for _, folders in found] if labelled else ()
         return Content([image for image, _ in found], labels)
@@ -266,7 +266,7 @@ def _check_end(stream: BinaryIO, offset: int) -> None:
         raise tarfile.ReadError("the zeros at its end are missing")
     while chunk:
         if chunk.strip(b"\0"):
-            raise tarfile.ReadError(f"what comes after byte {offset} is no header")
+            raise tarfile.ReadError(f"the bytes after {offset} are not a header")
         chunk = stream.read(_CHUNK)
 
 

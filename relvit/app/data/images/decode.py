@@ -225,7 +225,7 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         found = os.stat(source)
         # Do not open a pipe: this would wait until something is written to the pipe, maybe for ever.
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise _RefusedError("it is no file but a pipe, a socket or a device")
+            raise _RefusedError("it is not a file but a pipe, a socket or a device")
         file, size = source, found.st_size
     if size == 0:
         raise _RefusedError("the file is empty (zero bytes)")

@@ -78,24 +78,24 @@ def to_pil(image: ImageInput) -> Image.Image:
 
 def _from_array(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8:
-        raise TypeError(f"an array of dtype {array.dtype} is no image; {ARRAYS}")
+        raise TypeError(f"an array of dtype {array.dtype} is not an image; {ARRAYS}")
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim not in (2, 3) or 0 in array.shape or array.shape[2:] not in ((), (3,), (4,)):
-        raise ValueError(f"an array of shape {array.shape} is no image; {ARRAYS}")
+        raise ValueError(f"an array of shape {array.shape} is not an image; {ARRAYS}")
     return Image.fromarray(array)
 
 
 def _from_tensor(tensor: Tensor) -> Image.Image:
     if tensor.ndim != 3 or tensor.shape[0] not in (1, 3) or 0 in tensor.shape:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no image; {TENSORS}")
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not an image; {TENSORS}")
     tensor = tensor.detach().cpu()
     if tensor.dtype.is_floating_point:
         low, high = tensor.min().item(), tensor.max().item()
         # Every comparison with NaN is false, so this condition refuses NaN, too.
         if not (low >= 0 and high <= 1):
-            raise ValueError(f"a tensor with values from {low:g} to {high:g} is no image; {TENSORS}")
+            raise ValueError(f"a tensor with values from {low:g} to {high:g} is not an image; {TENSORS}")
         tensor = (tensor.float() * 255).round().to(torch.uint8)
     elif tensor.dtype != torch.uint8:
-        raise TypeError(f"a tensor of dtype {tensor.dtype} is no image; {TENSORS}")
+        raise TypeError(f"a tensor of dtype {tensor.dtype} is not an image; {TENSORS}")
     return to_pil_image(tensor)

@@ -146,7 +146,7 @@ def find_splits(root: str) -> dict[Split, str]:
         raise NotADirectoryError(f"root {root} is a file; give the folder of images that it is in (--data.root)")
     if not os.path.isdir(root):
         raise FileNotFoundError(
-            f"root {root} is no folder; give the one that holds train/<class>/<image>, or the images to predict "
+            f"root {root} is not a folder; give the one that holds train/<class>/<image>, or the images to predict "
             "(--data.root)"
         )
     found: dict[Split, str] = {}

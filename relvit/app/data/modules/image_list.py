@@ -88,7 +88,7 @@ class ImageListData(ImageFilesData):
             None if path is None else kept_path(path) for path in (train, val, test, predict, root)
         )
         if self.root is not None and not os.path.isdir(self.root):
-            raise FileNotFoundError(f"root {self.root} is no folder; give the one that the lists' paths start from")
+            raise FileNotFoundError(f"root {self.root} is not a folder; give the one that the lists' paths start from")
         if class_names is None:
             if self.train is None:
                 raise ValueError("no train list; give one (--data.train), or class_names (a checkpoint knows them)")
@@ -97,8 +97,8 @@ class ImageListData(ImageFilesData):
         super().__init__(class_names, **options)
         if label_separator is not None and self.balance != "none":
             raise ValueError(
-                f"balance {self.balance!r} is for images of one label each: leave it out, or label_separator (the loss "
-                "has class_weights)"
+                f"balance {self.balance!r} is for images of one label each: leave out balance or label_separator "
+                "(class_weights of the model also weigh images with several labels)"
             )
 
     @property
@@ -235,7 +235,7 @@ def read_list(
         case ".parquet":
             records = _from_parquet(file, wanted)
         case other:
-            raise ValueError(f"{file} is a list of the kind {other!r}; allowed are '.csv', '.tsv' and '.parquet'")
+            raise ValueError(f"{file} ends in {other!r}; lists end in '.csv', '.tsv' or '.parquet'")
     rows, wrong = [], []
     for line, values, fault in records:
         path, label = (*values, "") if len(values) == 1 else values
@@ -297,7 +297,7 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
         start = content.read(4096)
     # Text in UTF-16 or UTF-32 begins with a byte order mark, or has zero bytes beside each ASCII letter.
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
-        raise ValueError(f"{file} is no text in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
+        raise ValueError(f"{file} is not in UTF-8, but in UTF-16 or another encoding: save it as CSV in UTF-8")
     # Spreadsheets write a byte order mark before the first column's name, which 'utf-8-sig' removes. File names need
     # not be UTF-8, so 'surrogateescape' keeps their bytes.
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
@@ -311,7 +311,10 @@ def _from_text(file: str, wanted: list[str], delimiter: str) -> Iterator[tuple[i
         except csv.Error as error:
             # `DictReader.line_num` is the line of the last complete row, so take the line at which the inner reader
             # gave up. If the closing quote of a field is missing, this line may be far below the field.
-            raise ValueError(f"{file} is broken at line {reader.reader.line_num}: {error}") from error
+            raise ValueError(
+                f"{file} is broken at line {reader.reader.line_num} ({error}): look there and above for a quote that "
+                "is not closed"
+            ) from error
 
 
 def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter: str) -> str:

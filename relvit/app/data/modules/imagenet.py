@@ -55,7 +55,7 @@ class ImageNetData(ImageFolderData):
             wnids = class_folders(parent)
         if others := [wnid for wnid in wnids if not re.fullmatch(r"n\d{8}", wnid)]:
             raise ValueError(
-                f"{listing(others)} are no WordNet ids such as 'n01440764': for other class folders use ImageFolderData"
+                f"{listing(others)} are not WordNet ids such as 'n01440764': use ImageFolderData for other folders"
             )
         if class_names is not None and len(class_names) != len(wnids):
             cure = f"give {len(wnids)}, one for each of wnids"

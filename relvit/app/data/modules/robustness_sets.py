@@ -91,7 +91,7 @@ class RobustnessData(ImagePathsData):
             try:
                 named = dict(parse_json(Path(self.class_map).read_text(encoding="utf-8")))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"class_map {self.class_map} is no JSON object of names: {error}") from error
+                raise ValueError(f"class_map {self.class_map} is not a JSON object of names: {error}") from error
             known = {name: label for label, name in enumerate(self.class_names)}
             for folder, name in named.items():
                 if not isinstance(name, str) or name not in known:

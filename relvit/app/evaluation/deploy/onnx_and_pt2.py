@@ -147,7 +147,7 @@ def check_export(
     suffix = check_output(output, EXPORTED)
     for option, given, needed in (("int8", int8, ".onnx"), ("aot", aot, ".pt2")):
         if given and suffix != needed:
-            raise ValueError(f"{option} is for files that end in {needed}, got {output}")
+            raise ValueError(f"{option} is for files that end in {needed}, got {output}: leave {option} out")
     if calibration is not None:
         if not int8:
             add = "add int8, or " if suffix == ".onnx" else ""

@@ -40,7 +40,10 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     name = type(model).__name__
     norms = {f"blocks.{i}": getattr(block, "norm1", None) for i, block in enumerate(getattr(model, "blocks", ()))}
     if lack(model, "hooks") or not norms or None in norms.values():
-        raise NotApplicableError(f"Grad-CAM needs blocks with norm1, each called once for the image; {name} differs")
+        raise NotApplicableError(
+            f"Grad-CAM needs blocks with norm1, each called once for the image, and {name} has none: "
+            "choose another kind"
+        )
     where = chosen_layer(list(norms), layer)
     if model.training:
         raise ValueError("pictures need a model in evaluation mode: call model.eval()")
@@ -64,7 +67,9 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             found = cam(image[None].detach().clone().requires_grad_(), [ClassifierOutputTarget(label)])
         if not any(gradient.any() for gradient in cam.activations_and_grads.gradients):
-            raise NotApplicableError(f"no gradient of the class reaches the patches at {where}.norm1 of {name}")
+            raise NotApplicableError(
+                f"no gradient of the class reaches the patches at {where}.norm1 of {name}: choose another layer"
+            )
     finally:
         cam.activations_and_grads.release()
         for parameter, requires_grad, gradient in parameters:

@@ -57,7 +57,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
             found[name] = tables
     if not found:
         has = f" ({', '.join(sorted(kinds))})" if kinds else ""
-        raise NotApplicableError(f"{type(model).__name__} has no tables of rows and columns{has}")
+        raise NotApplicableError(f"{type(model).__name__} has no tables of rows and columns{has}: choose another kind")
     return found
 
 
@@ -230,7 +230,9 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
             bias = _by_offset(bias[None, grid.prefix :, grid.prefix :], grid, index) if by_pair else bias.float()
             found[name] = bias.cpu()
     if not found:
-        raise NotApplicableError(f"{type(model).__name__} has no attention-free layers with biases")
+        raise NotApplicableError(
+            f"{type(model).__name__} has no attention-free layers with biases: choose another kind"
+        )
     return found
 
 
@@ -272,6 +274,7 @@ def _logit_inputs(model: nn.Module, image: Tensor) -> dict[str, AttentionInputs]
         raise NotApplicableError(str(error)) from error
     if any(given.terms.axis_logits is not None for given in found.values()):
         raise NotApplicableError(
-            f"the positions of {type(model).__name__} differ between queries, so no table holds for all of them"
+            f"the positions of {type(model).__name__} differ between queries, so no table holds for all of them: "
+            "choose another kind"
         )
     return found

@@ -88,10 +88,10 @@ def probe_models(
         name = os.fspath(models[0])
         if not _is_checkpoint(name):
             _check_name(name)
-            raise ValueError(f"{name} is no checkpoint, so its data are not known: give --root DIR or --data NAME")
+            raise ValueError(f"{name} is not a checkpoint, so its data are not known: give --root DIR or --data NAME")
         data = Checkpoint.read(name).data_module()
     if data.multi_label:
-        raise ValueError("the images have several labels (label_separator); probes are for images of one label each")
+        raise ValueError("probes need one label for each image: give data without label_separator")
     rows: list[dict[str, Any]] = []
     # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
     # features classifies each test image right. The other models are compared with the first.

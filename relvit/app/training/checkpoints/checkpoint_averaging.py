@@ -119,12 +119,13 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
         name, ours, theirs = difference
         raise ValueError(
             f"{other.path} was trained with {name} {theirs}, {first.path} with {ours}: "
-            "only checkpoints of the same model, classes and transforms have a mean: leave one of them out"
+            "checkpoints of different models, classes or transforms cannot be averaged: leave one of them out"
         )
     for one, rest in ((first, other), (other, first)):
         if only := [name for name in one.weights if name not in rest.weights]:
             raise ValueError(
-                f"{other.path} and {first.path} do not hold the same tensors: only {one.path} has {listing(only, 2)}"
+                f"{other.path} and {first.path} do not hold the same tensors, only {one.path} has {listing(only, 2)}: "
+                "average checkpoints of one model"
             )
     for name, tensor in first.weights.items():
         theirs = other.weights[name]
@@ -135,6 +136,6 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
             )
         if name not in parameters and not torch.equal(tensor, theirs):
             raise ValueError(
-                f"{name} differs between {other.path} and {first.path} and is no weight but a buffer, which has no "
-                "mean (batch norm's statistics would have to be computed anew, from images)"
+                f"{name} is a buffer, such as batch norm's statistics, and differs between {other.path} and "
+                f"{first.path}: buffers cannot be averaged, so leave one of these checkpoints out"
             )

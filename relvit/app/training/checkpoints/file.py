@@ -117,19 +117,21 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise ValueError(
-            f"{path} cannot be read: it is damaged, is no checkpoint, or holds more than tensors and plain values, "
+            f"{path} cannot be read: it is damaged, is not a checkpoint, or holds more than tensors and plain values, "
             "which relvit does not load; copy it again, or give a checkpoint that relvit fit wrote"
         ) from error
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(
-            f"{path} is not a checkpoint of relvit fit, nor of relvit.app.training.ImageClassifier: it does not "
-            "describe its model and data"
+            f"{path} is not a checkpoint of relvit fit or relvit.app.training.ImageClassifier, as it does not describe "
+            "its model and data: give one of these (plain weights are for relvit fit --model.pretrained)"
         )
     check_bounds(content[KEY], str(path))
     check_tensors(content, str(path))
     upgrade(content, str(path))
     if wrong := _wrong_part(content):
-        raise ValueError(f"{path} is not a checkpoint of relvit fit: {wrong} is missing or has a wrong value")
+        raise ValueError(
+            f"{path} is not a checkpoint of relvit fit: {wrong} is missing or has a wrong value; take another file"
+        )
     for name in ("state_dict", AVERAGE_KEY):
         check_finite(content.get(name, {}), str(path))
     if averaged:
@@ -144,7 +146,7 @@ def check_is_file(path: Path) -> None:
         ValueError: The path is a pipe, a socket or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path} cannot be read: it is no file but a pipe, a socket or a device")
+        raise ValueError(f"{path} cannot be read: it is not a file but a pipe, a socket or a device")
 
 
 class ArchiveError(ValueError):

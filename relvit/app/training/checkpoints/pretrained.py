@@ -102,7 +102,9 @@ class Pretrained:
         if self._file is None:
             return self._weights_of_timm()
         if suffix_of(self._file) == ".npz":
-            raise ValueError(f"{self._file} is a JAX archive: give its name in timm, or save it as .pth in Python")
+            raise ValueError(
+                f"{self._file} is a JAX archive: give the name of its model in timm, or save it as .pth in Python"
+            )
         # PyTorch warns of unusual tensors. Ignore these warnings, because `check_tensors` refuses such tensors.
         with local_file(self._file) as path, warnings.catch_warnings(action="ignore"):
             try:
@@ -150,7 +152,7 @@ class Pretrained:
             raise ValueError(f"{name!r} names no weights: give {ALLOWED}, or null for none")
         if not timm.is_model(architecture):
             hint = model_hint(architecture)
-            raise ValueError(f"{name!r} is no file, no folder and no model of timm{hint}; give {ALLOWED}")
+            raise ValueError(f"{name!r} is not a file, a folder or a model of timm{hint}; give {ALLOWED}")
         tags = [known for known in timm.list_pretrained() if known.startswith(f"{architecture}.")]
         if not tags:
             raise ValueError(
@@ -186,7 +188,8 @@ class Pretrained:
             cfg, arguments = dict(cfg or {}), dict(arguments or {})
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"the config.json of {self.name} does not say which model it is of ({one_line(error)})"
+                f"the config.json of {self.name} does not say which model it is of ({one_line(error)}): add "
+                "'architecture', the name of a model of timm"
             ) from error
         check_bounds([cfg, arguments], f"the config.json of {self.name}")
         described = described_model(architecture, arguments, f"the config.json of {self.name}")

@@ -85,8 +85,8 @@ class ClassificationLoss(KeepConstants):
             raise ValueError(f"bce_threshold is for loss 'bce', got {threshold} with loss {kind!r}: leave it out")
         if threshold is not None and not smoothing / num_classes <= threshold < 1:
             raise ValueError(
-                f"bce_threshold must be in label_smoothing / num_classes = {smoothing / num_classes:g} <= x < 1, or "
-                f"every class would count as present; got {threshold}"
+                f"bce_threshold must be at least label_smoothing / num_classes = {smoothing / num_classes:g}, or every "
+                f"class would count as present, and below 1, got {threshold}"
             )
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(

@@ -53,7 +53,7 @@ def schedule_of(schedule: str | Schedule) -> Schedule:
             function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"schedule {schedule!r} is no function of a module: {error}; give 'module.name'"
+                f"schedule {schedule!r} is not a function of a module ({error}): give 'module.name'"
             ) from error
     try:
         inspect.signature(function).bind(0, total=1, warmup=0, floor=0.0)

@@ -156,7 +156,9 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if launch is None and isinstance(trainer.accelerator, CPUAccelerator) and devices > cores():
-        raise ValueError(f"--trainer.devices {devices}: each process on the CPU needs a core, and there are {cores()}")
+        raise ValueError(
+            f"--trainer.devices {devices}: each process on the CPU needs a core, so give {cores()} or fewer"
+        )
     if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
         raise ValueError(
             f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "

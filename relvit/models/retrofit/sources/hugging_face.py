@@ -38,7 +38,10 @@ def attend_and_show(
     if not show:
         return attn.attend(x, grid, mask, False, None), None
     if is_compiling():
-        raise ValueError("output_attentions: after relvit.retrofit compiled graphs form no attention weights")
+        raise ValueError(
+            "output_attentions: after relvit.retrofit compiled graphs form no attention weights; leave it out, or call "
+            "the model without torch.compile"
+        )
     with record_logit_inputs() as record:
         mixed = attn.attend(x, grid, mask, False, None)
     return mixed, attention_weights(record[attn.attn_drop]).to(x.dtype)

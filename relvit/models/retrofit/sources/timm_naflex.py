@@ -57,8 +57,8 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
         except ValueError as error:
             rows, cols = self.max_grid
             raise ValueError(
-                f"{error}; images of up to {rows} x {cols} patches are allowed by max_grid, an argument of "
-                "relvit.retrofit and an attribute of the model"
+                f"{error}; max_grid allows images of up to {rows} x {cols} patches: set model.max_grid, or give "
+                "relvit.retrofit a larger max_grid"
             ) from error
         # timm passes a mask that hides the padding, so the grid need not say where the padding is.
         return grid._replace(valid=None)

@@ -111,12 +111,12 @@ def test_equal_bytes_of_another_shape_are_another_image(tmp_path):
 def test_mistakes(tmp_path, fails):
     assert "give either --root DIR" in fails(["check-data"])
     for given in (["nowhere"], ["--root=nowhere"]):
-        assert "error: nowhere is no folder; give the one that holds train/<class>/<image>\n" in fails(
+        assert "error: nowhere is not a folder; give the one that holds train/<class>/<image>\n" in fails(
             ["check-data", *given]
         )
     assert "DigitsData has no image files: give data" in fails(["check-data", "--data=DigitsData"])
     (tmp_path / "cat").mkdir()
-    with pytest.raises(ValueError, match="has none of train, val and test with labels"):
+    with pytest.raises(ValueError, match="has no labelled images in train, val or test"):
         check_data(ImageFolderData(str(tmp_path), class_names=["cat", "dog"]))
     write(tmp_path / "train" / "cat" / "0.png", 0)
     with pytest.raises(ValueError, match="processes must be 1 or more"):

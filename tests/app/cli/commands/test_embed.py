@@ -113,7 +113,7 @@ def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
     named = "give a file whose name ends in .npz or .csv or .parquet"
     assert f"output {tmp_path} is a folder: {named}" in message(output=tmp_path)
     assert f"features is a name without an ending: {named}" in message(output=tmp_path / "features")
-    assert "root nowhere is no folder" in message(root="nowhere")
+    assert "root nowhere is not a folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")
     assert "device is 'gpu9', which PyTorch does not know" in message("--device=gpu9")

@@ -192,7 +192,7 @@ def test_the_start_says_where_the_normalisation_is_from(vit, animals, capsys):
         (["--model.pretrained=none.ckpt"], "no weights at none.ckpt"),
         (["--model.pretrained=vit_tiny_patch16_22"], "(did you mean 'vit_tiny_patch16_224'?)"),
         (["--model.pretrained=test_relvit"], "timm has no pretrained weights for test_relvit"),
-        (["--model.pretrained={}", "--model.model=test_relvit"], "give the architecture of the weights"),
+        (["--model.pretrained={}", "--model.model=test_relvit"], "build the model that the weights were trained in"),
     ],
 )
 def test_mistakes(arguments, message, best, animals, tmp_path, fails):

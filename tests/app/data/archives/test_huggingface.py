@@ -164,7 +164,7 @@ def test_mistakes(place, tmp_path):
     for arguments, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             data_of(**place, **arguments)
-    message = "'label' of hfds/.* holds no classes, its type is {}: .{{3,60}} is neither the name nor .*; labels are "
+    message = "'label' of hfds/.* holds no classes, its type is {}: .{{3,60}} is not a label: .*; labels are "
     for folder, value, kind in (("float", 0.5, "float32"), ("bytes", b"x" * 999, "binary")):
         write_parquet(tmp_path / folder / "train.parquet", [("1.png", png(1), value)], datasets.Value(kind))
         with pytest.raises(ValueError, match=message.format(kind)):

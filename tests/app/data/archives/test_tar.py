@@ -112,7 +112,7 @@ def test_a_class_may_be_called_as_a_split(tmp_path):
 
 def test_without_classes(tmp_path):
     file = write_tar(tmp_path / "flat.tar", [("b.png", png(2)), ("a.png", png(1))])
-    with pytest.raises(ValueError, match=r"flat.tar/a.png is in no folder: put it into a folder"):
+    with pytest.raises(ValueError, match=r"flat.tar/a.png is not in a folder: put it into a folder"):
         data_of(name=str(file))
     write_tar(tmp_path / "data" / "train.tar", in_folder("x", 2))
     write_tar(tmp_path / "data" / "test.tar", [("b.png", png(2)), ("a.png", png(1))])
@@ -138,7 +138,7 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
         "images end in"
     )
     for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
-        with pytest.warns(UserWarning, match="no regular files"), pytest.raises(ValueError, match=message):
+        with pytest.warns(UserWarning, match="not regular files"), pytest.raises(ValueError, match=message):
             data_of(**{"name": str(write_tar(tmp_path / "b.tar", in_folder("x", 3))), **arguments}).dataset("predict")
     # As tar --dereference does it.
     with tarfile.open(file, "w", dereference=True) as archive:
@@ -185,7 +185,7 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
         folder = tarfile.TarInfo("dog/folder.png")
         folder.type = tarfile.DIRTYPE
         archive.addfile(folder)
-    with pytest.warns(UserWarning, match=r"5 members that are no regular files, left out: dog/GNUSparse.* \(sparse\)"):
+    with pytest.warns(UserWarning, match=r"5 members that are not regular files, left out: dog/GNUSparse.* \(sparse\)"):
         data = data_of(name=str(file), val_split="train")
     assert sorted(data.dataset("train").targets) == [0, 0, 1, 1]
     for image, _ in data.dataset("train"):
@@ -248,7 +248,7 @@ def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
         members(str(file))
     # One file holds two archives.
     file.write_bytes(content + content)
-    with pytest.raises(ValueError, match=r"what comes after byte .* is no header"):
+    with pytest.raises(ValueError, match=r"the bytes after .* are not a header"):
         members(str(file))
 
 

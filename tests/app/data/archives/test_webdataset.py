@@ -109,7 +109,7 @@ def test_labels_in_json(tmp_path):
         ValueError, match=r"label .*s-0.tar/ant_000.json: no field 'nam' \(did you mean 'name'\?\); there"
     ):
         data_of(**place, target_key="nam")
-    with pytest.raises(ValueError, match=r"ant_000.json: \[1\] is neither the name nor the number of a class"):
+    with pytest.raises(ValueError, match=r"ant_000.json: \[1\] is not a label: give the name"):
         data_of(**place, target_key="list")
     with pytest.raises(
         ValueError, match=r"no sample in .* has a part 'cls'; the first has 'json', 'png': --data.target_k"
@@ -186,7 +186,7 @@ def test_braces():
 MISTAKES = {
     "train": r"no split 'train' in .*: there is no _info.json; or name the shards, .* \(there are 's-0.tar', 's-1.t",
     "s-{0..9}.tar": r"no archive at .*s-2.tar; correct the name as given or in _info.json, or copy",
-    "z.tar": r"z.tar is a folder, no archive; correct the name",
+    "z.tar": r"z.tar is a folder, not an archive; correct the name",
     "s-{0,1}.tar::./s-1.tar": r"names '/.*/s-1.tar' more than once; name each shard once",
     "s-0.tar|many": r"should name a number of samples behind '\|', such as 'a-{0..9}.tar\|1000'",
     "s-{0,1}.tar|99": r"s-\{0,1\}.tar\|99 has 6 samples with images in .*, the text behind '\|' asks for 99: copy",

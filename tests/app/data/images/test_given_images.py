@@ -67,10 +67,10 @@ def test_pil_images_are_seen_as_files_are(tmp_path):
     ("image", "error", "message"),
     [
         (3, TypeError, "an image is a path, a PIL image, an array or a tensor, got int"),
-        (PIXELS.astype(np.float32), TypeError, "an array of dtype float32 is no image; arrays are uint8"),
-        (np.zeros((3, 5, 7), np.uint8), ValueError, r"an array of shape \(3, 5, 7\) is no image"),
+        (PIXELS.astype(np.float32), TypeError, "an array of dtype float32 is not an image; arrays are uint8"),
+        (np.zeros((3, 5, 7), np.uint8), ValueError, r"an array of shape \(3, 5, 7\) is not an image"),
         (np.zeros((0, 7, 3), np.uint8), ValueError, r"an array of shape \(0, 7, 3\)"),
-        (torch.zeros(5, 7, 3), ValueError, r"a tensor of shape \(5, 7, 3\) is no image; tensors are \(3, height"),
+        (torch.zeros(5, 7, 3), ValueError, r"a tensor of shape \(5, 7, 3\) is not an image; tensors are \(3, height"),
         (torch.zeros(3, 5, 7, dtype=torch.int64), TypeError, "a tensor of dtype torch.int64"),
         (torch.full((3, 5, 7), -1.5), ValueError, "a tensor with values from -1.5 to -1.5 .* not normalised"),
         (torch.full((3, 5, 7), torch.nan), ValueError, "from nan to nan"),

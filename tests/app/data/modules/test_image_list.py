@@ -137,7 +137,10 @@ WRONG_LISTS = [
     ("path,label\nx.png,a\n,b\ny.png,\nz.png\n", "3 wrong rows: line 3: no path; line 4: no label for y.png; line 5"),
     ('path,label\nx.png,a\n"y\n.png",a\nx.png,b\n', r"1 wrong row: line 5: x.png is already in line 2"),
     ("path,label\nx.png,a\n./x.png,b\n", r"1 wrong row: line 3: ./x.png is already in line 2"),
-    ('path,label\na,b\n"b.png,b\n' + "c.png,c\n" * 20_000, r"broken at line \d+: field larger than field limit"),
+    (
+        'path,label\na,b\n"b.png,b\n' + "c.png,c\n" * 20_000,
+        r"broken at line \d+ \(field larger than field limit.*\): look",
+    ),
     (
         "path,label\nw.png,Washington\nx.png,Washington, D.C.\n",
         r"1 wrong row: line 3: 3 cells \('x.png', 'Washington', 'D.C.'\) for 2 columns \('path', 'label'\): write a "
@@ -157,7 +160,7 @@ WRONG_LISTS = [
 def test_lists_in_another_encoding_are_named(tmp_path, encoding):
     file = tmp_path / "list.csv"
     file.write_text("path,label\nx.png,ant\n", encoding=encoding)
-    with pytest.raises(ValueError, match=r"list.csv is no text in UTF-8, but in UTF-16 or another encoding: save it"):
+    with pytest.raises(ValueError, match=r"list.csv is not in UTF-8, but in UTF-16 or another encoding: save it"):
         ImageListData(str(file))
 
 
@@ -254,11 +257,11 @@ def test_wrong_arguments(root):
     with pytest.raises(FileNotFoundError, match=r"train is a folder; give a CSV, TSV or Parquet file"):
         ImageListData(str(root / "train"))
     (root / "a.txt").touch()
-    with pytest.raises(ValueError, match=r"kind '.txt'; allowed are '.csv', '.tsv' and '.parquet'"):
+    with pytest.raises(ValueError, match=r"ends in '.txt'; lists end in '.csv', '.tsv' or '.parquet'"):
         ImageListData(str(root / "a.txt"))
     with pytest.raises(ValueError, match=r"no train list; give one \(--data.train\)"):
         ImageListData()
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
         ImageListData(train, root=str(root / "nowhere"))
     with pytest.raises(ValueError, match=r"no test list; give one \(--data.test\)"):
         ImageListData(train).dataset("test")
@@ -326,7 +329,9 @@ def test_wrong_labels_among_several(root):
         several(root, ["ant;cat"], class_names=list(GREY)).dataset("train")
     with pytest.raises(ValueError, match="two or more classes, got \\[\\]"):
         several(root, ["", ";"])
-    with pytest.raises(ValueError, match="balance 'loss' is for images of one label each"):
+    with pytest.raises(
+        ValueError, match="balance 'loss' is for images of one label each: leave out balance or label_separator"
+    ):
         several(root, SEVERAL, balance="loss")
     with pytest.raises(ValueError, match="label_separator is empty"):
         ImageListData(str(root / "train.csv"), label_separator="")

@@ -32,7 +32,7 @@ def test_a_checkpoints_classes_keep_their_labels(tmp_path):
         ImageNetData(str(tmp_path), class_names=["a", "b"])
     assert ImageNetData(str(tmp_path), wnids=WNIDS[1:], class_names=["a", "b"]).dataset("val").targets == [1]
     (tmp_path / "val" / "cats").mkdir()
-    with pytest.raises(ValueError, match=r"'cats' are no WordNet ids such as 'n01440764': .* use ImageFolderData"):
+    with pytest.raises(ValueError, match=r"'cats' are not WordNet ids such as 'n01440764': use ImageFolderData"):
         ImageNetData(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"neither train nor val in .*; make them with tools/prepare_imagenet"):

@@ -182,11 +182,15 @@ def test_windows_of_aft():
 def test_what_is_refused():
     model, aft = model_of({}), small("test_relvit_aft", mixer="simple").eval()
     for refused, compute in {
-        "AFTVisionTransformer has no tables of rows and columns": lambda: position_tables(aft, (24, 16)),
+        "AFTVisionTransformer has no tables of rows and columns .*: choose another kind": lambda: position_tables(
+            aft, (24, 16)
+        ),
         "AFTVisionTransformer has no attention with relative positions, .*: train a model that has": lambda: (
             effective_kernels(aft, IMAGE.float())
         ),
-        "AFTVisionTransformer has no attention-free layers with biases": lambda: aft_windows(aft, (24, 16)),
+        "AFTVisionTransformer has no attention-free layers with biases: choose another kind": lambda: aft_windows(
+            aft, (24, 16)
+        ),
         "RelVisionTransformer has no attention-free layers with biases": lambda: aft_windows(model, (24, 16)),
         r"no tables of rows and columns \(ParabolicPosition2d\)": lambda: position_tables(
             small(position="pape"), (24, 16)
@@ -195,7 +199,7 @@ def test_what_is_refused():
             set_reach(model_of({}), "windows", (24, 16)), IMAGE
         ),
         "windows or parts": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
-        "does not compute all patches in each layer": lambda: effective_kernels(
+        "leaves patches out of some layers, and logit_inputs needs all": lambda: effective_kernels(
             small("relvit_universal_small", halting="act").double().eval(), IMAGE
         ),
     }.items():

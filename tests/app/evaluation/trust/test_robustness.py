@@ -201,7 +201,7 @@ def test_what_does_not_fit(best, photos, tmp_path, fails):
         ("empty", None, "is empty"),
         ("mixed", None, "with and without folders of severities, such as .*/mixed/snow/1 and .*/mixed/fog: put each"),
         ("wnids", None, "n00000005 is a class that the training data or the"),
-        ("mixed/fog", str(tmp_path / "list.json"), "list.json is no JSON object of names"),
+        ("mixed/fog", str(tmp_path / "list.json"), "list.json is not a JSON object of names"),
     ):
         with pytest.raises(ValueError, match=message):
             RobustnessData(str(tmp_path / root), NAMES, class_map=class_map, **OPTIONS).dataset("test")

@@ -83,7 +83,9 @@ def test_buffers_must_be_the_same(tmp_path):
         other = torch.load(paths[0], weights_only=True)
         other["state_dict"][name] += 1
         torch.save(other, paths[1])
-        with pytest.raises(ValueError, match=rf"{name} differs between .*b.ckpt and .*a.ckpt and is no weight"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is a buffer.* differs between .*b.ckpt and .*a.ckpt: buffers cannot be averaged"
+        ):
             average_checkpoints(paths, tmp_path / "other.ckpt")
 
 
@@ -104,7 +106,10 @@ HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(*MODEL, "model", "test_vit"), "q.ckpt .* model 'test_vit', .*p.ckpt with 'test_r.* a mean: leave one of "),
+        (
+            put(*MODEL, "model", "test_vit"),
+            "q.ckpt .* model 'test_vit', .*p.ckpt with 'test_r.* be averaged: leave one ",
+        ),
         (put(*MODEL, "model_kwargs", "depth", 3), "model_kwargs {'depth': 3}, .* {'depth': 1}"),
         (put(*MODEL, "retrofit", {}), "retrofit {}, .* None"),
         (put(*MODEL, "class_names", NAMES[::-1]), r"class_names \['class 6', .* \['class 0'"),
@@ -115,7 +120,10 @@ HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("
         (put(*HEAD, torch.zeros(7, 9)), r"head.weight .*\(7, 9\) in .*q.ckpt, .*\(7, 8\)"),
         (put(*HEAD, torch.zeros(7, 8).half()), "head.weight .*float16 .*q.ckpt, .*float32"),
         (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt .* net.head.weight"),
-        (put("state_dict", "net.more", torch.zeros(1)), "only .*q.ckpt has 'net.more'"),
+        (
+            put("state_dict", "net.more", torch.zeros(1)),
+            "only .*q.ckpt has 'net.more': average checkpoints of one model",
+        ),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),
         # The folder of the images and the recipe of the training may differ.
         (put("relvit", "data", "init_args", "root", "elsewhere"), None),
@@ -157,7 +165,7 @@ def test_files(three, tmp_path, monkeypatch):
         ([a, tmp_path / "link.ckpt"], output, ValueError, f"also as {a}"),
         ([a, b], a, ValueError, "--output"),
         ([a, b], tmp_path / "mean.pth", ValueError, "allowed are .ckpt"),
-        ([a, b], tmp_path / "foreign.ckpt" / "mean.ckpt", NotADirectoryError, "foreign.ckpt, which is no folder"),
+        ([a, b], tmp_path / "foreign.ckpt" / "mean.ckpt", NotADirectoryError, "foreign.ckpt, which is not a folder"),
         ([a, "none.ckpt"], output, FileNotFoundError, "none.ckpt"),
         ([a, tmp_path / "foreign.ckpt"], output, ValueError, "foreign.ckpt"),
     ):

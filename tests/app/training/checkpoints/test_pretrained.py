@@ -124,7 +124,7 @@ def test_mistakes(tmp_path):
         ("relvit_small", "timm has no pretrained weights for relvit_small: give a checkpoint"),
         ("true", "'true' names no weights"),
         (f"{tmp_path}", f"give its checkpoint, {tmp_path}/checkpoints/best.ckpt"),
-        (f"{tmp_path}/x.npz", "x.npz is a JAX archive: give its name in timm"),
+        (f"{tmp_path}/x.npz", "x.npz is a JAX archive: give the name of its model in timm"),
         (f"{tmp_path}/x.pth", "x.pth"),
         (f"{tmp_path}/x.safetensors", "x.safetensors"),
         (f"{tmp_path}/x.ckpt", "x.ckpt"),
@@ -229,6 +229,9 @@ def test_normalisation_of_weights(checkpoint, tmp_path):
     with pytest.raises(
         ValueError, match=r"finite numbers, got mean \['red'\] and std None; correct them in its config"
     ):
+        Pretrained(str(tmp_path)).normalisation()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"does not say which model it is of \(.*\): add 'architecture', the name of"):
         Pretrained(str(tmp_path)).normalisation()
 
 

@@ -57,7 +57,7 @@ def test_by_name_on_the_command_line(tmp_path, monkeypatch, capsys, fails):
     torch.save(content, "foreign.ckpt")
     assert main(["validate", "foreign.ckpt", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]) == 0
     assert "give --model.schedule never.falling" in fails([*fit[:2], "--ckpt_path=foreign.ckpt", "--epochs=3"])
-    assert "schedule 'nowhere.f' is no function" in fails([*fit, "--model.schedule=nowhere.f", "--epochs=1"])
+    assert "schedule 'nowhere.f' is not a function" in fails([*fit, "--model.schedule=nowhere.f", "--epochs=1"])
 
 
 def test_a_function_of_other_arguments_is_refused():

@@ -293,7 +293,9 @@ def test_compiled_by_aotinductor(best, tmp_path, monkeypatch, capfd):
     with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
         assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
-    with pytest.raises(ValueError, match=r"compiled by relvit export --aot, for torch\._inductor\.aoti_load_package"):
+    with pytest.raises(
+        ValueError, match=r"compiled by relvit export --aot, so only torch\._inductor\.aoti_load_package"
+    ):
         relvit.load(output)
     packaged = torch._inductor.aoti_load_package(str(output))
     assert json.loads(packaged.get_metadata()["relvit"])["class_names"] == list(CLASSES)
@@ -331,7 +333,7 @@ def raise_no_compiler():
 def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     file, images = str(folder / "model.onnx"), str(photos / "test")
     for arguments, message in {
-        (file, images, "--img_size=[16,20]"): "[16, 20]; the file takes sides of multiples of 8 from 16 on",
+        (file, images, "--img_size=[16,20]"): "the width must be a multiple of 8, at least 16 pixels",
         (file, images, "--img_size=8"): "multiples of 8 from 16 on",
         (file,): "is an exported file, which does not say where the images of the training are",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
@@ -352,15 +354,15 @@ def refused(best, tmp_path, fails):
 def test_an_output_that_cannot_be_written_is_refused_and_leaves_no_folder(refused, tmp_path):
     assert "ends in '.onxx'; allowed are .onnx, .pt2 (did you mean '.onnx'?)" in refused("model.onxx")
     (tmp_path / "file").touch()
-    assert "file, which is no folder" in refused("file/more/model.onnx")
+    assert "file, which is not a folder" in refused("file/more/model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("model.pt2", ["--int8"], "int8 is for files that end in .onnx"),
-        ("model.onnx", ["--aot"], "aot is for files that end in .pt2"),
+        ("model.pt2", ["--int8"], "int8 is for files that end in .onnx, got "),
+        ("model.onnx", ["--aot"], "aot is for files that end in .pt2, got "),
         ("model.onnx", ["--calibration", "."], "files that end in .onnx: add int8, or leave calibration out"),
         ("model.pt2", ["--calibration", "."], "files that end in .onnx: leave calibration out"),
         ("model.onnx", ["--int8", "--calibration", "."], "no image below"),

@@ -56,7 +56,7 @@ def test_a_finished_run_says_so(stopped, fails):
     ("spoil", "extra", "message"),
     [
         (lambda run: shutil.rmtree(run), [], "no run at"),
-        (lambda run: (run / "config.yaml").unlink(), [], "is no run of relvit fit, it has no config.yaml: give"),
+        (lambda run: (run / "config.yaml").unlink(), [], "is not a run of relvit fit, as it has no config.yaml: give"),
         (
             lambda run: (run / "checkpoints" / "last.ckpt").unlink(),
             [],
