@@ -19,7 +19,7 @@ class ReversibleDepth(Depth):
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "it is reversible, and a memory would be kept for backward",
         "rollout": "its reversible blocks have two streams",
-        "hooks": "they are means of two streams, which no module of the model puts out",
+        "hooks": "they are means of two streams, and no module of the model outputs these means",
         "checkpointing": "a reversible model recomputes its blocks in backward already, and keeps less than gradient "
         "checkpointing: leave it out, or build the model with reversible=False",
     }

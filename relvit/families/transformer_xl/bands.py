@@ -26,8 +26,8 @@ from relvit.ops.checks import check_model, int_pair
 
 # `LACKS` says why a model that computes in bands cannot do these things; `relvit.models.lack` lists the keys.
 LACKS = {
-    "weights": "there are no N x N weights in bands: set_bands(model, None), set_reach(model, 'trained') first",
-    "hooks": "they are computed in bands: set_bands(model, None) first",
+    "weights": "there are no N x N weights in bands: call set_bands(model, None) and set_reach(model, 'trained') first",
+    "hooks": "they are computed in bands: call set_bands(model, None) first",
 }
 
 

@@ -56,7 +56,7 @@ class RepeatedDepth(Depth):
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "its block runs several times, each time with other inputs",
         "rollout": "its block is repeated",
-        "hooks": "they are single steps of one block, which no module of the model puts out",
+        "hooks": "they are single steps of one block, and no module of the model outputs a single step",
     }
 
     def count(self, model: UniversalVisionTransformer) -> int:

@@ -252,7 +252,10 @@ def test_the_start_is_a_row_and_a_column_of_which_only_differences_count():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (attention_maps, r"N x N weights in bands: set_bands\(model, None\), set_reach\(model, 'trained'\) first"),
+        (
+            attention_maps,
+            r"N x N weights in bands: call set_bands\(model, None\) and set_reach\(model, 'trained'\) first",
+        ),
         (logit_inputs, r"call set_bands\(model, None\) first$"),
         (lambda model, x: model.forward_features(x, keep=torch.tensor([[0, 2]])), r"call set_bands\(model, None\)$"),
     ],

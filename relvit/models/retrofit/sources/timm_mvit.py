@@ -131,7 +131,8 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {
-        "reach": "pools tokens, so that the grid of patches in training is not that of their keys",
+        "reach": "pools tokens, so that the grid of patches in training is not that of their keys; "
+        "take reach 'trained' or 'stretch'",
     }
     trained_grid: Size | None = None
     poolings: tuple[Pooling, ...] = ()

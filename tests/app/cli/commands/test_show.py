@@ -11,7 +11,7 @@ from PIL import Image
 
 import relvit
 from relvit.app.cli import main
-from relvit.app.evaluation.pictures import draw
+from relvit.app.evaluation.pictures import NotApplicableError, draw
 from relvit.app.plots import picture_of
 
 ATTENTION = {"tables", "kernels", "logits", "attention", "rollout"}
@@ -121,3 +121,14 @@ def test_a_broken_image(place, fails):
     assert "broken.jpg: it is not an image" in error
     assert "check-data" in error
     assert "on_error" not in error
+
+
+@pytest.mark.parametrize(
+    ("images", "cure"), [(["owls/0.jpg"], "the lines above say why"), ([], "give an image, relvit")]
+)
+def test_a_model_without_pictures_is_refused(place, monkeypatch, fails, images, cure):
+    def refuse(*_given, **_options):
+        raise NotApplicableError("it has none")
+
+    monkeypatch.setattr("relvit.app.cli.commands.show.draw", refuse)
+    assert f"no picture was drawn: {cure}" in fails(["show", "best.ckpt", *images])
