@@ -127,11 +127,12 @@ class ReaderData(ImageFilesData):
     def _samples(self, split: Split) -> list[tuple[ImageSource, int]]:
         name = getattr(self, f"{split}_split")
         content = self._find(name, labelled=True)
-        labelled = [pair for pair in zip(content.images, content.labels, strict=True) if pair[1] is not None]
-        if without := len(content.images) - len(labelled):
+        pairs = list(zip(content.images, content.labels, strict=True))
+        labelled = [pair for pair in pairs if pair[1] is not None]
+        if without := [image for image, label in pairs if label is None]:
             warnings.warn(
-                f"{without} of {len(content.images)} images in the split {name!r} of {self.place} have no label; "
-                "they are left out",
+                f"{len(without)} of {len(pairs)} images in the split {name!r} of {self.place} have no label, such as "
+                f"{visible(str(without[0]))}; they are left out",
                 stacklevel=2,
             )
         known = positions((label for _, label in labelled), self.class_names)
