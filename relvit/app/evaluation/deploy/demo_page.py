@@ -108,6 +108,9 @@ class Viewer:
             patch = min(int(at[0] * grid[0]), grid[0] - 1), min(int(at[1] * grid[1]), grid[1] - 1)
             text += f" Click on one of {grid[0]} x {grid[1]} patches; now row {patch[0]}, column {patch[1]}, from 0."
         classes = dict(zip(best.names, best.probabilities, strict=True))
+        if predictor.thresholds is not None:
+            least = dict(zip(predictor.class_names, predictor.thresholds, strict=True))
+            classes = {f"{name} ✓" if share >= least[name] else name: share for name, share in classes.items()}
         view = View([text], _framed(small, grid, patch), classes, {})
         for kind in kinds:
             options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}

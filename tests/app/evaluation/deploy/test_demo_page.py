@@ -11,6 +11,7 @@ import relvit
 from relvit.app.evaluation.pictures import KINDS, draw
 from relvit.app.evaluation.pictures.draw import first_kinds
 from relvit.app.plots import picture_of
+from relvit.app.training.labels import SeveralLabels
 
 gr = pytest.importorskip("gradio")
 
@@ -57,6 +58,18 @@ def test_classes_are_those_of_the_predictor(viewer, best, photo, size, img_size)
         f"The model sees {img_size[0]} x {img_size[1]} px, trained at 16 x 16. "
         f"Click on one of {rows} x {columns} patches; now row {rows // 2}, column {columns // 2}, from 0."
     )
+
+
+def test_labels_that_reach_their_thresholds_are_marked(best, photo):
+    clf = relvit.load(best)
+    clf.classifier.labels = SeveralLabels([0.0, 0.0, 0.0])
+    shares = clf.predict(photo)
+    least = dict(zip(shares.names, (1.0, *shares.probabilities[1:2], 0.0), strict=True))
+    clf.classifier.labels = SeveralLabels([least[name] for name in clf.class_names])
+    assert list(Viewer(clf, 10_000).look(photo).classes) == [
+        f"{name} ✓" if name in clf.predict(photo).names else name for name in shares.names
+    ]
+    assert clf.predict(photo).names == shares.names[1:]
 
 
 def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, photo):
