@@ -149,6 +149,14 @@ def test_a_fine_tuning_starts_from_the_plain_model(tmp_path):
         assert same == (name not in ("kv-1-dropped", "kv-1-mirrored")), name
 
 
+@pytest.mark.parametrize("capability", ["avx512_f", "avx512_bf16", "amx_bf16"])
+def test_a_processor_with_instructions_for_bfloat16_uses_them(capability, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    with RUNS.autocast(torch.device("cpu")):
+        dtype = torch.ones(2, 2).mm(torch.ones(2, 2)).dtype
+    assert dtype == (torch.float32 if capability == "avx512_f" else torch.bfloat16)
+
+
 def test_a_resumed_training_is_the_same(tmp_path, monkeypatch):
     run = MODELS.Run("scratch", "kv-1-learned", 0, 3)
     expected, _ = RUNS.train(TOY, run, FEW, tmp_path / "whole")

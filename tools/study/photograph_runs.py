@@ -142,8 +142,9 @@ def train(
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Compute in bfloat16 on a GPU, and in float32 on a CPU, where products in bfloat16 may be many times slower."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")
+    """Compute in bfloat16, or in float32 on a CPU without instructions for bfloat16, which may be many times slower."""
+    fast = device.type != "cpu" or any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16")))
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
 def now(device: torch.device) -> float:
