@@ -107,7 +107,8 @@ def relative_attention(
             tables, of which 'fused', 'tiled' and 'triton' take only a bias of grids without `coords`, has second
             derivatives, and works in `torch.func`); 'triton' (GPU kernels without augmented vectors: keys without
             `coords`, no query term, mask or dropout); 'reference' (the paper's formula, in O(N^2 head_dim) memory).
-            'lean', 'tiled' and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs.
+            'lean', 'tiled' and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs;
+            'fused' has second derivatives only where PyTorch may take no flash kernel.
 
     Returns:
         (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
