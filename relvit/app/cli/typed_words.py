@@ -255,7 +255,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
             raise UsageError(f"--{name}: {reason}")
         is_file = name == "model" and (value is None or value.endswith(FILES) or value.startswith("{"))
         own = name if command == "fit" and is_file else short.get(name, name)
-        if own == "model" and "ckpt_path" in places and is_exported(value or ""):
+        if own == "model" and "ckpt_path" in places and value and (value.endswith(".ckpt") or is_exported(value)):
             own = "ckpt_path"
         if own != name:
             typed[own] = name

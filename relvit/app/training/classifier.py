@@ -30,7 +30,7 @@ from relvit.app.training.optim.additional_losses import check_losses, loss_optio
 from relvit.app.training.optim.distillation import Distill, Teacher, build_teacher, distillation_loss
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.freeze import Backbone
-from relvit.app.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated
+from relvit.app.training.optim.gradients import FiniteCheck, NonFinite, average_accumulated, recompute_blocks
 from relvit.app.training.optim.loss import ClassificationLoss, Loss
 from relvit.app.training.optim.optimizer import make_optimizer
 from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
@@ -109,6 +109,8 @@ class ImageClassifier(Answering):
         nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
             'skip' the step.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
+        grad_checkpointing: Whether backward computes each block again instead of keeping its activations (timm's
+            `set_grad_checkpointing`): less memory, but a training step takes about a third longer.
         channels_last: Whether images and convolutions use the memory format channels_last, which GPUs prefer.
         multi_label: Whether an image has any number of classes, each with a probability of its own (sigmoid); the loss
             'ce' then means 'bce'. Each validation chooses, for each class, the threshold with the highest F1.
@@ -158,6 +160,7 @@ class ImageClassifier(Answering):
         freeze_epochs: NonNegativeInt = 0,
         nonfinite: NonFinite = "stop",
         compile: bool | str = False,
+        grad_checkpointing: bool = False,
         channels_last: bool = False,
         multi_label: bool = False,
     ) -> None:
@@ -204,8 +207,7 @@ class ImageClassifier(Answering):
         # Checkpoints record these options of the training, in plain types, beside the hyperparameters.
         self.fit_options: dict[str, Any] = {}
         self.transfer: TransferReport | None = None
-        # While `FindLearningRate` runs, this is a list with the learning rate and the loss of each batch; otherwise
-        # None.
+        # While `FindLearningRate` runs, this lists the learning rate and the loss of each batch.
         self.range_test: list[tuple[float, float]] | None = None
         self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
@@ -262,6 +264,8 @@ class ImageClassifier(Answering):
         compile_in_place(self.net, self.hparams.compile, data)
         if stage != "fit":
             return
+        if self.hparams.grad_checkpointing:
+            recompute_blocks(self.net)
         self.temperature = 1.0
         if self.hparams.teacher is not None and self.teacher is None:
             self.teacher = build_teacher({**self.hparams, "teacher": self._teacher_source}, data)
@@ -310,8 +314,7 @@ class ImageClassifier(Answering):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Freeze or unfreeze the backbone."""
         if self.backbone is not None:
-            # Decide by the number of the epoch alone, so that a resumed training freezes the backbone in the same
-            # epochs.
+            # The number of the epoch alone decides, so that a resumed training freezes the same epochs.
             frozen = self.current_epoch < self.hparams.freeze_epochs
             self.backbone.set_frozen(frozen, without_gradients=self.trainer.world_size == 1)
 

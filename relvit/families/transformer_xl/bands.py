@@ -119,8 +119,9 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         torch.Size([1, 1000])
 
     Args:
-        model: A `relvit_*` model with attention, without class token, registers and absolute embedding. Its position
-            must depend on offsets alone: `'fire'` and `'low-rank'` also depend on the size of the image.
+        model: A `relvit_*` model with attention and plain blocks (not universal, reversible or LSH), without class
+            token, registers and absolute embedding. Its position must depend on offsets alone: `'fire'` and
+            `'low-rank'` also depend on the size of the image.
         band_rows: The number of rows of patches in a band; the last band of an image may have fewer. None: the model
             computes whole images.
         memory_rows: The number of rows of patches above a band that the memory holds. None: all rows, which take more

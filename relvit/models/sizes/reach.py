@@ -42,9 +42,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     - 'stretch-mirror': 'stretch' and 'mirror'.
 
     At the trained size all choices give the same outputs. Rotary embeddings follow their own rules at other sizes, and
-    so do absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same; training, compilation
-    and export work with every choice. Your own position can be stretched if its class sets `stretchable = True` and its
-    `forward` reads the attribute `trained_grid`, None or (rows, columns).
+    so do absolute embeddings unless 'mirror' is chosen. Names in the state dict stay the same. Training and
+    compilation work with every choice, and so does export, but with 'windows' for one image size only. Your own
+    position can be stretched if its class sets `stretchable = True` and its `forward` reads the attribute
+    `trained_grid`, None or (rows, columns).
 
     Examples:
         >>> model = timm.create_model("relvit_tiny", img_size=64, depth=2).eval()
@@ -52,7 +53,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         torch.Size([1, 1000])
 
     Args:
-        model: a `relvit_*` model with attention, or a retrofitted timm model, except NaFlexVit.
+        model: a `relvit_*` model with attention, or a retrofitted timm model, except NaFlexVit and Swin.
         reach: one of the names above.
         trained_size: size of the images in training, in pixels, one number or (height, width); None: `img_size` of the
             model.

@@ -28,6 +28,8 @@ def read(command, words):
         ("fit", "--data.root=a --data=ImageNetData", "--data=ImageNetData --data.root=a"),
         ("fit", "--model.opt_kwargs.betas [0.9,0.99]", "--model.opt_kwargs.betas=[0.9,0.99]"),
         ("fit", "--trainer.callbacks+=Timer", "--trainer.callbacks+=Timer"),
+        ("validate", "--model a.ckpt", "--ckpt_path=a.ckpt"),
+        ("predict", "--model a.onnx --device cpu", "--ckpt_path=a.onnx --device=cpu"),
         ("fit", "--quiet --lr=1", "--quiet=true --model.lr=1"),
     ],
 )

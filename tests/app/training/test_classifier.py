@@ -1,8 +1,11 @@
 """The training module against formulas worked out by hand: steps, metrics, mixing, precision, compilation, errors."""
 
 import pytest
+import timm
 import torch
 from small_training import Noise, assert_close, build, train
+
+from relvit.app.training.optim.gradients import recompute_blocks
 
 OPTIONS = {"lr": 0.02, "warmup_epochs": 0}
 FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
@@ -62,6 +65,24 @@ def test_channels_last_gives_the_same_numbers(plain):
     assert module.net.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
     # The gradient of the keys' bias is mere rounding, which Adam amplifies.
     assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
+
+
+def test_gradient_checkpointing_computes_each_block_twice_with_the_same_numbers(plain):
+    module, calls = build(grad_checkpointing=True, **OPTIONS), []
+    module.net.blocks[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    train(module, **FEW)
+    assert calls.count(True) == 2 * FEW["limit_train_batches"]
+    assert_close(module.state_dict(), plain[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [("test_relvit_rev", "already"), ("crossvit_tiny_240", "timm's CrossVit has no gradient checkpointing: leave out")],
+)
+def test_models_without_gradient_checkpointing_are_refused_before_the_training(model, match):
+    net = timm.create_model(model, num_classes=2)
+    with pytest.raises(ValueError, match=match):
+        recompute_blocks(net)
 
 
 @pytest.mark.slow

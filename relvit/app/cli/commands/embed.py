@@ -51,4 +51,4 @@ def embed(
         raise UsageError(f"none of the images could be read; {listed} says why")
     write_embeddings(found, output)
     count, length = found.features.shape
-    print(f"{count} images, {length} features each, in {output}", flush=True)
+    print(f"{count} {'image' if count == 1 else 'images'}, {length} features each, in {output}", flush=True)

@@ -26,6 +26,7 @@ from relvit.app.utils.shown_text import cut, without_secrets
 # limits of `Progress.check_layout` in `relvit.app.training.checkpoints.exact_resume`.
 FREE = {
     *("save_every", "patience", "model.compile", "model.channels_last", "model.nonfinite"),
+    "model.grad_checkpointing",
     *(f"data.{name}" for name in ("batch_size", "num_workers", "cache", "on_error", "download", "test", "predict")),
     *(f"trainer.{limit}_{unit}" for limit in ("min", "max") for unit in ("epochs", "steps")),
     *(f"trainer.{name}" for name in ("max_time", "accelerator", "devices", "num_nodes", "strategy", "precision")),

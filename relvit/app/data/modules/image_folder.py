@@ -67,11 +67,16 @@ class ImageFolderData(ImageFilesData):
             if list(self._folders) == ["train"] and not self._classes_in_root():
                 return f"no test or val folder in {self.root}; add one, or give a folder of images (--data.root)"
             return None
-        if self._has_own(split) or (split == "val" and self._has_own("train")):
+        if self._has_own(split):
             return None
         parent, name = os.path.split(self.root)
-        if name in sum(_FOLDER_NAMES.values(), ()) and split in find_splits(parent):
+        # A part of train is validation where there is no val, but a folder of a split must not count as train.
+        held_out = split == "val" and self._has_own("train")
+        names = sum((names for each, names in _FOLDER_NAMES.items() if each != "train" or not held_out), ())
+        if name in names and split in find_splits(parent):
             return f"no {split} folder in {self.root}; give the folder that holds it, {parent} (--data.root)"
+        if held_out:
+            return None
         # As soon as root has a folder test, root itself no longer counts as the train folder, so the message also tells
         # the user to move the class folders into a folder train.
         move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""

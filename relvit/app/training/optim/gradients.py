@@ -1,4 +1,4 @@
-"""Gradients before an optimiser step: stop at, or skip, NaN and infinity; average them over accumulated batches."""
+"""Gradient checkpointing, and gradients before an optimiser step: NaN, infinity, the average of accumulated batches."""
 
 from __future__ import annotations
 
@@ -85,3 +85,19 @@ def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) ->
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= planned / accumulated
+
+
+def recompute_blocks(net: nn.Module) -> None:
+    """Turn on gradient checkpointing: backward computes each block again instead of keeping its activations.
+
+    Raises:
+        ValueError: The model has no gradient checkpointing.
+    """
+    try:
+        net.set_grad_checkpointing()
+    except (AssertionError, AttributeError) as error:
+        # timm asserts that gradient checkpointing is off in its models without it.
+        raise ValueError(
+            f"timm's {type(net).__name__} has no gradient checkpointing: leave out grad_checkpointing, or take another "
+            "model"
+        ) from error

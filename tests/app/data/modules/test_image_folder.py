@@ -162,6 +162,10 @@ def test_mistakes(tmp_path):
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cats")
     with pytest.raises(ValueError, match=rf"give the folder that holds it, {tmp_path} "):
         data_of(f"{root}/train").setup("test")
+    make(tmp_path, val=2)
+    # The folder of a split has class folders, but no part of it may count as validation.
+    with pytest.raises(ValueError, match=rf"no val folder in {root}/val; give the folder that holds it, {tmp_path} "):
+        data_of(f"{root}/val").setup("validate")
     with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):
         data_of(root).setup()
     add(tmp_path / "flat", count=2)
