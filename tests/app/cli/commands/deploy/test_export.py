@@ -334,7 +334,7 @@ def test_sizes_and_names_that_predict_refuses(folder, photos, tmp_path, fails):
     file, images = str(folder / "model.onnx"), str(photos / "test")
     for arguments, message in {
         (file, images, "--img_size=[16,20]"): "the width must be a multiple of 8, at least 16 pixels",
-        (file, images, "--img_size=8"): "multiples of 8 from 16 on",
+        (file, images, "--img_size=8"): "the height must be a multiple of 8, at least 16 pixels",
         (file,): "is an exported file, which does not say where the images of the training are",
         (file, "nowhere.jpg"): "no file or folder 'nowhere.jpg'",
         ("none.onnx", "photo.jpg"): "no file none.onnx: relvit export CKPT --output none.onnx",
