@@ -20,7 +20,6 @@ from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 import relvit
 from relvit.layers import SlopePosition2d
-from relvit.models.retrofit.sources import hugging_face
 
 SWIN = {"image_size": 24, "embed_dim": 12, "depths": [1], "num_heads": [2], "window_size": 3}
 COARSE_KEYS = {
@@ -257,6 +256,9 @@ def test_models_that_are_refused(call, make, message):
 
 
 def test_compiled_graphs_of_hugging_face_models_show_no_weights(monkeypatch):
+    pytest.importorskip("transformers", reason="pip install 'relvit[elsewhere]' brings transformers")
+    from relvit.models.retrofit.sources import hugging_face
+
     monkeypatch.setattr(hugging_face, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="compiled graphs form no attention weights; leave it out, or call"):
         hugging_face.attend_and_show(None, None, None, None, show=True)
