@@ -18,7 +18,6 @@ from relvit.app.cli.config_text import load_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.option_types import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
-from relvit.app.data.modules.image_folder import find_splits
 from relvit.app.utils.files import is_exported
 
 # These dictionaries map short names to options. All commands that run a Trainer accept `OF_TRAINER`, and `fit` also
@@ -362,6 +361,9 @@ def _instead(command: str, function: Callable[..., Any], word: str, given: Mappi
     if needed:
         return f" (did you mean --{needed[0]} {word}?)"
     if root not in given and (root != "root" or root in options) and os.path.isdir(word):
+        # Import only for this error what would make each start of the command slower.
+        from relvit.app.data.modules.image_folder import find_splits
+
         # A root holds the folders of the splits, so of such a folder (photos/test) name the one that holds it.
         holder = os.path.dirname(os.path.normpath(word)) or "."
         split = not find_splits(word) and any(os.path.samefile(word, each) for each in find_splits(holder).values())

@@ -1,5 +1,8 @@
 """Short names of options of fit, and mistakes; tests/app/cli/test_usage.py has arguments without a name."""
 
+import subprocess
+import sys
+
 import pytest
 from photos import TINY
 
@@ -93,3 +96,9 @@ def test_messages_name_what_was_typed(photos, tmp_path, fails):
     usage = "missing: --sizes; usage: relvit resolutions CKPT ... --sizes SIZE ... [options]"
     assert usage in fails(["resolutions", "a.ckpt"])
     assert "unknown option --ouput (did you mean '--output'?)" in fails(["export", "a.ckpt", "--ouput=x.onnx"])
+
+
+def test_the_command_line_starts_without_lightning():
+    """Importing Lightning takes seconds, which help, `--version` and mistakes must not wait for."""
+    code = "import sys, relvit.app.cli.typed_words; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -70,10 +70,10 @@ class ImageFolderData(ImageFilesData):
         if self._has_own(split):
             return None
         parent, name = os.path.split(self.root)
-        # A part of train is validation where there is no val, but a folder of a split must not count as train.
+        # Where there is no val, a part of train is held out, but root must not be the folder of val or test.
         held_out = split == "val" and self._has_own("train")
-        names = sum((names for each, names in _FOLDER_NAMES.items() if each != "train" or not held_out), ())
-        if name in names and split in find_splits(parent):
+        is_split = name in sum(_FOLDER_NAMES.values(), ()) and not (held_out and name in _FOLDER_NAMES["train"])
+        if is_split and split in find_splits(parent):
             return f"no {split} folder in {self.root}; give the folder that holds it, {parent} (--data.root)"
         if held_out:
             return None

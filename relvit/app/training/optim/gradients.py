@@ -98,6 +98,5 @@ def recompute_blocks(net: nn.Module) -> None:
     except (AssertionError, AttributeError) as error:
         # timm asserts that gradient checkpointing is off in its models without it.
         raise ValueError(
-            f"timm's {type(net).__name__} has no gradient checkpointing: leave out grad_checkpointing, or take another "
-            "model"
+            f"{type(net).__name__} has no gradient checkpointing: leave out grad_checkpointing, or take another model"
         ) from error
