@@ -1,6 +1,6 @@
-"""Rooms of one paper each beyond Shaw's own: a folder with operation, reference, layer and models; it can be deleted.
+"""A folder for each paper beyond Shaw's, with operation, reference, layers and models; each can be removed.
 
-Importing one of these folders registers the folder's positions, depths and models under their names.
+The import of a folder registers its positions, depths and models under their names.
 """
 
 from relvit.families import aft, reformer, reversible, transformer_xl, universal

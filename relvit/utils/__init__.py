@@ -1,1 +1,1 @@
-"""Tools without a subject of their own: files, remote files, messages, progress bars, random seeds, memory."""
+"""Helpers that several folders of the core share: messages, ranges of numbers, constants, memory, old PyTorch."""

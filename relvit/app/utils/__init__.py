@@ -1,1 +1,1 @@
-"""Small helpers that several rooms of the application share."""
+"""Small helpers that several folders of the application share: files, devices, exceptions, secrets, random seeds."""

@@ -1,4 +1,4 @@
-"""A room can be deleted: its folder and its name in `relvit.families`; everything else still works."""
+"""A family can be removed, its folder and its name in `relvit.families`: everything else still works."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 import relvit
 
 PACKAGE = Path(relvit.__file__).parent
-ROOMS = sorted(path.name for path in (PACKAGE / "families").iterdir() if (path / "__init__.py").is_file())
+FAMILIES = sorted(path.name for path in (PACKAGE / "families").iterdir() if (path / "__init__.py").is_file())
 # Forks the process for each copy of the package, as importing PyTorch, timm and Lightning takes seconds.
 USE = """
 import os, sys, traceback
@@ -37,14 +37,14 @@ for copy in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_the_rest_works_without_any_one_room(tmp_path):
-    for room in ROOMS:
-        package = tmp_path / room / "relvit"
+def test_the_rest_works_without_any_one_family(tmp_path):
+    for family in FAMILIES:
+        package = tmp_path / family / "relvit"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("configs"))
-        shutil.rmtree(package / "families" / room)
+        shutil.rmtree(package / "families" / family)
         listed = package / "families" / "__init__.py"
-        listed.write_text(re.sub(rf'(, )?"?\b{room}\b"?(?(1)|, )', "", listed.read_text()))
-    command = [sys.executable, "-c", USE, *(str(tmp_path / room) for room in ROOMS)]
+        listed.write_text(re.sub(rf'(, )?"?\b{family}\b"?(?(1)|, )', "", listed.read_text()))
+    command = [sys.executable, "-c", USE, *(str(tmp_path / family) for family in FAMILIES)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"{tmp_path / room} 0" for room in ROOMS], done.stderr
+    assert done.stdout.splitlines() == [f"{tmp_path / family} 0" for family in FAMILIES], done.stderr
