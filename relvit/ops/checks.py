@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice, did_you_mean, listing
 
 
 def check_backend(name: str, backends: Sequence[str]) -> None:
     """Raise unless `name` is 'auto' or one of `backends`."""
-    allowed = ["auto", *backends]
-    if name not in allowed:
-        raise ValueError(f"unknown backend {name!r}{did_you_mean(str(name), allowed)}, allowed: {listing(allowed)}")
+    check_choice("backend", name, ("auto", *backends))
 
 
 def check_names(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:

@@ -168,7 +168,7 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
         ({"mixer": Mean, "rel_terms": "q"}, "rel_terms must be None, the default, with mixer Mean, .* got 'q'"),
         ({"mixer": Mean, "rope": "axial"}, "rope and prefix_bias are for RelativeAttention, not for Mean"),
         ({"mixer": Doubled, "backend": "fused"}, "backend='fused' is an option of relvit's own attention, and mixer="),
-        ({"backend": "fuse"}, r"unknown backend 'fuse' \(did you mean 'fused'\?\)"),
+        ({"backend": "fuse"}, r"backend is 'fuse'; allowed are .*did you mean 'fused'"),
         ({"pos_embed": "axia"}, r"allowed are '', 'learn', 'axial', 'axial-sum' \(did you mean 'axial'\?\)"),
     ],
 )

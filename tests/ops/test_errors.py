@@ -84,7 +84,7 @@ OPTIONS = [
     (
         {"backend": "fusd"},
         ValueError,
-        r"unknown backend 'fusd' .did you mean 'fused'.*'auto', 'reference', 'fused', 'tiled', 'gathered'",
+        r"backend is 'fusd'; allowed are 'auto', 'reference', 'fused', 'tiled', 'gathered'.*did you mean 'fused'",
     ),
 ]
 
