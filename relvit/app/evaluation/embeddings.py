@@ -14,7 +14,7 @@ import torch
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.modules.image_folder import find_splits
 from relvit.app.evaluation.predictor import Predictor
-from relvit.app.training.answering import answers
+from relvit.app.training.base_classifier import run_batches
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import atomic_write, check_output, write_csv
@@ -72,7 +72,7 @@ def embed_folder(
     features, read = [torch.empty(0, predictor.num_features)], []
     batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)
     batches = batches if progress is None else progress(batches, math.ceil(len(paths) / batch_size))
-    for rows, indices in answers(predictor.features, batches):
+    for rows, indices in run_batches(predictor.features, batches):
         features.append(rows)
         read += [paths[index] for index in indices.tolist()]
     splits = find_splits(root).values()

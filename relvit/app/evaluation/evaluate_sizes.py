@@ -24,7 +24,7 @@ from relvit.app.evaluation.costs import count_macs, peak_memory
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.models import at_image_size, patch_size_of
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
-from relvit.app.training.answering import answers
+from relvit.app.training.base_classifier import run_batches
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.metrics import count_batch, epoch_metrics
 from relvit.app.training.optim.loss import evaluation_loss
@@ -212,7 +212,7 @@ def _evaluate(
 
     what = f"{classifier.hparams.model} at {height} x {width}"
     loader = loader if progress is None else progress(loader, len(loader), what)
-    for logits, labels in answers(timed_logits, loader, split):
+    for logits, labels in run_batches(timed_logits, loader, split):
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
         batches.append(of.keep(of.probabilities(logits.double()), labels))
     tested = np.concatenate(batches, axis=1)

@@ -1,4 +1,4 @@
-"""Exported files that answer as a checkpoint's classifier does: .onnx by onnxruntime, .pt2 by PyTorch, on the CPU."""
+"""Classifiers in exported files, used as those of checkpoints: .onnx by onnxruntime, .pt2 by PyTorch, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.shape import shape_of
 from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, read_description
 from relvit.app.training import Checkpoint
-from relvit.app.training.answering import Answering
+from relvit.app.training.base_classifier import BaseClassifier
 from relvit.app.training.classifier_checks import check_labels
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.devices import available_memory
@@ -38,7 +38,7 @@ class _CompiledError(ValueError):
     """The file is compiled: it holds machine code, which relvit does not run."""
 
 
-class ExportedClassifier(Answering):
+class ExportedClassifier(BaseClassifier):
     """A classifier in a file of `relvit export`; it only computes logits, on the CPU.
 
     PyTorch reads a .pt2 file with `torch.export.load`, which may run code that the file contains, so only open files

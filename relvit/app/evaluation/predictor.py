@@ -26,7 +26,7 @@ from relvit.app.data.images.given_images import ImageInput, InputImages
 from relvit.app.data.shape import ImageShape
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, classifier_of
-from relvit.app.training.answering import Answering, answers
+from relvit.app.training.base_classifier import BaseClassifier, run_batches
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.app.utils.files import is_exported
@@ -104,8 +104,8 @@ class Predictor:
     def __init__(
         self, ckpt_path: str | os.PathLike[str], img_size: int | Sequence[int] | None = None, reach: Reach = "trained"
     ) -> None:
-        checkpoint, classifier = _answering(ckpt_path)
-        self.classifier: Answering = classifier.requires_grad_(False)
+        checkpoint, classifier = _read_classifier(ckpt_path)
+        self.classifier: BaseClassifier = classifier.requires_grad_(False)
         self.checkpoint: Checkpoint = replace(checkpoint, weights={})
         trained_size, self.mean, self.std, self.crop_pct = checkpoint.transforms()
         self.class_names: list[str] = checkpoint.class_names()
@@ -322,7 +322,7 @@ class Predictor:
         check_choice("on_error", on_error, get_args(OnError))
         unreadable: dict[str, str] | None = None if on_error == "error" else {}
         rows: list[Any] = [None] * len(items)
-        for found, indices in answers(compute, self.batches(items, batch_size, num_workers, unreadable)):
+        for found, indices in run_batches(compute, self.batches(items, batch_size, num_workers, unreadable)):
             for index, row in zip(indices.tolist(), rows_of(found), strict=True):
                 rows[index] = row
         if unreadable:
@@ -356,7 +356,7 @@ class Predictor:
         return f"Predictor({', '.join(about)}, on {self.device})"
 
 
-def _answering(path: str | os.PathLike[str]) -> tuple[Checkpoint, Answering]:
+def _read_classifier(path: str | os.PathLike[str]) -> tuple[Checkpoint, BaseClassifier]:
     if is_exported(path):
         exported = ExportedClassifier(path)
         return exported.checkpoint, exported

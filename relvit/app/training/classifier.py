@@ -1,4 +1,4 @@
-"""The image classifier as a LightningModule: its arguments, forward, training and evaluation steps, and hooks."""
+"""The image classifier as a LightningModule: arguments, training step and hooks; `base_classifier.py` evaluates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric, SumMetric
 from relvit.app.data.batches import ImageBatch
 from relvit.app.data.mixup import BatchMix
 from relvit.app.models import build_model
-from relvit.app.training.answering import Answering
+from relvit.app.training.base_classifier import BaseClassifier
 from relvit.app.training.checkpoints.description import describe as describe_training
 from relvit.app.training.checkpoints.exact_resume import Progress
 from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
@@ -51,7 +51,7 @@ from relvit.app.utils.shown_text import without_secrets
 from relvit.models import TransferReport, param_groups
 
 
-class ImageClassifier(Answering):
+class ImageClassifier(BaseClassifier):
     """Trains, evaluates and predicts with any timm model and optimiser, by a learning rate for each step.
 
     Args:

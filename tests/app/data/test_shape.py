@@ -7,7 +7,7 @@ from vits import native_batch, small
 
 import relvit
 from relvit.app.data.shape import image_shape
-from relvit.app.training.answering import pooled_features
+from relvit.app.training.base_classifier import pooled_features
 
 
 def naflexvit():

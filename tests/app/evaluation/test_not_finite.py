@@ -8,7 +8,7 @@ import torch
 from onnx_files import classifier_of
 from vits import images, small
 
-from relvit.app.training.answering import finite_features
+from relvit.app.training.base_classifier import finite_features
 from relvit.app.training.labels import OneLabel, SeveralLabels
 
 

@@ -20,7 +20,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.registry import import_data_module
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
-from relvit.app.training.answering import Answering
+from relvit.app.training.base_classifier import BaseClassifier
 from relvit.app.training.callbacks.progress_bar import progress_callbacks
 from relvit.app.training.checkpoints.normalisation import set_normalisation
 from relvit.app.training.run.processes import (
@@ -88,7 +88,7 @@ class RelvitCLI(LightningCLI):
         checkpoint: Checkpoint | None = None,
         known: Namespace | None = None,
         save_config_callback: type[SaveConfigCallback] | None = None,
-        model_class: type[Answering] = ImageClassifier,
+        model_class: type[BaseClassifier] = ImageClassifier,
     ) -> None:
         self.function: Callable[..., None] = function
         self.given: Arguments = given
@@ -124,7 +124,7 @@ class RelvitCLI(LightningCLI):
         """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
         self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
-        self.model: Answering = self.config_init.model
+        self.model: BaseClassifier = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of the images: give no --img_size beside it")
         arguments = self.config.data.get("init_args", {})

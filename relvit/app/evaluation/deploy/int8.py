@@ -14,7 +14,7 @@ from torch import Tensor
 from relvit.app.data import ImageData
 from relvit.app.data.batches import ImageBatch
 from relvit.app.evaluation.predictor import Predictor
-from relvit.app.training.answering import Answering, answers
+from relvit.app.training.base_classifier import BaseClassifier, run_batches
 
 # An int8 file is compared with its model on at most this number of images, evenly spaced in val.
 COMPARED = 2000
@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
     same: float
 
 
-def compare(predictor: Predictor, exported: Answering, data: ImageData) -> Comparison:
+def compare(predictor: Predictor, exported: BaseClassifier, data: ImageData) -> Comparison:
     """Compare an exported file with its model on up to 2,000 images of val, evenly spaced.
 
     Raises:
@@ -95,7 +95,7 @@ def compare(predictor: Predictor, exported: Answering, data: ImageData) -> Compa
 
     count = len(data.dataset("val"))
     loader = data._loader("val", sampler=range(0, count, -(-count // COMPARED)))
-    found, labels = (torch.cat(part) for part in zip(*answers(of_both, loader, "val"), strict=True))
+    found, labels = (torch.cat(part) for part in zip(*run_batches(of_both, loader, "val"), strict=True))
     both = found.unbind(1)
     of = predictor.labels
     scores = [of.compute_score(of.keep(each, labels)) for each in both]

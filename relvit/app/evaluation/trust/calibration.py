@@ -14,7 +14,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.modules.base import Split
 from relvit.app.data.registry import named_data_module
 from relvit.app.training import Checkpoint, ImageClassifier, classifier_of
-from relvit.app.training.answering import answers
+from relvit.app.training.base_classifier import run_batches
 from relvit.app.training.checkpoints.file import read_checkpoint, write_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.training.class_metrics import calibration_error
@@ -195,7 +195,7 @@ def _outcomes(
     data.evaluate_on(split)
     loader = data.test_dataloader()
     loader = loader if progress is None else progress(loader, len(loader))
-    logits, labels = (torch.cat(part) for part in zip(*answers(classifier.logits, loader, split), strict=True))
+    logits, labels = (torch.cat(part) for part in zip(*run_batches(classifier.logits, loader, split), strict=True))
     return logits.double(), labels
 
 

@@ -22,7 +22,7 @@ from relvit.app.data.split import stratified_split
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.models import model_arguments
 from relvit.app.training import Checkpoint, classifier_of
-from relvit.app.training.answering import answers, finite_features
+from relvit.app.training.base_classifier import finite_features, run_batches
 from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
@@ -115,7 +115,7 @@ def probe_models(
         found = []
         for part, loader in loaders.items():
             batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
-            parts = zip(*answers(partial(finite_features, net, device=device), batches, part), strict=True)
+            parts = zip(*run_batches(partial(finite_features, net, device=device), batches, part), strict=True)
             found += [torch.cat(rows).numpy() for rows in parts]
         features, labels, queries, truth = found
         if unreadable := train.unreadable.get("train"):

@@ -36,7 +36,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 
 def absent_classes(data: ImageData) -> Tensor:
-    """Return the classes of the data that no test image has, bool (num_classes,), for the attribute `Answering.absent`.
+    """Return which classes no test image has, bool (num_classes,), for the attribute `absent` of `BaseClassifier`.
 
     With this attribute, a classifier chooses only among the classes of the test images. The authors of ImageNet-A and
     ImageNet-R evaluate in this way, since their sets have 200 of ImageNet's 1000 classes (Hendrycks et al. 2021, arXiv

@@ -157,7 +157,7 @@ def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
         seen.append(images)
         return images.mean((2, 3))
 
-    monkeypatch.setattr("relvit.app.training.answering.pooled_features", note)
+    monkeypatch.setattr("relvit.app.training.base_classifier.pooled_features", note)
     data = ImageFolderData(str(photos), img_size=32, num_workers=0, batch_size=64)
     probe_models(["test_vit"], data, shares=[1], pretrained=False)
     assert [tuple(images.shape) for images in seen] == [(18, 3, 160, 160)] * 2

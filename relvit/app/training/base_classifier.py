@@ -1,4 +1,4 @@
-"""From images to logits, probabilities and features, by a checkpoint's model or an exported file: `Answering`."""
+"""`BaseClassifier`: logits, probabilities, features and evaluation steps of trained models and exported files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach, set_reach
 
 
-class Answering(EpochMetrics):
-    """A classifier that answers: `forward` computes logits, with the model `net` or as a subclass defines it.
+class BaseClassifier(EpochMetrics):
+    """Base class of `ImageClassifier` and `ExportedClassifier`, whose `forward` computes the logits of images.
 
     For `relvit fit`, `validate`, `test` and `predict`, Lightning's Trainer runs the steps of validation, test and
     prediction on any number of devices. The callbacks `EvaluationReport` and `PredictionTable` write the results of
     these steps into files. `relvit.load`, `embed`, `demo`, `resolutions`, `probe`, `calibrate` and `export --int8` have
-    no Trainer: the function `answers` loops over the batches.
+    no Trainer: the function `run_batches` loops over the batches.
 
     Attributes:
         average: The averaged weights; None in a training without averaging.
@@ -52,7 +52,7 @@ class Answering(EpochMetrics):
         """The model that evaluation uses: with the averaged weights where a training keeps an average."""
         return self.net if self.average is None else self.average.net
 
-    def at_size(self, img_size: tuple[int, int]) -> Answering:
+    def at_size(self, img_size: tuple[int, int]) -> BaseClassifier:
         """Return a classifier in evaluation mode whose model takes images of another size, see `at_image_size`."""
         found = copy.copy(self).eval()
         net = at_image_size(self.evaluated, img_size, self.hparams.in_chans, self.hparams.img_size)
@@ -144,7 +144,7 @@ def pooled_features(net: nn.Module, images: ImageBatch) -> Tensor:
     return net.forward_head(net.forward_features(images), pre_logits=True)
 
 
-def answers(
+def run_batches(
     step: Callable[[ImageBatch], Tensor], batches: Iterable[tuple[ImageBatch, Any]], split: str | None = None
 ) -> Iterator[tuple[Tensor, Any]]:
     """Yield the result of `step` for the images of each batch, on the CPU, and the batch's labels or names.
