@@ -166,8 +166,7 @@ class GridForward(AbsoluteEmbedding):
         is_causal: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         if self.segmenter is not None and (why := self.segmenter.lacks.get("hooks")):
             raise ValueError(f"there are no features of single blocks: {why}")
         count = self._count_steps()

@@ -13,7 +13,7 @@ from relvit.ops.checks import check_kind, check_shape
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
 from relvit.ops.tracing import knows_values
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import check_choice
 from relvit.utils.old_torch import compiled_replace
 
 # Dividing or multiplying by a scale in this range does not overflow, even in half precision, so only other scales are
@@ -244,9 +244,7 @@ def check_terms(terms: RelativeTerms, heads: int, head_dim: int, value_dim: int)
         raise TypeError(
             f"terms must be RelativeTerms, got {type(terms).__name__} (without relative terms: RelativeTerms())"
         )
-    if terms.bucketing not in BUCKETINGS:
-        hint = did_you_mean(str(terms.bucketing), BUCKETINGS)
-        raise ValueError(f"terms.bucketing must be one of {listing(BUCKETINGS)}, got {terms.bucketing!r}{hint}")
+    check_choice("terms.bucketing", terms.bucketing, BUCKETINGS)
     widths = {"query": (head_dim,), "key": (head_dim,), "value": (value_dim,), "bias": ()}
     for term, width in widths.items():
         if (tables := getattr(terms, term)) is not None:

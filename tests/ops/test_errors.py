@@ -43,7 +43,7 @@ CONTENTS = [
     ),
     ({"terms": None}, TypeError, r"terms must be RelativeTerms, got NoneType \(without relative terms: RelativeTerms"),
     ({"terms": RelativeTerms(key=TERMS.key.rows)}, TypeError, "terms.key must be AxisTables or a JointTable, got Ten"),
-    ({"terms": TERMS._replace(bucketing="clp")}, ValueError, "bucketing must be .* got 'clp' .did you mean 'clip'"),
+    ({"terms": TERMS._replace(bucketing="clp")}, ValueError, "terms.bucketing is 'clp'; .*did you mean 'clip'"),
     ({"terms": table(rows=TERMS.key.rows[:4])}, ValueError, "terms.key.rows has 4 rows, expected an odd number"),
     ({"terms": table(rows=np.ones((5, 5)))}, TypeError, "terms.key.rows must be a tensor, got ndarray"),
     ({"terms": table(rows=TERMS.key.rows.long())}, TypeError, "terms.key.rows has dtype torch.int64, expected a floa"),

@@ -71,7 +71,7 @@ def in_words(hint: Any) -> str:
 
 
 def subclasses(hint: Any) -> dict[str, type]:
-    """Return by their names the classes that an option takes, with all subclasses; none where it takes plain values."""
+    """Map names to the classes that an option takes, subclasses included; empty for an option of plain values."""
     parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
     # From Python 3.11 on `Any` is a class, but one that no user chooses, so leave it out.
     classes = [part for part in parts if inspect.isclass(part) and part is not Any and not get_args(part)]

@@ -353,7 +353,7 @@ def _named(
 
 
 def _instead(command: str, function: Callable[..., Any], word: str, given: Mapping[str, object]) -> str:
-    """Say which option a value without a name likely belongs to: one that must be given, or that of the images."""
+    """Name the option to which a value without a name likely belongs: a required one, or the folder of the images."""
     options = parameters(function)
     needed = [name for name, each in options.items() if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
     needed = [name for name in needed if name not in given]
@@ -361,10 +361,10 @@ def _instead(command: str, function: Callable[..., Any], word: str, given: Mappi
     if needed:
         return f" (did you mean --{needed[0]} {word}?)"
     if root not in given and (root != "root" or root in options) and os.path.isdir(word):
-        # Import only for this error what would make each start of the command slower.
+        # Only this error needs the module, whose import would make each start of the command slower.
         from relvit.app.data.modules.image_folder import find_splits
 
-        # A root holds the folders of the splits, so of such a folder (photos/test) name the one that holds it.
+        # A root holds the folders of the splits. If the user gives one of these (photos/test), name the root (photos).
         holder = os.path.dirname(os.path.normpath(word)) or "."
         split = not find_splits(word) and any(os.path.samefile(word, each) for each in find_splits(holder).values())
         return f" (for images in a folder: --root {holder if split else word})"

@@ -86,7 +86,7 @@ def label_of(target: int | np.ndarray) -> Label:
 
 
 def rarest(labels: Sequence[Label]) -> list[int]:
-    """Return the class of each image that has the fewest images; -1 of an image without classes."""
+    """Return for each image which of its classes has the fewest images; -1 for an image without classes."""
     counts = Counter(position for label in labels for position in classes_in(label))
     return [min(classes_in(label), key=lambda position: (counts[position], position), default=-1) for label in labels]
 

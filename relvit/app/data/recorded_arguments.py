@@ -102,7 +102,7 @@ class RecordedArguments(LightningDataModule):
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that keeps its arguments, where it is that of the object's own class."""
+    """Wrap the constructor of a user's class: objects of exactly this class keep the arguments in `_given`."""
     signature = inspect.signature(init)
 
     @wraps(init)
@@ -123,7 +123,7 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _kept(given: Any, kept: Any) -> Any:
-    """Return the value that a module keeps, where it may be given in the place of the one that was."""
+    """Choose between the value given for an argument and the value of the attribute, see `init_args`."""
     given = os.fspath(given) if isinstance(given, os.PathLike) else given
     same = type(kept) is type(given) and isinstance(given, str | int | float)
     return kept if same or given is None else given

@@ -54,7 +54,7 @@ class ImageShape:
         return ImageShape(img_size)
 
     def adapt(self, transform: v2.Compose) -> v2.Compose:
-        """Turn a transform to images of `img_size` into one to images of this shape."""
+        """Change a transform that makes images of `img_size` into one that makes images of this shape."""
         return transform
 
     def collate(self, items: Sequence[tuple[Any, Any]]) -> tuple[ImageBatch, Any]:

@@ -117,6 +117,8 @@ def eval_transform(
 ) -> v2.Compose:
     """Bring an image to a size for evaluation, by default as timm does, and normalise.
 
+    `ImageData` (for all data modules), `Predictor` and `at_size` (for `relvit resolutions`) call this function.
+
     ============  ==================================================================================================
     ``'crop'``    resize so that the image covers ``floor(size / crop_pct)``, crop ``size`` from the centre
     ``'resize'``  the whole image squashed to ``size`` (timm's crop mode 'squash' with ``crop_pct`` 1)

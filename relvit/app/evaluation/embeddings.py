@@ -80,7 +80,7 @@ def embed_folder(
 
 
 def _class(path: str, folders: list[str]) -> str:
-    """Return the folder of a file right below the first of `folders` that holds the file; '' if there is none."""
+    """Return the first folder of a file's path below the first of `folders` that holds the file, or ''."""
     folder = next(folder for folder in folders if Path(path).is_relative_to(folder))
     return Path(path).relative_to(folder).parts[0] if Path(path).parent != Path(folder) else ""
 

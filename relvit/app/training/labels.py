@@ -290,7 +290,7 @@ class SeveralLabels(Labels):
 
 
 def labels_of(thresholds: list[float] | None) -> Labels:
-    """Return the labels of images of several classes with these thresholds, or of one class where there are none."""
+    """Return `SeveralLabels` with these thresholds, or `OneLabel` if there are none."""
     return OneLabel() if thresholds is None else SeveralLabels(thresholds)
 
 

@@ -88,7 +88,7 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
 
 
 def check_callback(callback: Callback, logger: bool) -> None:
-    """Refuse a callback of the table, or one that writes to a logger alone where there is none."""
+    """Refuse a callback in `REFUSED`, or one that only writes to a logger, if there is no logger."""
     name, kinds = type(callback).__name__, type(callback).__mro__
     # `FindLearningRate` derives from a refused callback (`LearningRateFinder`), but works with relvit's schedule.
     if isinstance(callback, FindLearningRate):

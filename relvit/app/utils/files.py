@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, complete or not at all, and checks before long work of where they are written."""
+"""Write files and folders atomically, complete or not at all; check output paths before long work begins."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DISK_ERRORS = {
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:
-    """Return whether the name of a file is that of one that `relvit export` writes."""
+    """Return whether a file's name has one of the endings of the files that `relvit export` writes."""
     return os.fspath(path).endswith(EXPORTED)
 
 
 def not_for_exported(path: str | os.PathLike[str]) -> str:
-    """Return the error about an exported file in the place of a checkpoint."""
+    """Return the error about an exported file that is given instead of a checkpoint."""
     only = "which only predict, test and validate take"
     return f"{os.fspath(path)} is an exported file, {only}: give the checkpoint that was exported"
 
@@ -275,7 +275,7 @@ def absolute(path: str) -> str:
 
 
 def kept_path(path: str) -> str:
-    """Return the absolute path, as a checkpoint keeps it to be used from other folders; `~` is the home folder."""
+    """Return the absolute path, with which a checkpoint can be used from other folders; `~` is the home folder."""
     return absolute(os.path.expanduser(path))
 
 

@@ -152,7 +152,7 @@ class AFTFull(AFTSimple):
         return {"u", "v"}
 
     def set_grid_size(self, grid_size: int | Sequence[int]) -> None:
-        """Make the factors those of another grid: on it nothing changes, others start from there."""
+        """Replace the factors by factors for another grid, interpolated as `forward` does for images of this size."""
         new = int_pair("grid_size", grid_size, 1)
         for name in ("u", "v"):
             factor = getattr(self, name)

@@ -277,8 +277,8 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backe
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     if is_eager():
-        # The sums of exponentials, and of exponentials times values, are computed for all places of the grid, even for
-        # places without a token, so count places where there are more of them than tokens.
+        # The sums are computed for all places of the grid, even for places without a token, so count the places if they
+        # are more than the tokens.
         summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
         pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
         check_numbers(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")

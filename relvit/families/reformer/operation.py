@@ -182,7 +182,7 @@ def _attend(
 
 
 def _division(tokens: int, rotations: Tensor, chunk_size: int | None) -> tuple[int, int]:
-    """Return the number of buckets, and that of tokens in a chunk."""
+    """Return the number of buckets, and the number of tokens in a chunk."""
     buckets = max(1, 2 * rotations.shape[2])
     return buckets, min(tokens, chunk_size or 2 * -(-tokens // buckets))
 

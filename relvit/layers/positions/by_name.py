@@ -16,7 +16,8 @@ from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
 
-# Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`.
+# Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`. Users give the arguments of a
+# named position to `RelVisionTransformer` or `retrofit`, so add a new argument there, too.
 ALIASES = {"rel_init_std": "init_std"}
 
 

@@ -82,7 +82,7 @@ def source_of(model_class: type) -> type[Retrofitted] | None:
     family = model_class.__module__.rpartition(".")[0]
     allowed = VERSIONS.get(family, VERSIONS.get(library, ""))
     if installed is not None and not SpecifierSet(allowed, prereleases=True).contains(installed):
-        raise ValueError(f"{model_class.__name__} is of {library} {installed}; retrofit knows {library}{allowed}")
+        raise ValueError(f"{model_class.__name__} is of {library} {installed}: retrofit needs {library}{allowed}")
     return resolve_name(f"relvit.models.retrofit.sources.{place}")
 
 

@@ -78,7 +78,7 @@ class TimmRelativeAttention(GridAttention):
         if is_plain(qkv, nn.Linear):
             projected = F.linear(x, qkv.weight, bias)
         else:
-            # A module in the place of `qkv`, such as a LoRA adapter, may compute more than a product: call it.
+            # A module that has replaced `qkv`, such as a LoRA adapter, may compute more than a product: call it.
             projected = qkv(x)
             projected = projected + bias.to(projected.dtype)
         # Use `view`, because `unflatten` and `split` are Python functions, and calling them takes longer than a `view`.

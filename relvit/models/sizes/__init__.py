@@ -1,1 +1,1 @@
-"""Images of other sizes and shapes than in training: native shapes, reach, bands, and whether a model takes a size."""
+"""Images of other sizes and shapes than in training: batches of native shapes, and `set_reach`."""

@@ -35,7 +35,7 @@ LEAST_QUERIES = 16
 
 
 class Tokens(NamedTuple):
-    """Rows and columns of tokens, (1 or B, N) int64, and which are on the grid, no prefix tokens, (N,) booleans."""
+    """Rows and columns of tokens, (1 or B, N) int64, and (N,) booleans: True for patches, False for prefix tokens."""
 
     y: Tensor
     x: Tensor

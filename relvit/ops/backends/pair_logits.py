@@ -79,7 +79,7 @@ def _raster(pairs: Tensor, keys: Positions) -> Tensor:
 
 
 def to_queries(key_logits: Tensor, queries: Positions) -> Tensor:
-    """Add up each key's number of the query's row and column: (samples, heads, queries, Nk).
+    """Add each key's two logits for the query's row and column: (samples, heads, queries, Nk).
 
     `key_logits` are (samples, heads, Nk, rows + columns), for the rows and columns of `queries`.
     """

@@ -77,7 +77,7 @@ class Tile(NamedTuple):
         return of_all if of_all.y is None else of_all._replace(y=self.of(of_all.y), x=self.of(of_all.x))
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add to the samples' total over all their tiles, of which the first one sets it."""
+        """Add this tile's product to the sum over all tiles of the same samples; their first tile sets the sum."""
         if self.queries.start == 0:
             set_product(self.all_tokens(total), left, right)
         else:

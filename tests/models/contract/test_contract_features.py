@@ -97,5 +97,5 @@ def test_intermediates_need_all_patches_for_an_image_of_them():
     with pytest.raises(ValueError, match="output_fmt 'NCHW' needs all patches"):
         model.forward_intermediates(images())
     assert model.forward_intermediates(images(), output_fmt="NLC")[1][0].shape == (2, 3, 12)
-    with pytest.raises(ValueError, match="output_fmt must be 'NCHW' or 'NLC', got 'NHWC'"):
+    with pytest.raises(ValueError, match="output_fmt is 'NHWC'; allowed are 'NCHW', 'NLC'"):
         model.forward_intermediates(images(), output_fmt="NHWC")

@@ -145,7 +145,7 @@ MODELS = {
     ),
     "another attention function": (
         lambda: spoilt(hf_beit("hf beit"), "config._attn_implementation", "flex_attention"),
-        "attn_implementation must be 'eager' or 'sdpa', got 'flex_attention'",
+        "attn_implementation is 'flex_attention'; allowed are 'eager', 'sdpa'",
     ),
     **{
         family: (lambda family=family: hf_swin(family), "is a Swin Transformer, whose windows have as few tokens at")
@@ -267,7 +267,7 @@ def test_compiled_graphs_of_hugging_face_models_show_no_weights(monkeypatch):
 def test_versions_that_are_not_known(monkeypatch):
     encoder = sam_encoder("hf sam")
     monkeypatch.setattr(sys.modules["relvit.models.retrofit.recognise"], "version", lambda library: "4.57.6")
-    with pytest.raises(ValueError, match=r"SamVisionEncoder is of transformers 4\.57\.6; retrofit knows .*>=5\.4"):
+    with pytest.raises(ValueError, match=r"is of transformers 4\.57\.6: retrofit needs transformers>=5\.4"):
         relvit.retrofit(encoder)
 
 

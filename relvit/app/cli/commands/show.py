@@ -92,6 +92,6 @@ def show(
 
 
 def _unused(path: Path) -> Path:
-    """Return a path where there is no file: this one, or the next with a number."""
+    """Return the path itself if there is no such file yet, otherwise the first free path with a number added."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
     return next(each for each in chain([path], numbered) if not each.exists())

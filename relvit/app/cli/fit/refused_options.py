@@ -20,7 +20,7 @@ from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
 from relvit.app.utils.masks import fields_of
 
-# jsonargparse writes this text, and the value's own text, in the place of a value that YAML cannot hold.
+# For a value that YAML cannot hold, jsonargparse writes this text, followed by the value's `str`.
 LOST = "Unable to serialize instance "
 
 # For each of these options of the Trainer, one value is refused, for a reason.

@@ -22,7 +22,7 @@ IMAGE_PARTS = "jpg;jpeg;png;webp"
 
 
 class _Split(NamedTuple):
-    """The shards of a split, the least number of samples in them, where it is from, and the label's default field."""
+    """The shards of a split, the least number of samples in them, its source for messages, and the label's field."""
 
     files: list[str]
     least: int = 0
@@ -111,7 +111,7 @@ class Shards(Reader):
                 try:
                     return dict(parse_json(Path(file).read_text(encoding="utf-8")).get("splits", {}))
                 except (ValueError, AttributeError, TypeError) as error:
-                    raise ValueError(f"{file} does not describe shards as timm writes it: {error}") from error
+                    raise ValueError(f"{file} is not a description of shards in timm's format: {error}") from error
         return {}
 
     def _samples(self, file: str) -> tuple[list[dict[str, Member]], int]:

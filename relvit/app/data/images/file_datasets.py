@@ -102,14 +102,14 @@ class SkipUnreadableBatches(SkipUnreadable):
     """Skip unreadable files of `InMemoryBatches`, for a DataLoader with `identity_collate`."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, list[Unreadable]]:
-        """Make a batch of the readable images, None where there are none, and the list of unreadable files."""
+        """Return a batch of the readable images, or None if there are none, and the list of unreadable files."""
         return collate_readable([self[index] for index in indices], self.dataset.__getitems__)
 
 
 def collate_readable(
     items: list[tuple[Any, list[Unreadable]]], collate: Callable[[list[Any]], Any] = default_collate
 ) -> tuple[Any, list[Unreadable]]:
-    """Collate the readable items, None where there are none, and the list of unreadable files."""
+    """Return a batch of the readable items, or None if there are none, and the list of unreadable files."""
     readable = [item for item, _ in items if item is not None]
     return collate(readable) if readable else None, [file for _, failed in items for file in failed]
 

@@ -20,7 +20,7 @@ _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
 
 def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Walk `folder` and each folder below it once, with the names of the files right inside; skip hidden names.
+    """Walk `folder` and each folder below it once, with the names of the files directly in it; skip hidden names.
 
     Links to folders are followed, but no folder is visited twice, because links may form circles. Parents of `folder`
     are never visited: otherwise a class folder with a link to its parent would include the images of all classes. A
@@ -116,19 +116,19 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
 
 def look_into(folder: str) -> tuple[list[str], int]:
-    """Sorted names of the folders right inside a folder, and the number of images there; hidden ones are left out."""
+    """Return the sorted names of the folders directly in a folder, and the number of images; skip hidden names."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     names = sorted(entry.name for entry in entries if entry.is_dir())
     return names, sum(entry.name.lower().endswith(IMAGE_ENDINGS) and not entry.is_dir() for entry in entries)
 
 
 def has_images(folder: str) -> bool:
-    """Return True if images are right inside a folder."""
+    """Return True if images are directly in a folder, not in a folder below it."""
     return any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder))
 
 
 def class_folders(folder: str) -> list[str]:
-    """Sorted names of the folders right inside a folder, one for each class, without hidden folders.
+    """Return the sorted names of the folders directly in a folder, one for each class, without hidden folders.
 
     Warn of images beside the class folders.
 
@@ -150,7 +150,7 @@ def class_folders(folder: str) -> list[str]:
 
 
 def folders_of_classes(folder: str) -> list[str]:
-    """Sorted paths of the folders, `folder` included, that contain class folders: folders with images right inside.
+    """Return the sorted paths of the folders, `folder` or below it, that contain class folders, which contain images.
 
     Raises:
         ValueError: There are neither folders nor images in a folder.

@@ -28,8 +28,9 @@ class TrainSampler(DistributedSampler[Any]):
     each `repeats` times, so an epoch is as long as without repeats. The copies of an image are neighbours in the order,
     and the processes take the images of the order in turn. So the copies are used in the same optimiser step by
     different devices (repeated augmentation, Hoffer et al. 2019, arXiv 1901.09335, as in DeiT's sampler). The order
-    depends only on seed and epoch, so a training can be resumed within an epoch. The length of the sampler is the
-    length of an epoch.
+    depends only on seed and epoch, so to resume a training within an epoch, a checkpoint needs no state of the sampler:
+    it holds the epoch and the batch (`ImageData.state_dict`), from which `ImageData.train_dataloader` makes `epoch` and
+    `start`. The length of the sampler is the length of an epoch.
 
     Args:
         count: Number of images.

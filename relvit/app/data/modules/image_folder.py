@@ -132,7 +132,7 @@ class ImageFolderData(ImageFilesData):
 
 
 def _holds_classes(root: str) -> bool:
-    """Return True if two or more folders right inside root have images right inside them."""
+    """Return True if two or more folders directly in root contain images."""
     return sum(has_images(os.path.join(root, name)) for name in look_into(root)[0]) > 1
 
 

@@ -175,16 +175,16 @@ def _framed(picture: np.ndarray, grid: tuple[int, int], patch: tuple[int, int]) 
 
 
 class Page(gr.Blocks):
-    """Gradio's page, whose answers to requests that a browser would not send are words instead of Python's messages."""
+    """Gradio's page, without Python's messages in the answers to requests that the page itself would not send."""
 
     async def process_api(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Compute the outputs of an event; raises `gradio.Error` with words of its own for a malformed one."""
+        """Compute the outputs of an event; raises a `gradio.Error` without details for a malformed one."""
         try:
             return await super().process_api(*args, **options)
         # The functions of the page catch all their errors, so only malformed values in the request can have caused this
         # error.
         except Exception as error:
-            raise gr.Error("this request is not one of the page", print_exception=False) from error
+            raise gr.Error("this page does not send such requests", print_exception=False) from error
 
 
 def build_page(viewer: Viewer) -> gr.Blocks:

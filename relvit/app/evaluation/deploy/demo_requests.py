@@ -25,7 +25,7 @@ FILE = f"{API_PREFIX}/file="
 # The page needs only these and `FILE` of Gradio's many routes, so requests to all other routes are refused.
 ROUTES = ("upload", "upload_progress", "queue", "cancel", "reset", "heartbeat", "startup-events")
 ROUTES += ("info", "app_id", "user", "token", "login_check", "theme.css")
-NOT_OURS = "This request is not one of the page."
+NOT_OURS = "This page does not send such requests."
 
 
 class OwnPageOnly:
@@ -154,9 +154,9 @@ def _has_address(text: str) -> bool:
 
 
 def _in_words(scope: Scope, receive: Receive, send: Send) -> Send:
-    """Return a `send` that answers in words where the application would answer by what is wrong inside of it.
+    """Return a `send` that replaces the application's answer to a malformed request by `NOT_OURS`.
 
-    To a malformed request, Gradio answers with status 422 or 500 and details of its code, which a user should not see.
+    Gradio would answer with status 422 or 500 and details of its code, which a user should not see.
     """
     refused = False
 

@@ -1,1 +1,1 @@
-"""Lightning callbacks: history, progress, telemetry, predictions, early stopping."""
+"""Lightning callbacks: history, progress, telemetry, pictures of training images, early stopping."""

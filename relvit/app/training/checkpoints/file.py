@@ -294,7 +294,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     # after this function. So add the space that it is going to take.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
-    # Estimate the optimiser's state as that of Adam: two numbers for each weight.
+    # Estimate the optimiser's state by Adam's state, which has two numbers for each weight.
     size = weights + average + 2 * trained
     parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if trainer.is_global_zero:
@@ -312,7 +312,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether a folder has a description as timm saves it; that of `transformers` lacks the entry."""
+    """Return whether a folder has timm's config.json; the config.json of `transformers` has no 'architecture'."""
     try:
         found = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -165,7 +165,7 @@ class Pretrained:
 
     @property
     def _timm_name(self) -> str:
-        """The name for `timm.create_model`, where there is no file."""
+        """The name for `timm.create_model`, for weights that are not a file."""
         path = Path(self.name.removeprefix(FOLDER)).expanduser()
         return f"{FOLDER}{path}" if path.is_dir() else self.name
 
@@ -253,7 +253,7 @@ def architecture_to_build(
     retrofit: dict[str, Any] | None,
     pretrained: Pretrained | None,
 ) -> Architecture:
-    """Choose the model to build: `model`, or where it is None the model of `pretrained`, with the arguments given."""
+    """Choose the model to build: `model`, or, if it is None, the model of `pretrained`, with the arguments given."""
     if "pretrained" in (model_kwargs or {}):
         raise ValueError("model_kwargs must not hold 'pretrained': it is an option of its own, --model.pretrained")
     if model is not None or pretrained is None:

@@ -12,11 +12,12 @@ KEY = "relvit"
 # This is the format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
 # checkpoints.
 FORMAT = 1
-# For each earlier format, a function changes the content of a checkpoint, in place, to the next format. To rename
-# parameters, change 'state_dict' and 'ema_state_dict' (keys: 'net.' and the name in the model) and 'state_dict_ema'
-# (keys: the name in the model). Folders that `relvit publish` writes do not pass through these functions, so rename
-# parameters also where these are loaded: in `checkpoint_filter_fn` of `relvit/models/weights/convert.py` for `relvit_*`
-# models, and in `retrofitted` of `relvit/models/retrofit/registered.py` for retrofitted models.
+# For each earlier format, a function changes the content of a checkpoint, in place, to the next format. To rename an
+# argument of the model or of a data module, change the description, `content[KEY]`. To rename parameters, change
+# 'state_dict' and 'ema_state_dict' (keys: 'net.' and the name in the model) and 'state_dict_ema' (keys: the name in the
+# model). Folders that `relvit publish` writes do not pass through these functions, so rename parameters also where such
+# folders are loaded: in `checkpoint_filter_fn` of `relvit/models/weights/convert.py` for `relvit_*` models, and in
+# `retrofitted` of `relvit/models/retrofit/registered.py` for retrofitted models.
 UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 
 

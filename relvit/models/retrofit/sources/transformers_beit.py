@@ -25,6 +25,7 @@ from relvit.layers.prefix_bias import prefix_channels
 from relvit.models.retrofit.source import Classes, Exchange, check_part
 from relvit.models.retrofit.sources.hugging_face import TransformersModel, attend_and_show
 from relvit.ops import Channels, Grid, JointTable, RelativeTerms
+from relvit.utils.messages import check_choice
 from relvit.utils.old_torch import compiled_replace
 
 TABLE = "relative_position_bias_table"
@@ -245,9 +246,7 @@ class TransformersBeit(TransformersModel):
                     f"{name} has a table for {rows} x {columns} patches, which {type(model).__name__} reads with rows "
                     "and columns exchanged: only models made for square images can be retrofitted"
                 )
-        implementation = model.config._attn_implementation
-        if implementation not in ("eager", "sdpa"):
-            raise ValueError(f"attn_implementation must be 'eager' or 'sdpa', got {implementation!r}")
+        check_choice("attn_implementation", model.config._attn_implementation, ("eager", "sdpa"))
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:

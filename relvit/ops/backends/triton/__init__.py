@@ -78,7 +78,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     if terms.query is not None:
         return "has no query term (terms.query): use 'fused'"
     if terms.axis_logits is not None:
-        return "computes logits from tables, and takes none (terms.axis_logits): use 'fused'"
+        return "takes no logits that are already computed (terms.axis_logits): use 'fused'"
     if key_grid.coords is not None:
         return "takes keys in raster order, not with coords of their own: use 'fused'"
     if inputs.attn_mask is not None or inputs.is_causal:

@@ -1,8 +1,8 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
 `axis_logits.join_tables` joins a term's two tables, the table for rows above the table for columns. A block of queries
-is multiplied by the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products is
-that of each row and each column of the key grid.
+is multiplied by the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products each
+row and each column of the key grid has.
 
 The index never decreases from one row or column of the key grid to the next, so the rows or columns of one entry are a
 range, and the sum over this range is a difference of two running sums. So no sum needs atomics.

@@ -165,7 +165,7 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"_info.json should describe .*train by 'filenames' and 'num_samples'"):
         data_of(**place)
     (tmp_path / "_info.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"_info.json does not describe shards as timm writes it"):
+    with pytest.raises(ValueError, match=r"_info.json is not a description of shards in timm's format"):
         data_of(**place)
 
 

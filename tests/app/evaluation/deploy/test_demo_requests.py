@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from relvit.app.evaluation.deploy.demo_page import Viewer, build_app
 
-NOT_OURS = "This request is not one of the page."
+NOT_OURS = "This page does not send such requests."
 
 
 @pytest.fixture(scope="module")

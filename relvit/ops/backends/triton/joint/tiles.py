@@ -66,7 +66,7 @@ def zero_vectors(SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def times(factor, vectors):
-    """Multiply vectors in two parts by a number, or by one for each of them, (tokens, 1)."""
+    """Multiply vectors in two parts by a number, or by one number for each vector, (tokens, 1)."""
     main, rest = vectors
     return main * factor, rest * factor
 
