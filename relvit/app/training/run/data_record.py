@@ -72,9 +72,8 @@ class DataRecord(Callback):
         Raises:
             ValueError: The images of train or val differ.
         """
-        # Only a training that resumes has a checkpoint with a path. The search for a learning rate also loads a
-        # checkpoint, which is temporary.
-        resumes = trainer.state.fn == "fit" and trainer.ckpt_path is not None
+        # The search for a learning rate also loads a checkpoint, which is temporary and of this training.
+        resumes = trainer.state.fn == "fit" and pl_module.range_test is None
         if not resumes or not isinstance(trainer.datamodule, ImageData):
             return
         difference = ""
