@@ -13,7 +13,7 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import did_you_mean, listing
 
 # This is the name of `load_config` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file
 # registers it.
@@ -58,7 +58,10 @@ def read_config(config: str) -> dict[str, Any]:
         options = load_config(config if config.startswith("{") else Path(config).read_text(encoding="utf-8"))
     except OSError as error:
         near = {file.name: str(file) for file in Path(config).parent.glob("*.y*ml")}
-        hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped_configs())
+        shipped = sorted(shipped_configs())
+        hint = did_you_mean(Path(config).name, near) or did_you_mean(Path(config).stem, shipped)
+        if not hint and not Path(config).suffix and Path(config).name == config:
+            hint = f"; relvit's configurations are {listing(shipped, len(shipped))}"
         hint = hint if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"--config {config}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ from command_line import write_checkpoint_like
 from photos import TINY
 
 from relvit.app.cli import COMMANDS, main
+from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.cli.typed_words import PRECISIONS
 
 FIT = ["fit", "--data=ImageFolderData", "--trainer.max_epochs=1", *TINY]
@@ -111,6 +112,14 @@ def test_a_configuration_that_leaves_open_where_the_images_are(name, fails):
     message = fails(["fit", "--config", name])
     assert re.search(r"error: (missing: --root|no data given: give --root DIR)", message)
     assert message.count("\n") == 1
+
+
+def test_a_name_like_no_configuration_lists_them_all(fails):
+    message = fails(["fit", "--config=nope"])
+    assert "--config nope: No such file or directory; relvit's configurations are 'bands', 'cifar10', " in message
+    assert all(f"'{name}'" in message for name in shipped_configs())
+    # Whoever names a file does not look for a configuration of relvit.
+    assert "configurations are" not in fails(["fit", "--config=runs/nope"]) + fails(["fit", "--config=nope.yaml"])
 
 
 def test_the_name_of_a_shipped_configuration_is_found_or_hinted_at(tmp_path, monkeypatch, capsys):
