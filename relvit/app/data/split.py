@@ -1,4 +1,4 @@
-"""Automatic validation split: put a part of each class of train aside, by a hash of seed and file name."""
+"""Automatic validation split: hold out a part of each class of train, by a hash of seed and file name."""
 
 import hashlib
 from collections import Counter
@@ -39,7 +39,7 @@ def stratified_split(
             larger.append(index)
     if not smaller:
         raise ValueError(
-            f"no image of {where} can be put aside to validate: each is the only one of its class (or of the rarest of "
-            "its classes); add a val folder or list"
+            f"no image of {where} can be held out to validate: each is the only one of its class (or of the rarest of "
+            "its classes); add images of val"
         )
     return sorted(larger), sorted(smaller)

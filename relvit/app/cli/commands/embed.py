@@ -48,7 +48,7 @@ def embed(
         images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
         print(f"{images} could not be read and were left out; {listed} says why")
     if not found.paths:
-        raise UsageError(f"none of the images could be read; {listed} says why")
+        raise UsageError("none of the images could be read")
     write_embeddings(found, output)
     count, length = found.features.shape
     print(f"{count} {'image' if count == 1 else 'images'}, {length} features each, in {output}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from relvit.app.cli.errors import UsageError
@@ -42,17 +41,17 @@ def predict(
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
-        evaluation.run([table], folder, lambda trainer: report(table, folder), return_predictions=False)
+        evaluation.run([table], folder, lambda trainer: report(table), return_predictions=False)
 
 
-def report(table: PredictionTable, folder: Path) -> None:
+def report(table: PredictionTable) -> None:
     """Print the predictions of up to ten images, or the number of images in each class if there are more, and the file.
 
     Raises:
         UsageError: there are no predictions.
     """
     if not table.count:
-        raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
+        raise UsageError("none of the images could be read")
     if table.count <= len(table.first):
         rank_zero_print("\n".join(table.first))
     counted = table.classes and table.count > len(table.first)

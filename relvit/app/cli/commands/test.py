@@ -45,7 +45,9 @@ def test(
     """
     data = evaluation.datamodule
     if (reason := data.missing(split)) and data.missing("val") is None:
-        raise UsageError(f"{reason}; or test on the images of val, by --split val")
+        # Of images that the user names, as by `--root photos/test`, do not suggest a part that is held out as val.
+        is_part = "data.root" in evaluation.given.values and data.held_out()
+        raise UsageError(reason if is_part else f"{reason}; or test on the images of val, by --split val")
     data.evaluate_on(split)
     evaluation.set_reach(reach)
     evaluation.model.mirror = mirror
@@ -65,7 +67,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     """
     data = trainer.datamodule
     if not found.results:
-        raise UsageError(f"none of the images could be read; {folder / 'unreadable.csv'} says why")
+        raise UsageError("none of the images could be read")
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root

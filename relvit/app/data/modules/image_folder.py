@@ -78,8 +78,9 @@ class ImageFolderData(ImageFilesData):
         if held_out:
             return None
         # As soon as root has a folder test, root itself no longer counts as the train folder, so the message also tells
-        # the user to move the class folders into a folder train.
-        move = f"move the class folders into {self.root}/train and " if self._classes_in_root() else ""
+        # the user where to move the class folders.
+        move = f"move the class folders into {self.root}/{split}, or into {self.root}/train and "
+        move = move if self._classes_in_root() else ""
         return f"no {split} folder in {self.root}; {move}add the images as {self.root}/{split}/<class>/..."
 
     def _has_own(self, split: Split) -> bool:

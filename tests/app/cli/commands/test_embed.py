@@ -100,7 +100,9 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
     for path in root.iterdir():
         path.write_bytes(b"")
     assert embed(best, root, tmp_path / "none.npz") == 2
-    assert "none of the images could be read" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "error: none of the images could be read\n" in printed.err
+    assert (printed.out + printed.err).count("none.unreadable.csv") == 1
     assert not (tmp_path / "none.npz").exists()
 
 

@@ -142,7 +142,8 @@ def test_nothing_can_be_read(best, tmp_path, fails):
     arguments = ["test", best, f"--data.root={tmp_path / 'photos'}", f"--runs={tmp_path / 'runs'}"]
     message = fails([*arguments, "--data.on_error=skip", *QUIET])
     folder = only(tmp_path / "runs")
-    assert f"none of the images could be read; {folder / 'unreadable.csv'} says why" in message
+    # The line of output before the error names unreadable.csv, so the error does not name it again.
+    assert message.endswith("error: none of the images could be read\n")
     assert len(rows(folder / "unreadable.csv")) == 3
 
 
@@ -153,6 +154,15 @@ def test_without_a_test_folder_val_is_named(best, photos, tmp_path, fails):
     assert "no test folder in" in message
     assert "or test on the images of val, by --split val" in message
     evaluate("test", best, tmp_path / "runs", f"--root={root}", "--split=val")
+
+
+@pytest.mark.parametrize("name", ["test", "new"])
+def test_a_part_of_the_images_that_are_named_is_not_suggested(name, best, photos, tmp_path, fails):
+    """Of class folders without a split, val would be a tenth."""
+    root = shutil.copytree(photos / "test", tmp_path / "photos" / name)
+    message = fails(["test", best, f"--root={root}", f"--runs={tmp_path / 'runs'}", *QUIET])
+    assert ("the folder that holds it" if name == "test" else f"into {root}/test, or") in message
+    assert "--split val" not in message
 
 
 def test_another_split(best, photos, tmp_path, capsys):

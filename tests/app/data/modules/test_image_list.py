@@ -323,7 +323,7 @@ def test_wrong_labels_among_several(root):
     message = r"2 wrong rows: line 3: unknown classes 'bees' \(did you mean 'bee'\?\), 'x'; line 4: unknown class 'cta'"
     with pytest.raises(ValueError, match=message):
         data.dataset("train")
-    with pytest.raises(ValueError, match="can be put aside to validate: each is the only one of its class"):
+    with pytest.raises(ValueError, match="can be held out to validate: each is the only one of its class"):
         several(root, ["ant", "bee;ant"], class_names=["ant", "bee"]).dataset("train")
     with pytest.raises(ValueError, match="has no image of the classes 'bee' of class_names"):
         several(root, ["ant;cat"], class_names=list(GREY)).dataset("train")
