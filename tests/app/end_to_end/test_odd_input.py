@@ -71,7 +71,7 @@ def test_a_folder_with_such_a_description_in_the_place_of_a_checkpoint(command, 
     ("text", "reason"),
     [
         ("[" * 100_000, "it is nested too deeply"),
-        *((text, "it is no list of rows with a checkpoint and size") for text in ('{"a": 1}', "[1]", '[{"image": 3}]')),
+        *((text, "it is not a list of rows with a checkpoint and size") for text in ('{"a": 1}', "[1]", "[{}]")),
     ],
 )
 def test_a_list_of_accuracies_of_another_form(text, reason, best, tmp_path, fails):
@@ -80,7 +80,7 @@ def test_a_list_of_accuracies_of_another_form(text, reason, best, tmp_path, fail
     publish = ["publish", str(best), f"--to={tmp_path / 'w'}"]
     message = fails([*publish, f"--curve={curve}"])
     again = f"relvit resolutions {best} --sizes SIZE ... --output {curve}"
-    assert f"curve.json is no JSON file of relvit resolutions ({reason}): write it again by {again}" in message
+    assert f"curve.json is not a JSON file of relvit resolutions ({reason}): write it again by {again}" in message
     if text == "[1]":
         run = shutil.copytree(best.parent.parent, tmp_path / "run")
         curve.rename(run / "resolutions.json")

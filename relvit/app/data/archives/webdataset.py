@@ -79,7 +79,7 @@ class Shards(Reader):
 
     def _split(self, split: str) -> _Split:
         if not os.path.isdir(self.root):
-            raise FileNotFoundError(f"root {self.root} is no folder; give the one that holds the shards")
+            raise FileNotFoundError(f"root {self.root} is not a folder; give the one that holds the shards")
         refuse_remote(split)
         known = self._known_splits()
         if split in known:

@@ -171,8 +171,8 @@ class ImageFilesData(ImageData):
 
     def held_out(self) -> list[tuple[str, Label]]:
         """Paths, relative to the location of the data, and labels of the training images held out for validation."""
-        put_aside = self._divided[1] if self._has_own("train") else []
-        return [(self._display_name(path), label) for path, label in put_aside]
+        smaller = self._divided[1] if self._has_own("train") else []
+        return [(self._display_name(path), label) for path, label in smaller]
 
     def manifest(self, split: Split) -> Iterator[ListedImage]:
         """List the images of train, val or test with their sizes in bytes; reads no image."""
@@ -185,7 +185,7 @@ class ImageFilesData(ImageData):
     def training_images(self) -> str:
         """Describe the images to train on: how many, how many are held out to validate, and those of each class."""
         labels = [label for _, label in self.samples("train")]
-        held_out = f" ({len(put_aside):,} more are held out to validate)" if (put_aside := self.held_out()) else ""
+        held_out = f" ({len(aside):,} more are held out to validate)" if (aside := self.held_out()) else ""
         return f"{len(labels):,} training images{held_out}: {counts_text(class_counts(labels, self.class_names))}"
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:

@@ -164,11 +164,11 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
             return found
     except (ValueError, TypeError, KeyError) as error:
         reason = (
-            one_line(error) if isinstance(error, ValueError) else "it is no list of rows with a checkpoint and size"
+            one_line(error) if isinstance(error, ValueError) else "it is not a list of rows with a checkpoint and size"
         )
         cure = f"write it again by relvit resolutions {shlex.quote(str(ckpt_path))} --sizes SIZE ... --output "
         cure += shlex.quote(str(path)) + (", or remove it" if curve is None else "")
-        raise ValueError(f"{path} is no JSON file of relvit resolutions ({reason}): {cure}") from error
+        raise ValueError(f"{path} is not a JSON file of relvit resolutions ({reason}): {cure}") from error
     raise ValueError(f"{path} has no results of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
 
 

@@ -178,7 +178,7 @@ def test_predict_takes_a_folder_or_an_archive(tmp_path):
         ({"name": "photos", "input_key": "jpg"}, "input_key has no meaning for class folders in tar archives"),
         ({"name": "https://host/photos.tar"}, "https://host/photos.tar is not on disk; download"),
         ({"name": "wds/x", "root": "s3://bucket"}, "s3://bucket is not on disk"),
-        ({"name": "wds/nowhere"}, "root /.*nowhere is no folder"),
+        ({"name": "wds/nowhere"}, "root /.*nowhere is not a folder"),
     ],
 )
 def test_wrong_names(arguments, message):

@@ -155,7 +155,7 @@ def test_another_json_file_is_replaced_as_the_message_says(photos, tmp_path, fai
     for odd in ("[1, 2]", '[{"checkpoint": "other.ckpt"}]'):
         file.write_text(odd)
         message = fails([*given, f"--curve={file}"])
-        assert "(it is no list of rows with a checkpoint and size): " in message
+        assert "(it is not a list of rows with a checkpoint and size): " in message
     command = shlex.split(message.split("write it again by relvit ")[1])
     assert main([*(word.replace("SIZE", "16") for word in command if word != "..."), f"--root={photos}"]) == 0
     published(*given[1:], f"--curve={file}")
