@@ -77,7 +77,7 @@ def _record_weights(
     chosen = list(range(depth)) if layers is None else list(layers)
     if wrong := [index for index in chosen if not -depth <= index < depth]:
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
-    if (segmenter := getattr(model, "segmenter", None)) is not None and (why := segmenter.lacks.get("weights")):
+    if (recurrence := getattr(model, "recurrence", None)) is not None and (why := recurrence.lacks.get("weights")):
         raise ValueError(why)
     if any(getattr(attention, "window", None) for attention in attentions):
         raise ValueError(
@@ -150,8 +150,8 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         raise TypeError(f"{name} has no attention with relative positions: change the model by relvit.retrofit first")
     if model.training:
         raise ValueError("logit_inputs needs a model in evaluation mode: call model.eval()")
-    if (segmenter := getattr(model, "segmenter", None)) or any(layer.window for layer in layers.values()):
-        cure = segmenter.undo if segmenter else "set_reach(model, 'trained')"
+    if (recurrence := getattr(model, "recurrence", None)) or any(layer.window for layer in layers.values()):
+        cure = recurrence.undo if recurrence else "set_reach(model, 'trained')"
         raise ValueError(f"attention within windows or parts has no logits of all pairs: call {cure} first")
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)

@@ -16,7 +16,7 @@ from relvit.layers.feed_forward import check_chunk
 from relvit.layers.patch_embed import check_divisible
 from relvit.models.absolute import AbsoluteEmbedding
 from relvit.models.depth import DEPTHS, Depth
-from relvit.models.segments import Segmenter
+from relvit.models.recurrence import Recurrence
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
@@ -63,13 +63,13 @@ class GridForward(AbsoluteEmbedding):
 
     Attributes:
         depth_plan: the object that applies the blocks, see `Depth`.
-        segmenter: the object that computes images part by part, see `Segmenter`; None: the model computes whole images.
-        own_segmenter: the segmenter that the model's arguments chose; `set_reach(model, 'trained')` returns to it.
+        recurrence: the object that computes images part by part, see `Recurrence`; None: images are computed whole.
+        own_recurrence: the recurrence that the model's arguments chose; `set_reach(model, 'trained')` returns to it.
     """
 
     depth_plan: Depth = Depth()
-    segmenter: Segmenter | None = None
-    own_segmenter: Segmenter | None = None
+    recurrence: Recurrence | None = None
+    own_recurrence: Recurrence | None = None
 
     def embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width), or a native batch, as tokens (B, N, embed_dim) with their grid.
@@ -134,17 +134,17 @@ class GridForward(AbsoluteEmbedding):
             TypeError: `keep` holds no integers.
             ValueError: `keep` has another shape, or the model computes images part by part.
         """
-        if self.segmenter is not None:
+        if self.recurrence is not None:
             if keep is not None:
-                name = type(self.segmenter).__name__
+                name = type(self.recurrence).__name__
                 raise ValueError(
-                    f"keep is for whole images; this model computes in parts ({name}): call {self.segmenter.undo}"
+                    f"keep is for whole images; this model computes in parts ({name}): call {self.recurrence.undo}"
                 )
             # An exported graph serves all sizes, so the number of parts is not known. Instead of parts it computes the
             # whole image under a mask that gives the same outputs.
             if not is_exporting():
-                return self.segmenter.features(self, x, attn_mask, is_causal)
-            attn_mask = self.segmenter.mask(self, x, attn_mask, is_causal)
+                return self.recurrence.features(self, x, attn_mask, is_causal)
+            attn_mask = self.recurrence.mask(self, x, attn_mask, is_causal)
         x, grid = self.embed(x, keep)
         x = self.norm(self._run_blocks(x, grid, attn_mask, is_causal))
         return x if grid.valid is None else {"patches": x, "patch_valid": grid.valid}
@@ -167,7 +167,7 @@ class GridForward(AbsoluteEmbedding):
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
-        if self.segmenter is not None and (why := self.segmenter.lacks.get("hooks")):
+        if self.recurrence is not None and (why := self.recurrence.lacks.get("hooks")):
             raise ValueError(f"there are no features of single blocks: {why}")
         count = self._count_steps()
         take_indices, max_index = feature_take_indices(count, indices)

@@ -58,7 +58,7 @@ def lack(model: nn.Module, need: str) -> str | None:
     """Return the reason why a model cannot do something, or None if it can.
 
     The reason comes from the first mapping `lacks` with the key `need`: that of the model's `depth_plan` (a `Depth`),
-    of its `segmenter`, or of a block's mixer, in this order.
+    of its `recurrence`, or of a block's mixer, in this order.
 
     Examples:
         >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None
@@ -74,7 +74,7 @@ def lack(model: nn.Module, need: str) -> str | None:
             'native' (take batches of images of any shapes), 'reach' (accept a call of `set_reach`, which changes how
             the model treats sizes other than the trained one).
     """
-    for part in (getattr(model, "depth_plan", None), getattr(model, "segmenter", None)):
+    for part in (getattr(model, "depth_plan", None), getattr(model, "recurrence", None)):
         if part is not None and need in part.lacks:
             return part.lacks[need]
     mixers = (getattr(block, "attn", None) for block in getattr(model, "blocks", None) or ())

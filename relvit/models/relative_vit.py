@@ -14,7 +14,7 @@ from relvit.layers.positions.by_name import numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
-from relvit.models.segments import SEGMENTERS, Segmenter
+from relvit.models.recurrence import RECURRENCES, Recurrence
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
@@ -70,8 +70,8 @@ class RelVisionTransformer(GridVisionTransformer):
         TypeError: an argument is unknown, or `position` makes no modules.
     """
 
-    segmenter: Segmenter | None
-    own_segmenter: Segmenter | None
+    recurrence: Recurrence | None
+    own_recurrence: Recurrence | None
 
     def __init__(
         self,
@@ -125,12 +125,12 @@ class RelVisionTransformer(GridVisionTransformer):
         if not hasattr(attn := self.blocks[0].attn, "position"):
             _refuse_position(attn, {"position": position, **of_position})
         if band_rows is not None or memory_rows is not None:
-            self.segmenter = self.own_segmenter = SEGMENTERS["bands"].of(self, band_rows, memory_rows)
+            self.recurrence = self.own_recurrence = RECURRENCES["bands"].of(self, band_rows, memory_rows)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Classify images (B, in_chans, height, width), or a native batch."""
-        if self.segmenter is not None and not is_exporting():
-            return self.segmenter.classify(self, x, attn_mask, is_causal)
+        if self.recurrence is not None and not is_exporting():
+            return self.recurrence.classify(self, x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
 

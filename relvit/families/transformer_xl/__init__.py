@@ -3,9 +3,9 @@
 from relvit.families.transformer_xl.bands import Bands, Memory, classify_bands, forward_segment, set_bands
 from relvit.families.transformer_xl.xl_position import TransformerXLPosition2d
 from relvit.layers.positions import POSITIONS
-from relvit.models.segments import SEGMENTERS
+from relvit.models.recurrence import RECURRENCES
 
 __all__ = ["Bands", "Memory", "TransformerXLPosition2d", "classify_bands", "forward_segment", "set_bands"]
 
 POSITIONS["xl"] = TransformerXLPosition2d
-SEGMENTERS["bands"] = Bands
+RECURRENCES["bands"] = Bands

@@ -32,7 +32,7 @@ LACKS = {
 
 
 class Bands(NamedTuple):
-    """Division of images into bands, a model's `segmenter`.
+    """Division of images into bands, a model's `recurrence`.
 
     Attributes:
         rows: The number of rows of patches in a band.
@@ -138,7 +138,7 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     if (band_rows, memory_rows) != (None, None):
         bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
-    model.segmenter = model.own_segmenter = bands
+    model.recurrence = model.own_recurrence = bands
     return model
 
 

@@ -17,7 +17,7 @@ from relvit.utils.messages import part_of
 MEMBERS = ("_parameters", "_buffers", "_modules")
 # `relvit.models.set_reach` and users set these attributes after a retrofit. `restore` removes them, because the
 # original classes do not read these attributes.
-LATER = ("trained_keys", "window", "trained_grid", "segmenter", "mirrored_grid")
+LATER = ("trained_keys", "window", "trained_grid", "recurrence", "mirrored_grid")
 RECORD = "_before_retrofit"
 
 

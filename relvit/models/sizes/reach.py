@@ -10,8 +10,8 @@ from torch import nn
 from relvit.layers.attention import GridAttention
 from relvit.layers.mixer import lack_of
 from relvit.layers.positions.base import is_stretchable, needs_tokens
+from relvit.models.recurrence import RECURRENCES
 from relvit.models.retrofit.api import can_retrofit
-from relvit.models.segments import SEGMENTERS
 from relvit.ops import Grid
 from relvit.ops.checks import check_model, int_pair
 from relvit.utils.messages import check_choice, part_of
@@ -70,7 +70,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     # Blocks with a `block_window` cut windows of one size in all images, so their offsets are never larger than in
     # training, and no reach applies to them.
     layers = [part for part in model.modules() if isinstance(part, GridAttention) and part.block_window is None]
-    trained_grid = trained_keys = window = segmenter = mirrored_grid = None
+    trained_grid = trained_keys = window = recurrence = mirrored_grid = None
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
@@ -85,7 +85,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             inner = next((name for name, part in model.named_modules() if hasattr(part, "patch_embed")), None)
             cure = "take a model that has one" if inner is None else f"set the reach of {part_of(inner)}, which has one"
             raise ValueError(f"{refused}, which has no patch_embed, so the size of its training is not known: {cure}")
-        if own := getattr(model, "own_segmenter", None):
+        if own := getattr(model, "own_recurrence", None):
             raise ValueError(f"{refused}, which computes in parts already: leave it out ({own.undo} ends that)")
         grid = embed.grid_size
         if trained_size is not None:
@@ -108,14 +108,14 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             if getattr(model, "rope", None) is not None:
                 raise ValueError(f"{refused} with a rotary embedding: {other}")
             window = tuple(grid)
-        if reach in SEGMENTERS:
-            segmenter = SEGMENTERS[reach].of(model, grid[0], grid[0])
+        if reach in RECURRENCES:
+            recurrence = RECURRENCES[reach].of(model, grid[0], grid[0])
         if "stretch" in reach:
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
-    if hasattr(model, "segmenter"):
-        model.segmenter = segmenter or model.own_segmenter
+    if hasattr(model, "recurrence"):
+        model.recurrence = recurrence or model.own_recurrence
     if hasattr(model, "mirrored_grid"):
         model.mirrored_grid = mirrored_grid
     for layer in layers:

@@ -160,9 +160,9 @@ def test_reach_in_bands_of_the_trained_height():
     torch.testing.assert_close(set_reach(model, "bands")(x), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(model, "trained")(x), plain, rtol=0, atol=1e-12)
     set_reach(model, "bands", trained_size=(40, 16))
-    assert tuple(model.segmenter) == (5, 5)
+    assert tuple(model.recurrence) == (5, 5)
     # The bands that a model was made with stay.
-    assert tuple(set_reach(build(band_rows=2), "trained").segmenter) == (2, None)
+    assert tuple(set_reach(build(band_rows=2), "trained").recurrence) == (2, None)
 
 
 @pytest.mark.slow

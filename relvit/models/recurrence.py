@@ -1,4 +1,4 @@
-"""`Segmenter`: protocol of objects with which a model computes an image part by part, such as bands."""
+"""`Recurrence`: protocol of objects by which a model computes images part by part, with a memory, such as bands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 
-class Segmenter(Protocol):
-    """Protocol of a model's `segmenter`, an object without parameters.
+class Recurrence(Protocol):
+    """Protocol of a model's `recurrence`, an object without parameters.
 
     Attributes:
-        lacks: what a model with this segmenter cannot do -> the reason; `relvit.models.lack` lists the keys.
+        lacks: what a model with this recurrence cannot do -> the reason; `relvit.models.lack` lists the keys.
         undo: the call after which the model computes whole images, for messages.
     """
 
@@ -20,8 +20,8 @@ class Segmenter(Protocol):
     undo: ClassVar[str]
 
     @classmethod
-    def of(cls, model: nn.Module, *options: Any) -> Segmenter:
-        """Return the segmenter of a model with these options, or raise ValueError where the model cannot have it."""
+    def of(cls, model: nn.Module, *options: Any) -> Recurrence:
+        """Return the recurrence of a model with these options, or raise ValueError where the model cannot have it."""
         ...
 
     def features(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -37,6 +37,6 @@ class Segmenter(Protocol):
         ...
 
 
-# `SEGMENTERS` maps values of `set_reach`'s argument `reach`, such as 'bands', to the class of segmenter that they
+# `RECURRENCES` maps values of `set_reach`'s argument `reach`, such as 'bands', to the class of recurrence that they
 # choose. Packages in `relvit.families` add entries.
-SEGMENTERS: dict[str, type[Segmenter]] = {}
+RECURRENCES: dict[str, type[Recurrence]] = {}
