@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relvit.models.base import GridVisionTransformer
 from relvit.utils.messages import did_you_mean
-from relvit.utils.ranges import Range, compare
+from relvit.utils.ranges import Range, check_in_ranges
 
 # relvit's models set these arguments of timm's class themselves.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
@@ -45,7 +45,7 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
             raise ValueError(f"{name} cannot be chosen: {fixed[name]}")
         if name not in allowed:
             raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
-    compare(RANGES, given)
+    check_in_ranges(RANGES, given)
 
 
 CFG: dict[str, Any] = {

@@ -179,7 +179,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 default_cfgs: dict[str, DefaultCfg] = default_cfgs_of(VARIANTS)
 
 
-def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def complete_arguments(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, completed with the arguments of the model of this name.
 
     If the call chooses another position, the named model's `max_distance` is left out, because the chosen position has
@@ -191,4 +191,4 @@ def completed(own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 for _name, _own in VARIANTS.items():
-    globals()[_name] = entry_point(_name, RelVisionTransformer, checkpoint_filter_fn, partial(completed, _own))
+    globals()[_name] = entry_point(_name, RelVisionTransformer, checkpoint_filter_fn, partial(complete_arguments, _own))

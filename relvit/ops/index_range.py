@@ -53,10 +53,10 @@ def check_index_range(inputs: AttentionInputs, backend: str) -> None:
     if backend not in ("tiled", "gathered") and largest_tensor(inputs, "tiled") <= LARGEST:
         hint = f"backend='tiled', {hint}"
     what = f"attention of {inputs.query.shape[2]} queries to {inputs.key.shape[2]} keys by backend {backend!r}"
-    check_numbers(inputs.query.device.type, largest_tensor(inputs, backend), what, hint)
+    check_tensor_size(inputs.query.device.type, largest_tensor(inputs, backend), what, hint)
 
 
-def check_numbers(device: str, number: int, what: str, hint: str = "smaller batches or images") -> None:
+def check_tensor_size(device: str, number: int, what: str, hint: str = "smaller batches or images") -> None:
     """Raise if an operation has a tensor of more elements than a device's kernels can index.
 
     Args:

@@ -1,4 +1,4 @@
-"""Ranges of numbers that an argument may have, and their comparison with the arguments given."""
+"""Ranges of numbers that an argument may have, and the check of given arguments against them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Range(NamedTuple):
         return "positive" if self.above else f"{self.least:.12g} or more"
 
 
-def compare(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
-    """Compare arguments, each one number or a sequence of numbers, with the ranges of their names.
+def check_in_ranges(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> None:
+    """Check arguments, each one number or a sequence of numbers, against the ranges of their names.
 
     Raises:
         ValueError: A number is out of its range.

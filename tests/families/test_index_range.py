@@ -52,7 +52,7 @@ CALLS = {
 def test_no_tensor_is_larger_than_the_guard_takes_it_for(name, grid, monkeypatch):
     said = []
     for module in (operations, operation):
-        monkeypatch.setattr(module, "check_numbers", lambda device, number, *_: said.append(number))
+        monkeypatch.setattr(module, "check_tensor_size", lambda device, number, *_: said.append(number))
     # Tiles of pairs have up to this number, which every device can count.
     tile = 2**24 if "pairs" in name else 0
     with Largest() as largest:

@@ -1,4 +1,4 @@
-"""Types of numbers: `Annotated[float, Range(0)]` says what an argument may be, `check_ranges` compares."""
+"""Types of numbers: `Annotated[float, Range(0)]` says what an argument may be, `check_ranges` checks it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
-from relvit.utils.ranges import Range, compare
+from relvit.utils.ranges import Range, check_in_ranges
 
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
@@ -30,7 +30,7 @@ def check_ranges(function: Callable[..., Any], given: Mapping[str, Any]) -> None
     Raises:
         ValueError: A number is out of its range.
     """
-    compare(ranges_of(function), given)
+    check_in_ranges(ranges_of(function), given)
 
 
 @cache

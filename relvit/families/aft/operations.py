@@ -14,7 +14,7 @@ from relvit.families.aft.pairs import average_of_pairs, place_bias, window_bias
 from relvit.families.aft.sums import SPREAD, bounded_exp, exponentials, gated_average, products, running_average
 from relvit.ops.checks import check_backend, check_shape, int_pair
 from relvit.ops.grid import Grid, check_tokens, key_mask, token_places
-from relvit.ops.index_range import check_numbers
+from relvit.ops.index_range import check_tensor_size
 from relvit.ops.tracing import is_compiling, is_eager, without_autocast
 
 SIMPLE_BACKENDS = ("reference",)
@@ -281,7 +281,7 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backe
         # are more than the tokens.
         summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
         pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
-        check_numbers(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")
+        check_tensor_size(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")
 
 
 def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:
@@ -291,4 +291,4 @@ def _check_bias(bias: Tensor, query: Tensor, grid: Grid) -> None:
     check_shape("bias", bias, (*lead, places, places))
     if is_eager():
         hint = "aft_conv or aft_simple, or smaller images"
-        check_numbers(bias.device.type, bias.numel(), f"AFT's bias of {places} x {places} places", hint)
+        check_tensor_size(bias.device.type, bias.numel(), f"AFT's bias of {places} x {places} places", hint)

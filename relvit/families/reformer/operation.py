@@ -9,7 +9,7 @@ from torch import Tensor
 from relvit.ops.buckets import bucket
 from relvit.ops.checks import check_shape
 from relvit.ops.grid import Grid, batched_coords, check_tokens, key_mask, without_padding
-from relvit.ops.index_range import check_numbers
+from relvit.ops.index_range import check_tensor_size
 from relvit.ops.inputs import check_terms
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
@@ -86,7 +86,7 @@ def lsh_attention(
         check_terms(terms, heads, head_dim, value.shape[3])
         check_bias_alone(terms)
     if is_eager():
-        _check_numbers(query_key, value, rotations, chunk_size)
+        _check_tensor_size(query_key, value, rotations, chunk_size)
     return _run(query_key, value, grid, rotations, chunk_size, terms, is_causal, dropout_p, scale)
 
 
@@ -187,8 +187,8 @@ def _division(tokens: int, rotations: Tensor, chunk_size: int | None) -> tuple[i
     return buckets, min(tokens, chunk_size or 2 * -(-tokens // buckets))
 
 
-def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_size: int | None) -> None:
-    """Raise where a tensor has more numbers than the device's kernels can count."""
+def _check_tensor_size(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_size: int | None) -> None:
+    """Raise if a tensor has more numbers than the kernels of the device can index."""
     batch, heads, tokens, head_dim = query_key.shape
     buckets, size = _division(tokens, rotations, chunk_size)
     # For each token in a head and a round, the largest tensor holds the two offsets to each of the 2 `size` keys of the
@@ -196,7 +196,7 @@ def _check_numbers(query_key: Tensor, value: Tensor, rotations: Tensor, chunk_si
     # (`_hash`).
     per_token = max(4 * size, 2 * head_dim, 2 * value.shape[3], buckets)
     number = batch * heads * rotations.shape[0] * (tokens + size) * per_token
-    check_numbers(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")
+    check_tensor_size(query_key.device.type, number, f"LSH attention of {tokens} tokens in chunks of {size}")
 
 
 def lsh_rotations(
