@@ -1,4 +1,4 @@
-"""The one place where the version of relvit is written, and the oldest versions of PyTorch and timm that it takes."""
+"""The version of relvit, which CITATION.cff and CHANGELOG.md repeat, and the oldest PyTorch and timm that it takes."""
 
 import importlib
 

@@ -32,7 +32,7 @@ BELOW = CORE | {
 }
 # The packages that the core imports: what `pip install relvit` brings.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}
-# One thing in several folders: an operation, its reference and its layer; the base classes of a folder.
+# Several files may have these names: an operation, its reference and its layer; the base classes of a folder.
 SHARED_NAMES = {"__init__", "attention", "operation", "reference", "base"}
 # Imported only where the user has them: for kernels on a GPU, and for models of these libraries.
 OPTIONAL = {"triton", "transformers", "segment_anything"}

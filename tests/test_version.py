@@ -1,6 +1,7 @@
 """Versions of PyTorch and timm that relvit takes, and the answer where one is older."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,7 +12,7 @@ import timm
 import torch
 
 import relvit
-from relvit.version import OLDEST, check_versions
+from relvit.version import OLDEST, __version__, check_versions
 
 ROOT = Path(relvit.__file__).parents[1]
 
@@ -20,6 +21,11 @@ def test_they_are_those_of_the_package():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {f"{name}>={oldest}" for name, oldest in OLDEST.items()} <= set(needed)
     assert all(f"{name} {oldest}" in (ROOT / "README.md").read_text() for name, oldest in OLDEST.items())
+
+
+def test_citation_and_changelog_have_the_version():
+    assert set(re.findall("^ *version: (.*)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)) == {__version__}
+    assert re.findall("^## ([0-9.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == __version__
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ class Cell:
             tensor.grad = None
 
     def attempt(self, action: Callable[[], Any]) -> Any:
-        """Return the action's result; None where the cell is given up, or now fails, whose reason becomes its status.
+        """Return the action's result, or None if the cell is given up or fails now, with the reason as its status.
 
         A failure stops no other competitor; `main` raises an error when all others have been measured and written.
         """

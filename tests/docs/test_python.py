@@ -18,7 +18,7 @@ RESULTS = {
 }
 
 
-# An export takes longest, and `tests/app/cli/commands` has one a day.
+# This page's export takes longest, and tests in `tests/app/cli/commands` that are not slow export, too.
 SLOW = ("docs/sizes.md",)
 
 
@@ -41,7 +41,7 @@ def test_blocks_run(page, place, monkeypatch, capsys):
         names |= own
     assert RESULTS.get(page, lambda names: True)(names)
     if page == "README.md":
-        # Each reader sees few lines first.
+        # Code blocks of the README are short.
         assert all(len(block.splitlines()) <= 8 for language in ("python", "bash") for block in blocks(page, language))
     if page == "docs/sizes.md":
         assert (place / "model.onnx").is_file()

@@ -174,7 +174,7 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     one_size = [("trained", "resize", 16), ("trained", "resize", 32), ("trained", "field", 16)]
     assert kinds == one_size + [(reach, protocol, 16) for reach in reaches for protocol in ("resize", "field")]
     STUDY.main(arguments)
-    # Nor is there a run of what cannot be trained at several sizes.
+    # No line is added for a model that cannot be trained at several sizes either.
     STUDY.main([argument.replace("kv-3", "relpos") for argument in arguments])
     assert len((lines / "several.jsonl").read_text().splitlines()) == 1
 

@@ -147,7 +147,7 @@ def refusal(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype,
 
 
 def check_kernels(log: Log, scenes: Sequence[Scene], device: str) -> None:
-    """Check that a fused kernel computes what `choose` leaves to `fused`; others of stock attention keep N x N."""
+    """Check that PyTorch has a fused kernel for inputs that `choose` gives to `fused`; without one, N x N is kept."""
     if device != "cuda":
         log.print("skip", "kernels", "needs a GPU")
         return

@@ -1,4 +1,4 @@
-"""A training that went on, shared by the tests that compare others with it; pictures that cost no time."""
+"""Fixtures of the command line's tests: a training that was resumed, and figures that are not drawn."""
 
 import contextlib
 import io
@@ -23,6 +23,6 @@ def resumed(run, tmp_path_factory):
 
 @pytest.fixture
 def blank_figures():
-    """Write a blank picture in the place of each figure. Runs that tests share are made before, with their figures."""
+    """Write a blank picture instead of each figure. Runs that tests share are made before, with their figures."""
     with without_figures():
         yield

@@ -16,7 +16,7 @@ def batch(seed=0):
 
 
 def fixed(mix, monkeypatch, lam):
-    """Fix the proportion, and the partner of each image to the one before."""
+    """Fix the proportion, and mix each image with the image before it."""
     monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n))
     for part in (mix.mixup, mix.cutmix):
         if part is not None:

@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-# `tests/app/cli` covers daily, in its own process, what these fork one for.
+# These tests start processes; the tests in `tests/app/cli`, which are not slow, cover the same in their own process.
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "where"), CASES)
 def test_command(command, where, place):

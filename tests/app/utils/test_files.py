@@ -53,7 +53,7 @@ def test_an_absolute_path_is_of_the_same_file(path, tmp_path, monkeypatch):
     assert ".." not in Path(found).parts
     assert Path(found).read_text() == Path(path).read_text()
     assert Path(from_here(path)).read_text() == Path(found).read_text()
-    # A link is not replaced by what it leads to, which another day may be something else.
+    # A link is not replaced by its target, because the target may be another one later.
     assert ("alias" in found, found.endswith("link/b.txt")) == ("alias" in path, path == "link/b.txt")
 
 

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_plain_autograd(options, kept):
     assert_same(got, expected, atol=1e-9)
     # Some blocks are dropped for all samples.
     assert sum(bool(grad.abs().max() > 0) for grad in got[1:-1]) > 0.6 * len(got)
-    # The state dict is the plain model's, whose function is another.
+    # The plain model has the same names in its state dict, but computes another function.
     plain = build(**{**options, "reversible": False})
     plain.load_state_dict(model.state_dict())
     assert (plain.eval()(X) - model.eval()(X)).abs().max() > 1e-6

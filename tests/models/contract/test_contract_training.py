@@ -43,7 +43,7 @@ def test_layer_decay_reaches_the_tables_of_each_block():
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_decay):
-    """The optimiser is made by timm with the groups' function, as a loop of one's own would make it."""
+    """timm makes the optimiser with `param_groups`, as in a user's own training loop."""
     model = small(rel_terms="kv", class_token=True)
     function = partial(param_groups, lr=0.01, layer_decay=layer_decay)
     optimizer = create_optimizer_v2(model, "adamw", lr=0.01, param_group_fn=function)

@@ -1,11 +1,11 @@
-"""Trainings without their figures, which take half of the time of a short one."""
+"""Let trainings draw no figures, because figures take half of the time of a short training."""
 
 import pytest
 
 
 @pytest.fixture
 def figures():
-    """Have the figures of a test drawn."""
+    """Draw the figures in a test that asks for this fixture."""
 
 
 @pytest.fixture(autouse=True)

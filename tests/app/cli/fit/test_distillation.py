@@ -11,9 +11,9 @@ from relvit.app.data import ImageFolderData
 from relvit.app.plots import read_metrics
 from relvit.app.training import load_classifier
 
-# Unlike the teacher's, which are ImageNet's.
+# The student's normalisation is not the teacher's, which is ImageNet's.
 MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.25)
-# A training that changes nothing, so that the loss of its epoch is that of its checkpoint.
+# With these options a training changes no weights, so the checkpoint has the loss of the epoch.
 STILL = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--data.augment=none"]
 
 
@@ -35,14 +35,14 @@ def logits_of(path, photos, **normalisation):
     ("flags", "weight", "temperature"),
     [
         ([], 0.5, None),
-        # `tests/app/training/optim/test_distillation.py` compares both losses daily.
+        # `tests/app/training/optim/test_distillation.py`, which is not slow, compares both losses.
         pytest.param(["--model.distill=soft", "--model.distill_weight=0.1"], 0.1, 3.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_student_learns_from_the_labels_and_the_teacher(flags, weight, temperature, best, photos, tmp_path):
     teacher = tmp_path / "teacher.ckpt"
     content = torch.load(best, weights_only=True)
-    # One who knows the images but calls each class by the next one's name, lest labels and teacher agree.
+    # The teacher recognises the images, but names another class for each, so that labels and teacher never agree.
     for name in ("net.head.weight", "net.head.bias"):
         content["state_dict"][name] = content["state_dict"][name].roll(1, 0)
     torch.save(content, teacher)

@@ -43,10 +43,10 @@ def fit(photos, runs, *more):
 def test_while_training(photos, mount, monkeypatch, capsys, what):
     disk = mount("size=4m")
     monkeypatch.setenv(DISK, str(disk))
-    # Enough for the table and the log, not for a checkpoint.
+    # There is enough space for the table and the log, but not for a checkpoint.
     monkeypatch.setenv(SPARE, str(40_000 if what == "checkpoint" else 0))
     if what == "tensorboard":
-        # The log's thread raises its error at the next row, unless the checkpoint's comes before.
+        # The log's thread raises its error when the next row is written, or the checkpoint raises its own before.
         monkeypatch.setattr(History, "_write_table", lambda self: None)
     assert fit(photos, disk / "runs", "--trainer.callbacks=failures.Fill", "--trainer.logger=tensorboard") == 1
     err = [line for line in capsys.readouterr().err.splitlines() if "error" in line]

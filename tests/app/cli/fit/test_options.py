@@ -23,7 +23,7 @@ def of_best(folder, root, split):
 
 
 def test_lightnings_callbacks_by_a_configuration_and_an_option(photos, tmp_path, monkeypatch):
-    """One ends the training; another one writes to a remote address, as runs themselves do not."""
+    """EarlyStopping ends the training; ModelCheckpoint writes to a remote address, to which `--runs` cannot write."""
     monkeypatch.chdir(tmp_path)
     stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "stopping_threshold": 99}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [stop]}}))

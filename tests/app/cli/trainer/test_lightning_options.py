@@ -177,7 +177,7 @@ def test_a_callback_that_writes_to_a_logger_is_refused_without_one(name, photos,
     assert f"Lightning's {name} writes to a logger, and there is none" in message
 
 
-# The quick test has two that Lightning's own hooks would most easily break.
+# The two callbacks without the mark `slow` are those that changes of Lightning's hooks would break most easily.
 @pytest.mark.parametrize(
     "names",
     [

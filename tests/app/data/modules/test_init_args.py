@@ -55,7 +55,7 @@ class Grey(NoiseImages):
 
 
 class Own(NoiseImages):
-    """Arguments of a user's kind: of narrow types, a path that is not kept, one that is no plain value."""
+    """A user's class: arguments of narrower types, a path that is changed, and a value that no file can hold."""
 
     def __init__(
         self, root, img_size: int = 16, crop_pct: str = "most", source=None, *, names: list | None = None, **rest
