@@ -182,7 +182,7 @@ def attend_projected(
     if (plan := decision.plan) is None:
         return None
     if type(plan) is lean.Plan:
-        return lean.attend(contents, tables, plan).view(contents[0].shape[0], contents[0].shape[1], -1)
+        return lean.attend(contents, tables, plan).view(*plan.shape[:2], plan.heads * plan.width)
     mixed = pair_bias.attend(contents, *tables, plan, prefix_bias, attn_mask)
     return mixed.transpose(1, 2).flatten(2)
 

@@ -49,6 +49,14 @@ def test_equals_the_reference_with_gradients_packed_or_not(
         torch.testing.assert_close(out, expected.transpose(1, 2).flatten(2))
 
 
+def test_empty_batches():
+    _, _, _, terms, grid = draw_case(3, 2, prefix=1, which="kvb")
+    packed = torch.zeros(0, 7, 6, 5, dtype=torch.float64, requires_grad=True)
+    out = attend_projected(packed, terms, grid, 0.3, "auto")
+    assert out.shape == (0, 7, 10)
+    assert torch.autograd.grad(out.sum(), packed)[0].shape == packed.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_loses_no_more_than_the_general_way(dtype):
     q, k, v, terms, grid = draw_case(5, 4, prefix=1, distance=(1, 2), which="kvb", dim=32)
