@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from beit_cases import hf_beit
 from comparisons import assert_equal
 from own_positions import imported, outputs
 from retrofit_cases import images
+from safetensors.torch import load_file
 
 import relvit
 
@@ -60,6 +62,23 @@ def test_heads_get_the_same(case, head, inner):
         relvit.retrofit(model)
     relvit.retrofit(getattr(model, inner))
     assert_equal({"logits": model(x).logits}, {"logits": source(x).logits}, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "head", "inner"),
+    [("hf beit both", "Model", ""), ("hf beit", "Backbone", "beit"), ("data2vec", "Model", "")],
+)
+def test_files_of_save_pretrained_are_the_sources(case, head, inner, tmp_path):
+    source, saved = hf_beit(case, head), []
+    for model in (source, copy.deepcopy(source)):
+        if model is not source:
+            relvit.retrofit(model.get_submodule(inner))
+        model.save_pretrained(tmp_path)
+        saved.append((json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")))
+    (config, tensors), (expected, theirs) = saved[1], saved[0]
+    assert config == expected
+    assert tensors.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
 
 
 def test_masks_of_patches_and_of_tokens():

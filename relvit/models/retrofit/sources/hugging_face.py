@@ -1,10 +1,11 @@
-"""Hugging Face `transformers`: hidden states and attention weights that retrofitted models return, BEiT or SAM."""
+"""Hugging Face `transformers`: what retrofitted BEiTs and SAMs return and save as the original models do."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from relvit.layers.attention import GridAttention
@@ -25,6 +26,15 @@ class TransformersModel(OwnPositions):
         # transformers' `capture_outputs` looks up the model's class in this registry by name, to find the layers whose
         # outputs it returns. So enter the retrofitted class, too.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
+        if issubclass(cls, PreTrainedModel):
+            # `save_pretrained` writes the name of the class into config.json, and looks up by this name which names the
+            # weights have in files. So take the name of the original class; pickles use `__qualname__`.
+            cls.__name__ = cls.__bases__[-1].__name__
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False, so that `save_pretrained` names the weights in files as it does for the original class."""
+        return False
 
 
 def attend_and_show(
