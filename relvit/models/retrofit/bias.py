@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import RelPosMlp
@@ -62,11 +62,34 @@ class BiasPositions(OwnPositions):
             else:
                 layers[path] = nn.ModuleDict(modules_for(attn, cls.source_of(model, attn))).to(attn.proj.weight)
         state = cls.convert_tables(model.state_dict(), layers)
+        for path in _with_own_tables(layers):
+            layers[path].load_state_dict({key: state[f"{path}.{key}"] for key in layers[path].state_dict()})
         for path, modules in layers.items():
-            modules.load_state_dict({key: state[f"{path}.{key}"] for key in modules.state_dict()})
             # A frozen layer stays frozen as a whole, so freeze its new tables.
             modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
         return layers
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the state dict, with tables that layers share once, under the names of the first layer.
+
+        safetensors takes no tensor twice, and timm's moving averages would average it twice.
+        """
+        state = super().state_dict(*args, **options)
+        for name in self._names_again():
+            state.pop(f"{options.get('prefix', '')}{name}")
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
+        for name, first in self._names_again().items():
+            if f"{prefix}{first}" in state_dict:
+                state_dict.setdefault(f"{prefix}{name}", state_dict[f"{prefix}{first}"])
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _names_again(self) -> dict[str, str]:
+        """Map further names of each shared parameter to its first name."""
+        first: dict[nn.Parameter, str] = {}
+        named = self.named_parameters(remove_duplicate=False)
+        return {name: first[table] for name, table in named if first.setdefault(table, name) != name}
 
     def position_layers(self) -> Layers:
         """Return the modules of each attention of a retrofitted model."""
@@ -88,7 +111,7 @@ class BiasPositions(OwnPositions):
         given = dict(state)
         for key in [key for key in given if key.partition(".")[0] in cls.shared]:
             tensor = given.pop(key)
-            for layer in layers:
+            for layer in _with_own_tables(layers):
                 own = f"{layer}.{key.partition('.')[2]}"
                 given[own] = given[own] + tensor if own in given else tensor
         converted = {}
@@ -122,6 +145,11 @@ class BiasPositions(OwnPositions):
             tensors = nn.ModuleDict(layers[layer]).state_dict()
             found[key] = revert(leaf, {name: tensors[name] for name in names})
         return found
+
+
+def _with_own_tables(layers: Layers) -> list[str]:
+    """Return the layers without those whose tables are the tables of an earlier layer."""
+    return [*{modules["position"]: layer for layer, modules in reversed(layers.items())}.values()][::-1]
 
 
 def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
+from timm.utils import ModelEmaV3
 from timm_versions import needs_timm
 
 import relvit
@@ -66,6 +67,29 @@ def test_features_only_of_a_published_model_are_its_intermediates(trained, folde
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(features(x), expected, strict=True))
         assert features.feature_info.channels() == [64] * len(expected)
         assert "classifier" not in features.pretrained_cfg
+
+
+@needs_timm("1.0.31")
+@pytest.mark.parametrize("kind", ["bias", "mlp"])
+def test_tables_that_layers_share_are_saved_and_averaged_once(kind, tmp_path):
+    arguments = {"rel_pos_type": kind, "shared_rel_pos": True, **SIZE}
+    model, x = relvit.retrofit(timm.create_model("test_vit_relpos", **arguments)).eval(), torch.randn(2, 3, 48, 80)
+    average = ModelEmaV3(model, decay=0.25, foreach=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    mean = {
+        name: 0.25 * former + 0.75 * model.get_parameter(name) for name, former in average.module.named_parameters()
+    }
+    average.update(model)
+    for name, parameter in average.module.named_parameters():
+        torch.testing.assert_close(parameter, mean[name])
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(x), model(x))
+    # Within another model, too.
+    fresh = relvit.retrofit(timm.create_model("test_vit_relpos", **arguments)).eval()
+    torch.nn.Sequential(fresh).load_state_dict(torch.nn.Sequential(model).state_dict())
+    assert torch.equal(fresh(x), model(x))
 
 
 def test_features_only_of_stages():
