@@ -2,12 +2,14 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import timm
 import torch
 from retrofit_cases import CASES, EACH, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
-from timm.layers import HybridEmbed
+from timm.layers import BatchNormAct2d, HybridEmbed
+from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 from timm_versions import since
 from torch import nn
@@ -146,14 +148,11 @@ def test_a_size_that_leaves_a_remainder_stays_the_one_the_model_was_made_for():
 
 
 def test_convolutional_stems():
-    stem = nn.Conv2d(3, 6, 4, stride=4)
-    stem.num_features = 6
-
-    def embed(**kwargs):
-        return HybridEmbed(stem, feature_size=(6, 4), feature_ratio=4, **kwargs)
-
+    # A small form of the stem of `vit_small_r26_s32_224`, a ResNet, which also has a module named `blocks`.
+    shape = {"layers": (1,), "channels": (8,), "stem_chs": 6, "norm_layer": BatchNormAct2d}
+    stem = ResNetV2(**shape, num_classes=0, global_pool="", preact=False)
     arguments = {"img_size": (24, 16), "patch_size": 2, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5}
-    original = VisionTransformer(**arguments, embed_layer=embed).eval()
+    original = VisionTransformer(**arguments, embed_layer=partial(HybridEmbed, stem)).eval()
     model = retrofitted(original, trained=False)
     torch.testing.assert_close(model(images().float()), original(images().float()), rtol=0, atol=1e-6)
     _, grid = grid_of(model, images(32, 40).float())
