@@ -37,11 +37,27 @@ _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
+# For the plain Vision Transformers of `transformers`, by folder, the names of timm's models with the same weights.
+_PLAIN = {
+    "vit": "vit_*",
+    "vit_mae": "vit_*.mae",
+    "deit": "deit_*",
+    "dinov2": "*_dinov2*",
+    "dinov2_with_registers": "*_reg4_dinov2*",
+    "dinov3_vit": "vit_*_dinov3*",
+    "clip": "vit_*_clip_*",
+    "siglip": "vit_*_siglip_*",
+    "siglip2": "vit_*.v2_webli",
+}
 # `relvit.retrofit` refuses models of classes whose full names begin with these texts, for these reasons.
 REFUSED = {
     "timm.models.swin_transformer_v2_cr.": (
         "it is another implementation of Swin V2, with blocks and attention of its own, which retrofit does not know: "
         "take one of timm's swinv2_*"
+    ),
+    "timm.models._features.FeatureListNet": (
+        "features_only=True has taken the model apart: timm.create_model('retrofitted', model=NAME, "
+        "features_only=True) retrofits it first"
     ),
     "timm.models.maxxvit.": "it has further kinds of blocks beside attention, such as convolutions",
     "torchvision.models.video.mvit.MViT": (
@@ -52,6 +68,13 @@ REFUSED = {
     "transformers.models.swinv2.": _SWIN,
     "transformers.models.maskformer.modeling_maskformer_swin.": _SWIN,
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
+    **{
+        f"transformers.models.{folder}.": (
+            "retrofit takes Vision Transformers without relative positions from timm, which also has the pretrained "
+            f"weights of this family: timm.list_pretrained('{names}') lists them"
+        )
+        for folder, names in _PLAIN.items()
+    },
 }
 # relvit is tested with these versions of other libraries; the extra 'elsewhere' in pyproject.toml requires them. Some
 # families of models need a newer version than the rest of their library.

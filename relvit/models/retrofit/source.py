@@ -68,6 +68,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(name, block, cls.block_classes)
         for path, attn in cls.named_attentions(model):
             check_part(path, attn, tuple(cls.attention_classes))
+            if "forward" in vars(attn):
+                raise ValueError(
+                    f"{path} has a forward of its own, which would be called in place of relvit's: retrofit the model "
+                    "before you replace forward, as hooks of accelerate (cpu_offload, dispatch_model) do"
+                )
         # If the model has `dynamic_img_size`, timm has already set its patch embedding to return a grid, so its class
         # need not be checked.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):

@@ -75,6 +75,10 @@ MODELS = {
         with_one_other_attention,
         r"blocks\.1\.attn is a timm\..*\.DiffAttention, which .* allowed: 'timm\.layers\.attention\.Attention'",
     ),
+    "another forward": (
+        lambda: spoilt(plain(), "blocks.1.attn.forward", lambda x, **_: x),
+        r"blocks\.1\.attn has a forward of its own, .* retrofit the model before you replace forward",
+    ),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
         "ResNet cannot be retrofitted: retrofit takes timm's VisionTransformer, .*Beit, .*help.relvit.retrofit. lists$",
@@ -151,6 +155,12 @@ MODELS = {
         family: (lambda family=family: hf_swin(family), "is a Swin Transformer, whose windows have as few tokens at")
         for family in ("Swin", "Swinv2", "MaskFormerSwin", "DonutSwin")
     },
+    "HF DINOv2": (
+        lambda: transformers().Dinov2Model(
+            transformers().Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2)
+        ),
+        r"Dinov2Model cannot be retrofitted: .* weights of this family: timm\.list_pretrained\('\*_dinov2\*'\)",
+    ),
     "overlapping patches": (
         lambda: spoilt(sam_encoder("segment_anything"), "patch_embed.proj.stride", (4, 4)),
         r"patch_embed\.proj has kernel size \(8, 8\), stride \(4, 4\) and padding \(0, 0\): relvit\.retrofit takes",
@@ -172,6 +182,10 @@ MODELS = {
     "in a list": (
         lambda: nn.Sequential(nn.Identity(), nn.ModuleList([plain()])),
         r"it wraps 1\.0, a VisionTransformer: retrofit that one in it, model\[1\]\[0\]",
+    ),
+    "taken apart": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", features_only=True, embed_dim=12, depths=(1,) * 4),
+        r"features_only=True has taken the model apart: timm.create_model\('retrofitted', model=NAME, features_only=T",
     ),
     "timm's wrapper in another": (
         lambda: nn.Sequential(timm.create_model("test_vit", features_only=True)),
