@@ -14,7 +14,7 @@ from relvit.ops import reference
 from relvit.ops.backends import fused, gathered, lean, pair_bias, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.backends.stock import switches
-from relvit.ops.checks import check_backend, check_kind, check_names
+from relvit.ops.checks import check_backend, check_kind
 from relvit.ops.grid import Grid, check_tokens
 from relvit.ops.index_range import check_index_range
 from relvit.ops.inputs import (
@@ -31,6 +31,7 @@ from relvit.ops.inputs import (
 from relvit.ops.log_n_scaling import with_log_n_scaling
 from relvit.ops.terms import JointTable, RelativeTerms, is_stock
 from relvit.ops.tracing import is_compiling, is_eager, is_functorch
+from relvit.utils.messages import check_names
 
 BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
@@ -246,8 +247,7 @@ def _remember(key: Any, decision: _Decision) -> _Decision:
 def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
     """Choose the backend for inputs that are checked; raise where the one chosen by name cannot compute them."""
     check_backend(backend, tuple(BACKENDS))
-    if backend == "auto":
-        backend = _choose(inputs).backend
+    backend = _choose(inputs).backend if backend == "auto" else backend
     if backend in ("fused", "tiled", "triton"):
         adds_bias = _adds_pair_bias(inputs)
         for name, tables in zip(RelativeTerms._fields, inputs.terms, strict=True):

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
 
-from relvit.utils.messages import check_choice, did_you_mean, listing
+from relvit.utils.messages import check_choice
 
 
 def check_backend(name: str, backends: Sequence[str]) -> None:
     """Raise unless `name` is 'auto' or one of `backends`."""
     check_choice("backend", name, ("auto", *backends))
-
-
-def check_names(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """Raise TypeError for a keyword argument that a function lacks."""
-    for name in given:
-        if name not in allowed:
-            hint = did_you_mean(name, allowed)
-            raise TypeError(f"{function} has no argument {name!r}{hint}, allowed: {listing(allowed)}")
 
 
 def check_kind(name: str, given: Any, kinds: type | tuple[type, ...], expected: str) -> None:

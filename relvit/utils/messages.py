@@ -126,6 +126,14 @@ def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{argument} is {value!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
 
 
+def check_names(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise TypeError for a keyword argument that a function lacks."""
+    for name in given:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            raise TypeError(f"{function} has no argument {name!r}{hint}, allowed: {listing(allowed, len(allowed))}")
+
+
 def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function refuse unknown keyword arguments with the nearest of its own names.
 
@@ -136,10 +144,7 @@ def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in allowed:
-                hint = did_you_mean(name, allowed) or f", allowed: {listing(allowed, len(allowed))}"
-                raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+        check_names(function.__name__, kwargs, allowed)
         return function(*args, **kwargs)
 
     return checked
