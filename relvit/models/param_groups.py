@@ -37,12 +37,13 @@ def param_groups(
         [(0.0005, 0.0, 102), (0.005, 0.0, 48), (0.0005, 0.05, 50)]
 
     Args:
-        model: a model of relvit or timm.
+        model: a model of relvit or timm, or a module that contains one.
         lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
         position_lr_scale: the learning rate of the parameters of position modules, such as tables, is multiplied by
             this number, in addition to `layer_decay`; with 1 they have the rate of their layer. None: 10, which, unlike
             a given 10, is also allowed for a model whose relative positions have no trainable parameters.
-        weight_decay: the weight decay; biases, norms and the parameters of the model's `no_weight_decay()` have none.
+        weight_decay: the weight decay; biases, norms and the parameters that `no_weight_decay()` of the model, or of a
+            module in it, names have none.
         layer_decay: the learning rate is multiplied by this number from each layer to the layer before it, from the
             classifier down to the stem; None: all layers have the same rate.
         **options: further arguments of timm's `param_groups_weight_decay`, or with a `layer_decay` of
@@ -55,8 +56,11 @@ def param_groups(
     """
     check_model(model)
     given = {"weight_decay": weight_decay, **options}
-    if hasattr(model, "no_weight_decay"):
-        given["no_weight_decay_list"] = model.no_weight_decay()
+    # The model may be a wrapper, such as a segmentation model, whose backbone names the parameters without decay.
+    parts = [(f"{path}." if path else "", part) for path, part in model.named_modules()]
+    named = [(path, part.no_weight_decay()) for path, part in parts if hasattr(part, "no_weight_decay")]
+    if named:
+        given["no_weight_decay_list"] = {f"{path}{name}" for path, names in named for name in names}
     if layer_decay is None:
         groups = param_groups_weight_decay(model, **given)
     else:

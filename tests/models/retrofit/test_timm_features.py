@@ -9,7 +9,10 @@ from retrofit_cases import EACH, NAFLEX, OWN, VITS, build, images, naflex_batch,
 from timm.models import create_feature_extractor
 from timm.models._features import FeatureGetterNet
 from timm_versions import since
+from torch import nn
 from vits import groups_of
+
+from relvit.models.param_groups import param_groups
 
 
 @pytest.mark.parametrize("case", EACH)
@@ -106,6 +109,17 @@ def test_weights_go_back_and_forth_and_tables_have_the_rate_of_their_block_witho
     missing, unexpected = model.load_state_dict(original.state_dict(), strict=False)
     assert set(missing) == set(tables(model))
     assert not unexpected
+
+
+def test_tables_in_a_wrapper_have_their_rate_without_decay():
+    backbone = retrofitted(build("dinov2"))
+    model = nn.ModuleDict({"backbone": backbone, "head": nn.Linear(24, 2)})
+    own = {id(table) for table in tables(backbone).values()} | {id(backbone.pos_embed)}
+    groups = param_groups(model, lr=0.1, weight_decay=0.3)
+    assert own <= {id(part) for group in groups if group["weight_decay"] == 0 for part in group["params"]}
+    decayed = {id(part) for group in groups if group["weight_decay"] == 0.3 for part in group["params"]}
+    assert {id(model["head"].weight), id(backbone.blocks[0].attn.proj.weight)} <= decayed
+    assert [len(group["params"]) for group in groups if group["lr"] == 1] == [len(tables(backbone))]
 
 
 # timm's own distilled model cannot be traced with dynamic sizes either.
