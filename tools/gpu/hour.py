@@ -1,10 +1,10 @@
-"""Measure on a GPU what CI cannot, within some minutes: `python tools/gpu/gpu_measure.py --minutes 13`.
+"""Measure on a GPU what CI cannot, within some minutes: `python tools/gpu/hour.py --minutes 13`.
 
 relvit need not be installed, but torch, triton, timm, einops and matplotlib must be. If a machine with a GPU is at hand
 for a quarter of an hour, in commands of ten minutes at most, run these from the root of the repository:
 
-    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_measure python3 tools/gpu/gpu_measure.py --minutes 9.5 --commit NAME
-    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_measure python3 tools/gpu/gpu_measure.py --minutes 2 --steps tune
+    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5 --commit NAME
+    PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 2 --steps tune
 
 The machine may have an older timm than relvit needs; install a newer one into a folder of its own:
 
@@ -12,7 +12,7 @@ The machine may have an older timm than relvit needs; install a newer one into a
 
 Steps that have never been measured come first. Each step is a process of its own with a part of the time; the last step
 gets all the time that is left. A step that fails or takes too long does not stop the others. Figures are written as
-soon as they exist. The folder `--output`, by default the variable OUT or `gpu_measure`, gets at most seven files:
+soon as they exist. The folder `--output`, by default the variable OUT or `gpu_hour`, gets at most seven files:
 `log.txt` of all steps, `speed.jsonl`, `retrofit.jsonl` and `tune.jsonl` of figures, and `summary.json`, `summary.md`
 and `speed.md`.
 
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError: there is no card, and the sizes are not toy ones.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = Path(os.environ.get("OUT", "gpu_measure"))
+    folder = Path(os.environ.get("OUT", "gpu_hour"))
     parser.add_argument("--output", type=Path, default=folder, help="the folder that is written")
     parser.add_argument("--minutes", type=float, default=13.0, help="for all steps together")
     names = [step.name for step in steps(Path(), toy=True)]

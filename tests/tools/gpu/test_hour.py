@@ -14,7 +14,7 @@ from scripts import load
 
 from relvit.ops.attention import BACKENDS
 
-gpu_measure, benchmark, report = map(load, ("gpu_measure", "benchmark", "benchmark_report"))
+hour, benchmark, report = map(load, ("hour", "benchmark", "benchmark_report"))
 
 
 class Run(NamedTuple):
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 def measure(folder, *arguments):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = gpu_measure.main(["--toy", "--output", str(folder), *arguments])
+        status = hour.main(["--toy", "--output", str(folder), *arguments])
     return Run(status, folder, json.loads((folder / "summary.json").read_text())["steps"], printed.getvalue())
 
 
@@ -50,7 +50,7 @@ class TestAllStepsAtToySizes:
     def test_every_model_but_the_interpreted_one_is_measured(self, toy):
         rows = report.read(toy.folder / "speed.jsonl")
         measured = {row["name"] for row in rows if row["level"] == "model"}
-        assert measured == set(gpu_measure.MODELS) - {"relvit_small_triton"}
+        assert measured == set(hour.MODELS) - {"relvit_small_triton"}
         assert {row["status"] for row in rows} == {"ok"}
         compiles = toy.steps["compiled"]["status"] == "passed"
         assert {row["compiled"] for row in rows} == ({False, True} if compiles else {False})
@@ -84,18 +84,17 @@ def commands():
         "tune": "print('| best |')",
     }
     made = [
-        gpu_measure.Step(name, [sys.executable, "-c", code], 0.01 if name == "layers" else 1)
-        for name, code in codes.items()
+        hour.Step(name, [sys.executable, "-c", code], 0.01 if name == "layers" else 1) for name, code in codes.items()
     ]
-    made.insert(3, gpu_measure.Step("compiled", [], 1, "no compiler"))
+    made.insert(3, hour.Step("compiled", [], 1, "no compiler"))
     return made
 
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_measure, "LEAST", 0.1)
-        patch.setattr(gpu_measure, "steps", lambda *_, **__: commands())
+        patch.setattr(hour, "LEAST", 0.1)
+        patch.setattr(hour, "steps", lambda *_, **__: commands())
         return measure(tmp_path_factory.mktemp("disturbed"), "--minutes", "2")
 
 
@@ -118,32 +117,32 @@ def test_the_summary_has_errors_and_the_last_lines_of_the_steps(disturbed):
 
 def test_a_step_that_is_run_again_replaces_its_own_result_alone(disturbed, tmp_path, monkeypatch):
     shutil.copy(disturbed.folder / "summary.json", tmp_path)
-    monkeypatch.setattr(gpu_measure, "LEAST", 0.1)
-    again = [gpu_measure.Step("models", [sys.executable, "-c", "print(2)"], 1)]
-    monkeypatch.setattr(gpu_measure, "steps", lambda *_, **__: commands()[:1] + again)
+    monkeypatch.setattr(hour, "LEAST", 0.1)
+    again = [hour.Step("models", [sys.executable, "-c", "print(2)"], 1)]
+    monkeypatch.setattr(hour, "steps", lambda *_, **__: commands()[:1] + again)
     run = measure(tmp_path, "--steps", "models")
     assert run.status == 0
     assert [step["status"] for step in run.steps.values()] == ["passed", "passed", "FAILED", "left out", "passed"]
 
 
 def test_without_time_no_step_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_measure, "steps", lambda *_, **__: commands())
+    monkeypatch.setattr(hour, "steps", lambda *_, **__: commands())
     found = measure(tmp_path, "--minutes", "0").steps
     assert {step["remark"] for step in found.values()} == {"no time was left", "no compiler"}
 
 
 def test_names_are_those_of_the_benchmark_with_every_backend_for_a_gpu(tmp_path):
-    assert set(gpu_measure.LAYERS) <= set(benchmark.LAYERS)
-    assert set(gpu_measure.MODELS).union(*gpu_measure.COMPILED.values()) <= set(benchmark.MODELS)
+    assert set(hour.LAYERS) <= set(benchmark.LAYERS)
+    assert set(hour.MODELS).union(*hour.COMPILED.values()) <= set(benchmark.MODELS)
     ways = set(BACKENDS) - {"reference", "tiled", "gathered"}
-    assert {f"relvit_small_{way}" for way in ways} < set(gpu_measure.MODELS)
-    assert {f"relvit_{way}" for way in ways} < set(gpu_measure.LAYERS)
+    assert {f"relvit_small_{way}" for way in ways} < set(hour.MODELS)
+    assert {f"relvit_{way}" for way in ways} < set(hour.LAYERS)
     # The steps before the last one leave time for it.
-    assert sum(step.part for step in gpu_measure.steps(tmp_path, toy=False)[:-1]) <= 0.9
+    assert sum(step.part for step in hour.steps(tmp_path, toy=False)[:-1]) <= 0.9
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("tool", ["gpu_measure", "tune"])
+@pytest.mark.parametrize("tool", ["hour", "tune"])
 def test_without_a_card_it_names_the_option(tool, tmp_path):
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"torch sees no GPU: .* on the CPU with --toy"):
@@ -163,7 +162,7 @@ def test_times_of_a_summary():
     rows = [row | {"name": "plain", "seconds": [0.1, 0.2]}, row | {"name": "rope", "seconds": [0.2, 0.6]}]
     rows += [row | {"name": "lean", "seconds": [], "memory_bytes": None, "status": "failed: a | b"}]
     # Of an earlier run of the same, nothing is shown.
-    assert gpu_measure.of_speed([rows[0] | {"run": "0"}, *rows]) == [
+    assert hour.of_speed([rows[0] | {"run": "0"}, *rows]) == [
         "| model, 224 px, compiled, train | plain | 150.00 | 1.00 | 1.00 |",
         "| model, 224 px, compiled, train | rope | 400.00 | 2.50 | 1.00 |",
         "| model, 224 px, compiled, train | lean | failed: a / b | – | – |",
