@@ -80,7 +80,7 @@ class BaseClassifier(EpochMetrics):
         With `mirror`, return the float32 logits of the mean of two probabilities: the image's and its mirror image's.
         """
         # If a process has fewer batches than other processes, it gets empty batches in place of the missing ones.
-        # Models cannot compute empty batches, so return empty logits.
+        # Not all models can compute empty batches, so return empty logits.
         if not image_count(images):
             return torch.empty(0, self.hparams.num_classes, device=self.device)
         images = move_data_to_device(images, self.device)

@@ -82,6 +82,18 @@ def test_checkpointing_changes_neither_outputs_nor_gradients(part):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_a_batch_without_images_has_no_outputs_and_gradients_of_zero(part):
+    """As with timm's models, for crops of an image in which nothing has been detected."""
+    model = small(**{"depth": 2, **PARTS[part]}).train()
+    out = model(images(16, 40, batch=0))
+    assert out.shape == (0, 5)
+    out.sum().backward()
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    with torch.no_grad():
+        assert model.eval()(images(16, 40, batch=0)).shape == (0, 5)
+
+
 @pytest.mark.parametrize("part", ["tables", "joint tables"])
 def test_nodes_have_the_names_of_modules(part):
     model = small(**{"depth": 2, **PARTS[part]}).eval()
