@@ -81,7 +81,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
     own = model.state_dict()
-    cfg = getattr(model, "pretrained_cfg", None) or {}
+    cfg = _cfg_of(model)
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
         # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model, so
@@ -251,11 +251,18 @@ def grid_of(
     for prefix in (tokens, 0):
         if length - prefix == model.patch_embed.num_patches:
             return prefix, model.patch_embed.grid_size
+    size = _cfg_of(model).get("input_size")
+    trained = f", and no image of {size[1:]} pixels" if size else ""
     raise ValueError(
-        f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid, and no image of "
-        f"{model.pretrained_cfg['input_size'][1:]} pixels; build the model with the checkpoint's img_size and "
-        "patch_size, or give timm.create_model the checkpoint's input_size in pretrained_cfg_overlay"
+        f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid{trained}; "
+        "build the model with the checkpoint's img_size and patch_size, or give timm.create_model the checkpoint's "
+        "input_size in pretrained_cfg_overlay"
     )
+
+
+def _cfg_of(model: nn.Module) -> dict[str, Any]:
+    """Return timm's description of a model's weights, which a model built by its class lacks."""
+    return getattr(model, "pretrained_cfg", None) or {}
 
 
 def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int, int] | None:
@@ -265,7 +272,10 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records,
     # which may differ from the size in `pretrained_cfg`: take the former.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
-    height, width = to_2tuple(recorded or model.pretrained_cfg["input_size"][-2:])
+    size = recorded or _cfg_of(model).get("input_size", ())[-2:]
+    if not size:
+        return None
+    height, width = to_2tuple(size)
     return height // kernel.shape[2], width // kernel.shape[3]
 
 

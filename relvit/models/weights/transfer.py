@@ -193,7 +193,7 @@ def _convert(
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
-        cfg = net.pretrained_cfg
+        cfg = getattr(net, "pretrained_cfg", {})
         # The filters compute the grid of the checkpoint's absolute embedding from this `input_size`, so it must be the
         # size of the checkpoint's images.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})

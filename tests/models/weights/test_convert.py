@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from vits import SMALL, assert_same, bias_for, images, small
 
-from relvit.models import checkpoint_filter_fn
+from relvit.models import RelVisionTransformer, Weights, checkpoint_filter_fn, transfer_weights
 
 VIT = {"class_token": True, "global_pool": "token", "pos_embed": "learn"}
 SINGLE = 1e-6  # timm interpolates absolute embeddings in single precision
@@ -147,6 +147,19 @@ def test_the_grid_of_an_embedding_of_unknown_size():
         # Do what the message says.
         assert_same(load(state, img_size=(8, 88), **unknown, **VIT)(wide(8, 88)), plain(wide(8, 88)))
         assert load(state, overlay={"input_size": (3, 8, 88)}, **VIT)(wide(24, 16)).shape == (2, 5)
+
+
+def test_models_built_by_their_class_take_weights_without_timms_configuration():
+    def build():
+        return RelVisionTransformer(**{**SMALL, "mlp_ratio": 3}, **VIT).double().eval()
+
+    plain, by_filter, by_transfer = foreign(), build(), build()
+    by_filter.load_state_dict(checkpoint_filter_fn(plain.state_dict(), by_filter))
+    transfer_weights(by_transfer, Weights("plain", plain.state_dict()))
+    for model in (by_filter, by_transfer):
+        assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    with pytest.raises(ValueError, match="they fit no square grid; build the model"):
+        checkpoint_filter_fn(foreign(img_size=(8, 88)).state_dict(), build())
 
 
 def test_class_token_left_out_and_norm_behind_the_pooling():
