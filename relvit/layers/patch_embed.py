@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, to_2tuple
 from torch import Tensor
@@ -135,7 +136,10 @@ def check_images(images: Tensor, in_chans: int) -> None:
         ValueError: `images` does not have four dimensions, or has another number of channels.
     """
     if not isinstance(images, Tensor):
-        raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}")
+        # timm's tracer keeps this layer whole; other tracers of torch.fx call its `forward` with a `Proxy`.
+        traced = isinstance(images, torch.fx.Proxy)
+        hint = ": to trace a model by torch.fx, use timm.models.create_feature_extractor" if traced else ""
+        raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}{hint}")
     if images.dim() != 4 or images.shape[1] != in_chans:
         hint = "; for a single image give image[None]" if images.dim() == 3 else ""
         raise ValueError(f"images must be (B, {in_chans}, height, width), got {tuple(images.shape)}{hint}")

@@ -106,6 +106,11 @@ def test_nodes_have_the_names_of_modules(part):
     assert_same(nodes["blocks.0"], first, atol=0)
 
 
+def test_other_tracers_are_refused_with_the_name_of_the_one_that_works():
+    with pytest.raises(TypeError, match=r"got Proxy: .* use timm\.models\.create_feature_extractor"):
+        torch.fx.symbolic_trace(small())
+
+
 @pytest.mark.parametrize("model", ["test_relvit", "test_vit"])
 def test_scripting_is_refused_in_one_sentence(model):
     model = timm.create_model(model)
