@@ -46,16 +46,19 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         (B, N, dim), equal to `mlp(norm(x))` up to rounding in the matrix products and the random numbers of dropout.
     """
 
-    def compute(tokens: Tensor) -> Tensor:
+    def compute(tokens: Tensor, *_parameters: Tensor) -> Tensor:
         return mlp(norm(tokens))
 
     if is_exporting() or isinstance(x, torch.fx.Proxy):
         # An exported or traced graph must work for any number of tokens, so it computes all tokens at once.
         return compute(x)
-    chunk = compute
+    chunk, parameters = compute, ()
     if torch.is_grad_enabled():
+        # `recomputed` checks its arguments alone for changes, and backward reads the parameters again.
+        parameters = (*norm.parameters(), *mlp.parameters())
         # Save the state of the random number generator only if there is dropout, because the state takes more memory
         # than a small chunk.
         random = mlp.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in mlp.modules())
         chunk = partial(recomputed, compute, preserve_rng_state=random)
-    return torch.cat([chunk(tokens) for tokens in x.flatten(0, 1).split(mlp_chunk)]).unflatten(0, x.shape[:2])
+    chunks = [chunk(tokens, *parameters) for tokens in x.flatten(0, 1).split(mlp_chunk)]
+    return torch.cat(chunks).unflatten(0, x.shape[:2])

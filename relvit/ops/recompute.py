@@ -1,19 +1,19 @@
 """Less memory in training: recompute in backward instead of keeping tensors; refuse tensors modified in place.
 
-`recomputed` runs a whole function once more in backward (PyTorch's checkpoint, with a check for tensors modified in
-place). `recompute_saved` recomputes only the operands of an operation: `fused` uses it for the operands of stock
-attention, because `recomputed` would compute the attention itself twice.
+`recomputed` runs a whole function once more in backward (PyTorch's checkpoint). `recompute_saved` recomputes only the
+operands of an operation: `fused` uses it for the operands of stock attention, because `recomputed` would compute the
+attention itself twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from relvit.ops.tracing import is_compiling, is_eager, may_recompute
@@ -22,8 +22,8 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 class Versions:
     """Context that raises if one of several tensors was modified in place after this object was created.
 
-    Autograd only checks tensors that autograd itself saved. Autograd checks neither tensors that a saved-tensor hook
-    keeps nor tensors that `torch.utils.checkpoint` reads in backward.
+    Autograd only checks tensors that autograd itself saved, and not tensors that a saved-tensor hook or a recomputation
+    keeps.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -50,7 +50,8 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     cannot recompute, `recomputed` just calls the function.
 
     Args:
-        function: the function, which reads no tensors except those in `args`.
+        function: the function; give it all tensors that it reads as `args`, because backward checks no others for
+            changes.
         args: tensors, also within tuples, or anything else.
         preserve_rng_state: whether `function` uses random numbers.
 
@@ -62,8 +63,10 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if is_compiling():
         return checkpoint(function, *args, **options)
-    versions = Versions(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return checkpoint(function, *args, context_fn=lambda: (nullcontext(), versions), **options)
+    # PyTorch's checkpoint saves tensors among its arguments as autograd saves any tensor: autograd notices if they are
+    # modified in place, and an outer checkpoint need not keep them. It does neither for tensors within tuples.
+    leaves, structure = tree_flatten(args)
+    return checkpoint(lambda *leaves: function(*tree_unflatten(leaves, structure)), *leaves, **options)
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def recompute_saved(
 
     Autograd's saved-tensor hooks replace `tensors`, so gradients of any order work, and operations call the same
     kernels as without the context. In graphs and inside `torch.func`, which forbid such hooks, the context does
-    nothing.
+    nothing; neither does it where a user's hooks, or an outer checkpoint's, decide what to do with saved tensors.
 
     Args:
         tensors: the operands of operations in the context.
@@ -84,7 +87,8 @@ def recompute_saved(
     Raises:
         RuntimeError: in backward, one of `inputs`, or another saved tensor, has been modified in place.
     """
-    if not torch.is_grad_enabled() or not is_eager():
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    if not torch.is_grad_enabled() or not is_eager() or hooks(False) is not None:
         yield
         return
     recomputation = _Recomputation(function, inputs)

@@ -45,6 +45,16 @@ def test_dropout_is_replayed():
     assert (out == 0).double().mean() > 0.3
 
 
+@pytest.mark.parametrize("part", ["norm", "mlp"])
+def test_parameters_that_are_changed_in_place_before_backward_are_refused(part):
+    norm, mlp, x = build()
+    out = chunked_mlp(norm, mlp, x, 4)
+    with torch.no_grad():
+        (norm.weight if part == "norm" else mlp.fc2.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_a_chunk():
     norm, mlp = nn.LayerNorm(12), Mlp(12, 48)

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from draws import draw_case
+from torch.utils.checkpoint import checkpoint
 
 from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import gathered, tiled
@@ -49,6 +51,22 @@ def test_fused_keeps_and_computes_nothing_of_n_by_n(which, mask):
     # The augmented output, its sum with the value term, logits and marginals. Augmented q, k and v would be three more.
     assert kept < 3 * ONE_AUGMENTED
     assert largest <= ONE_AUGMENTED
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("fused", "separate"), ("gathered", "separate"), ("gathered", "joint")]
+)
+def test_a_checkpoint_around_attention_keeps_its_own_inputs_alone(backend, layout):
+    x, *_, terms, grid = draw_case(HEIGHT, WIDTH, PREFIX, which="qkvb", dim=DIM, layout=layout)
+    x, out = x.requires_grad_(), []
+
+    def attend(x):
+        return relative_attention(x + 1, x + 2, x + 3, terms, grid, backend=backend)
+
+    whole = attend(x)  # caches the indices of the raster
+    assert sum(allocations(lambda: out.append(checkpoint(attend, x, use_reentrant=False)))) < 1.1 * x.nbytes
+    got, expected = (torch.autograd.grad(part.square().sum(), x) for part in (out[0], whole))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
