@@ -69,8 +69,11 @@ def may_recompute() -> bool:
 
 
 def may_remember() -> bool:
-    """Return True where later calls may use the same tensors; tensors of a graph, and fake ones, stay in their call."""
-    return not is_compiling() and type(torch.empty(0)) is Tensor
+    """Return True where later calls may use the same tensors: neither in graphs and `torch.func` nor for fake tensors.
+
+    Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it.
+    """
+    return is_eager() and type(torch.empty(0)) is Tensor
 
 
 def trains_in_graph() -> bool:

@@ -78,6 +78,19 @@ def test_continuous_bias_is_timms(mode, grid):
     torch.testing.assert_close(got, theirs.get_bias(), rtol=0, atol=2e-5)
 
 
+def test_constants_made_in_a_transform_are_not_used_after_it():
+    """A transform of torch.func owns what is computed in it, the cached offsets, too."""
+    position, weight = drawn("cr"), torch.randn(512, 2, dtype=torch.float64)
+
+    def loss(weight):
+        # No other test has this grid.
+        given = {"mlp.fc1.weight": weight}
+        return torch.func.functional_call(position, given, (make_grid(11, 13),)).bias.table.square().sum()
+
+    expected = torch.func.jvp(torch.func.grad(loss), (weight,), (weight,))[0]
+    torch.testing.assert_close(torch.func.grad(loss)(weight), expected, rtol=1e-12, atol=0)
+
+
 def test_fire_refuses_a_padded_batch_whose_images_differ_in_size():
     valid = torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="FIRE divides by the size of the image"):
