@@ -125,3 +125,12 @@ def test_what_a_depth_lacks_is_said(kind):
     assert model.depth_plan.lacks.keys() <= {"memory", "rollout", "hooks", "checkpointing"}
     for need, why in model.depth_plan.lacks.items():
         assert lack(model, need) == why
+
+
+@each_depth
+def test_an_empty_batch_has_empty_logits_and_gradients_of_zero(kind):
+    model = build(kind)
+    out = model(X[:0])
+    assert out.shape == (0, 5)
+    out.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)

@@ -277,7 +277,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
             running = state.running.gather(1, patches)
             probability = torch.zeros_like(state.total).scatter(1, patches, self.halting(inputs[:, prefix:]))
             weights, state = self.halting.advance(state, probability, number == self.steps)
-            least, most = torch.stack(running.sum(1).aminmax()).tolist()
+            of_images = running.sum(1).tolist()
+            least, most = min(of_images, default=0), max(of_images, default=0)
             if prefix + most == 0:
                 break
             chosen = None
@@ -295,7 +296,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             x = new if ran is None else torch.where(ran, new, x)
             weights = torch.cat((first * float(number == self.steps), weights.gather(1, patches)), dim=1)[..., None]
             weights = weights.to(new.dtype)
-            if len(index[0]) == count:
+            if index.shape[1] == count:
                 output = output + weights * new
             else:
                 output = put_tokens(output, index, weights * new, add=True)
