@@ -121,8 +121,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     lowered = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
     if lowered and query.dtype != lowered:
         return f"takes the dtype of autocast, {lowered}, got {query.dtype}"
-    # Fake tensors (`FakeTensorMode`) have no kernels, so look for a kernel only if the tensors are real.
-    if type(query) is Tensor and device in (None, query.device.type) and _kernel(inputs) is None:
+    if device in (None, query.device.type) and _kernel(inputs) is None:
         return "needs a fused kernel of stock attention, and PyTorch has none for these inputs"
     return None
 

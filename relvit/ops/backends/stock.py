@@ -81,8 +81,13 @@ KERNELS: dict[tuple[str, int], Kernel] = {
 
 
 def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-    """Return the fused kernel that PyTorch would choose for operands (B, heads, N, width); None: there is none."""
-    return KERNELS.get((query.device.type, torch._fused_sdp_choice(query, key, value)))
+    """Return the fused kernel that PyTorch would choose for operands (B, heads, N, width); None: there is none.
+
+    For fake tensors (`FakeTensorMode`) PyTorch names no fused kernel, so they get the flash kernel of their device.
+    """
+    real = type(query) is Tensor
+    choice = torch._fused_sdp_choice(query, key, value) if real else SDPBackend.FLASH_ATTENTION.value
+    return KERNELS.get((query.device.type, choice))
 
 
 def switches(query: Tensor) -> Any:
