@@ -152,7 +152,7 @@ def check_bands(model: nn.Module) -> None:
     check_model(model)
     blocks = getattr(model, "blocks", None)
     reason = None
-    if not blocks or any(type(block) is not RelativeBlock for block in blocks):
+    if not blocks or not all(isinstance(block, RelativeBlock) for block in blocks):
         reason = "its blocks are not those of relvit_* models with attention, which take a memory"
     elif why := lack(model, "memory"):
         reason = why

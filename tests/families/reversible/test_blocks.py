@@ -7,6 +7,8 @@ import timm
 import torch
 from packaging.version import Version
 from timm.models import create_feature_extractor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from vits import assert_same, images, small
 
 from relvit.families.reversible import reversible_blocks
@@ -222,6 +224,20 @@ def test_refusals():
         out.backward()
     with pytest.raises(ValueError, match="reversible must be True or False, got 'yes'"):
         build(reversible="yes")
+
+
+def test_blocks_whose_parameters_are_sharded_are_refused_instead_of_getting_no_gradients():
+    model = build()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        out = model(X).square().sum()
+        # PyTorch 2.8 does not gather the parameters again in backward, and refuses to compute with their shards.
+        with pytest.raises(RuntimeError, match=r"without its own parameters.*DistributedDataParallel|Tensor and DTensor"):
+            out.backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def last_of_two(**options):

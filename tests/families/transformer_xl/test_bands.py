@@ -52,6 +52,14 @@ def test_equal_to_one_pass_under_the_mask_at_every_depth(options, band, memory):
         torch.testing.assert_close(model(x), logits, rtol=0, atol=1e-10)
 
 
+def test_blocks_may_be_of_a_derived_class_as_fully_shard_makes_them():
+    model, x = set_bands(build(), 2), photos()
+    expected = model(x)
+    for block in model.blocks:
+        block.__class__ = type("FSDPRelativeBlock", (type(block),), {})
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
 def test_single_precision_and_autocast_are_near():
     model, x = small(position="xl", std=0.1, depth=6).eval(), images(HEIGHT, WIDTH)
     expected = model(x, attn_mask=band_mask(7, 3, 2, None))
