@@ -78,9 +78,9 @@ def assert_close(ours, theirs, **tolerances):
         torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}", **options)
 
 
-def build(model="test_relvit", model_kwargs=None, **kwargs):
+def build(model="test_relvit", model_kwargs=None, cls=ImageClassifier, **kwargs):
     torch.manual_seed(0)
-    return ImageClassifier(model, 7, 3, (8, 12), model_kwargs=KWARGS | (model_kwargs or {}), **kwargs)
+    return cls(model, 7, 3, (8, 12), model_kwargs=KWARGS | (model_kwargs or {}), **kwargs)
 
 
 def train(module, data=None, ckpt_path=None, **kwargs):

@@ -1,13 +1,33 @@
-"""Count, take apart and mirror the images of a batch, whether a tensor or native patches."""
+"""Check a batch, and count, take apart and mirror its images, whether a tensor or native patches."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from relvit.utils.messages import listing
+
 # The images of a batch are a tensor (B, C, H, W), if all have one size, or a dictionary with the patches of images of
 # any shape, which `relvit.app.data.shape.NativeShapes.collate` makes.
 ImageBatch = Tensor | dict[str, Any]
+
+
+def pair_of(batch: Any, others: str) -> tuple[ImageBatch, Any]:
+    """Return the images of a batch and what belongs to them: their labels or, to predict, their names.
+
+    Raises:
+        TypeError: The batch is not a pair; `others` says in the message what belongs to the images.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, Tensor):
+        found += f" of shape {tuple(batch.shape)}"
+    elif isinstance(batch, dict):
+        found += f" with {listing(list(batch))}"
+    elif isinstance(batch, tuple | list):
+        found += f" of {len(batch)}"
+    raise TypeError(f"a batch must be a pair, (images, {others}), got {found}: let the dataset return such pairs")
 
 
 def image_count(images: ImageBatch) -> int:

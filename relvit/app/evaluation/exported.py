@@ -98,7 +98,7 @@ class ExportedClassifier(BaseClassifier):
     def setup(self, stage: str) -> None:
         """Check the data."""
         data = self.trainer.datamodule
-        check_labels(data, self.thresholds is not None, stage)
+        check_labels(data, self.hparams, self.thresholds is not None, stage)
         if data.shape.fixed:
             self.check_size(data.img_size)
 

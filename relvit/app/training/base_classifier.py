@@ -13,13 +13,13 @@ from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
-from relvit.app.data.batches import ImageBatch, image_count, mirrored
+from relvit.app.data.batches import ImageBatch, image_count, mirrored, pair_of
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.app.utils.shown_text import one_line
+from relvit.app.utils.shown_text import cut, one_line
 from relvit.models import Reach, set_reach
 
 
@@ -93,6 +93,13 @@ class BaseClassifier(EpochMetrics):
         """Compute the probabilities (B, num_classes), float32, of a batch; arguments as of `logits`."""
         return self.labels.probabilities(self.logits(images, mirror))
 
+    def labelled(self, batch: Any, training: bool = False) -> tuple[ImageBatch, Tensor]:
+        """Return the images and the labels of a batch, see `pair_of` and `Labels.checked`."""
+        images, labels = pair_of(batch, "labels")
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}")
+        return images, self.labels.checked(labels, self.hparams.num_classes, training) if len(labels) else labels
+
     def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> None:
         self._evaluate(self.val_metrics, batch)
 
@@ -102,7 +109,7 @@ class BaseClassifier(EpochMetrics):
 
     def predict_step(self, batch: tuple[ImageBatch, list[str]], batch_idx: int) -> dict[str, Any]:
         """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
-        images, names = batch
+        images, names = pair_of(batch, "names")
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
         return {"names": list(names), "probabilities": self.probabilities(images, self.mirror)}
@@ -115,7 +122,7 @@ class BaseClassifier(EpochMetrics):
             raise ValueError(f"the weights do not fit this model: {one_line(error)[:300]}") from error
 
     def _evaluate(self, metrics: MetricCollection, batch: tuple[ImageBatch, Tensor]) -> Tensor:
-        images, labels = batch
+        images, labels = self.labelled(batch)
         logits = self.logits(images, self.mirror)
         self.count_evaluated(metrics, evaluation_loss(logits, labels), logits, labels)
         return logits

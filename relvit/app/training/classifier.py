@@ -229,7 +229,7 @@ class ImageClassifier(BaseClassifier):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the loss of images and labels, see `ClassificationLoss`."""
-        images, targets = batch
+        images, targets = self.labelled(batch, training=True)
         # With this seed, a resumed training draws the same random numbers for mixing, dropout and stochastic depth as a
         # training without a break.
         seed_all(run_seed(), self.current_epoch, batch_idx, self.global_rank)
@@ -305,9 +305,9 @@ class ImageClassifier(BaseClassifier):
         self._restored_average = None
 
     def on_train_start(self) -> None:
-        """Resume exactly where the checkpoint was, and report the batch and learning rate on these devices."""
+        """Resume exactly where the checkpoint was, and report the plan, which an optimiser of a subclass lacks."""
         self.progress.resume(self)
-        if self.range_test is None:
+        if self.plan is not None and self.range_test is None:
             names = ("lr", "lr_base_batch", "freeze_epochs", "position_lr_scale")
             rank_zero_print(describe(self.plan, self.trainer, *(self.hparams[name] for name in names)))
 

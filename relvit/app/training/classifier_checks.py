@@ -56,13 +56,19 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     check_choice("distill", given["distill"], get_args(Distill))
 
 
-def check_labels(data: Any, several: bool, stage: str) -> None:
-    """Refuse data with one label per image for a multi-label model, and data with several labels for other models.
+def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: str) -> None:
+    """Refuse data whose labels mean something else than the model's outputs.
 
     Raises:
         ValueError: The data have one label per image and the model is for several, or the other way round.
+        ValueError: The data have other classes than the model, or the same classes in another order.
     """
-    found = None if stage == "predict" else getattr(data, "multi_label", None)
+    if stage == "predict":
+        return
+    names = getattr(data, "class_names", None)
+    if names is not None:
+        _check_classes([str(name) for name in names], hparams["class_names"], hparams["num_classes"])
+    found = getattr(data, "multi_label", None)
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
@@ -71,20 +77,34 @@ def check_labels(data: Any, several: bool, stage: str) -> None:
         )
 
 
+def _check_classes(found: list[str], names: list[str] | None, count: int) -> None:
+    if len(found) != count:
+        raise ValueError(
+            f"the data have {len(found)} classes (class_names), the model has {count} (num_classes): give both the same"
+        )
+    for index, (one, other) in enumerate(zip(found, names or found, strict=True)):
+        if one != other:
+            raise ValueError(
+                f"class {index} is {one!r} in the data and {other!r} in the model: give both the same class_names, in "
+                "the same order"
+            )
+
+
 def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: str) -> None:
     """Refuse data with images or labels that a model does not take.
 
-    To check an image size, the model computes one image of this size. The checks read the attributes `multi_label`,
-    `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not checked.
+    To check an image size, the model computes one image of this size. The checks read the attributes `class_names`,
+    `multi_label`, `shape`, `img_size` and `train_sizes` of the data module; an attribute that the module lacks is not
+    checked.
 
     Raises:
-        ValueError: The data have one label per image and the model is for several, or the other way round.
+        ValueError: The labels of the data do not fit the model, see `check_labels`.
         ValueError: The model does not take `img_size` or one of `train_sizes` of the data, or does not take native
             shapes.
         ValueError: The data have native shapes, and 'mixup', 'cutmix' or 'teacher' is set in a training, which need
             images of one size.
     """
-    check_labels(data, hparams["multi_label"], stage)
+    check_labels(data, hparams, hparams["multi_label"], stage)
     shape = getattr(data, "shape", None)
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]

@@ -32,6 +32,9 @@ from relvit.app.training.class_metrics import (
 # A prediction for an image of one label names at most this number of classes, unless the user gives another number.
 TOP = 5
 
+# Labels of one class for each image may have any of these types.
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Mistake(NamedTuple):
     """A wrong prediction.
@@ -94,6 +97,13 @@ class Labels(Protocol):
         chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
         rows = zip(probabilities.tolist(), chosen, strict=True)
         return [[(names[index], values[index]) for index in indices] for values, indices in rows]
+
+    def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
+        """Return the labels of a batch; in a training they may be soft targets, floating point (B, num_classes).
+
+        Raises:
+            ValueError: The labels have another shape or type, or those of an evaluation are soft.
+        """
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create the metrics of an epoch, apart from its loss; the images of a training may be mixed."""
@@ -166,6 +176,14 @@ class OneLabel(Labels):
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
         return probabilities.topk(most).indices.tolist()
+
+    def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
+        if labels.ndim == 1 and labels.dtype in _WHOLE:
+            return labels.long()
+        if training and labels.is_floating_point() and labels.shape[1:] == (num_classes,):
+            return labels
+        soft = f", or soft targets, floating point (B, {num_classes})" if training else ""
+        raise ValueError(f"labels must be the class of each image, whole numbers (B,){soft}; {_got(labels)}")
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create top-1 accuracy 'acc1' and, with five classes or more, top-5 accuracy 'acc5'.
@@ -240,6 +258,13 @@ class SeveralLabels(Labels):
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
         return classes_above(probabilities, self.thresholds)
 
+    def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
+        hard = not labels.is_floating_point() or training or bool(((labels == 0) | (labels == 1)).all())
+        if hard and labels.shape[1:] == (num_classes,):
+            return labels
+        soft = ", or soft targets between them" if training else ""
+        raise ValueError(f"labels must be 0 or 1 for each class, (B, {num_classes}){soft}; {_got(labels)}")
+
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create mean average precision 'map' and mean F1 'f1', see `MultiLabelScores`; a training has neither."""
         return {} if training else {"scores": MultiLabelScores(self.thresholds)}
@@ -301,6 +326,10 @@ def are_thresholds(value: Any, num_classes: int) -> bool:
         and len(value) == num_classes
         and all(isinstance(each, float | int) and not isinstance(each, bool) and 0 <= each <= 1 for each in value)
     )
+
+
+def _got(labels: Tensor) -> str:
+    return f"got {str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}"
 
 
 def _at_least_single(logits: Tensor) -> Tensor:

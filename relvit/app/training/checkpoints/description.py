@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import timm
+import torch
 from lightning import LightningDataModule
 
 from relvit.app.data import ImageData, parse_size
@@ -65,7 +66,8 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans
-    names = hparams.class_names or getattr(data, "class_names", None) or range(hparams.num_classes)
+    named = (hparams.class_names, getattr(data, "class_names", None), range(hparams.num_classes))
+    names = next(each for each in named if each is not None)
     assumed: dict[str, Any] = {name: list(config[name]) for name in Normalisation._fields}
     if len(assumed["mean"]) != channels:
         assumed = dict.fromkeys(assumed, [0.5] * channels)
@@ -73,7 +75,8 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     given = {name: value for name in assumed if (value := getattr(data, name, None)) is not None}
     for name in Normalisation._fields:
         if name in given:
-            given[name] = [float(value) for value in given[name]]
+            # One number is meant for all channels.
+            given[name] = torch.as_tensor(given[name], dtype=torch.float64).expand(channels).tolist()
     size = parse_size(hparams.img_size or config["input_size"][1:])
     images = {"class_names": [str(name) for name in names], "img_size": list(size)} | assumed | given
     return images | {"assumed": [name for name in assumed if name not in given]}

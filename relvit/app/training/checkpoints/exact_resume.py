@@ -13,6 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 from lightning import LightningModule, Trainer
+from torch.optim.lr_scheduler import LambdaLR
 
 from relvit.app.data.loading.sampler import training_position
 from relvit.app.training.lightning_internals import validation_due
@@ -122,7 +123,9 @@ class Progress:
         trainer, point, self._resumed = module.trainer, self._resumed, None
         if point is None:
             return
-        update_rates(module.lr_schedulers())
+        # A subclass may have another scheduler, or none, and Lightning has restored that.
+        if isinstance(scheduler := module.lr_schedulers(), LambdaLR):
+            update_rates(scheduler)
         loop = trainer.fit_loop.epoch_loop
         # A checkpoint holds the counters of early stopping, but not whether the training has to stop: decide it again.
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):

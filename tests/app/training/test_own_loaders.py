@@ -1,0 +1,133 @@
+"""A user's own loaders, data modules and subclasses of `ImageClassifier`: what they may return, and what is refused."""
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from small_training import NAMES, Noise, NoiseImages, assert_close, build, train
+from torch.utils.data import DataLoader
+
+from relvit.app.training import ImageClassifier
+
+IMAGES = torch.randn(8, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(8) % 7
+HOT = torch.nn.functional.one_hot(LABELS, 7)
+KIND = {"one": {}, "several": {"multi_label": True}}
+
+
+def loader(labels):
+    return DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4)
+
+
+def fit(training, evaluation, **arguments):
+    """Train and validate on labels, and return what was logged."""
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(build(warmup_epochs=0, **arguments), loader(training), loader(evaluation))
+    return trainer.callback_metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_labels_of_every_whole_type_are_those_of_int64(dtype):
+    assert_close(fit(LABELS.to(dtype), LABELS.to(dtype)), fit(LABELS, LABELS))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_several_labels_of_every_type_are_those_of_bool(dtype):
+    expected = fit(HOT.bool(), HOT.bool(), multi_label=True, label_smoothing=0.0)
+    assert_close(fit(HOT.to(dtype), HOT.to(dtype), multi_label=True, label_smoothing=0.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "evaluation", "got"),
+    [
+        # As soft targets these would be evaluated by another loss, with an accuracy of zero.
+        ("one", LABELS, HOT.float(), r"whole numbers \(B,\); got float32 of shape \(4, 7\)"),
+        ("one", LABELS, HOT, r"got int64 of shape \(4, 7\)"),
+        ("one", LABELS.float(), LABELS, r"or soft targets, floating point \(B, 7\); got float32 of shape \(4,\)"),
+        ("one", LABELS[:, None], LABELS, r"got int64 of shape \(4, 1\)"),
+        ("one", HOT[:, :5].float(), LABELS, r"got float32 of shape \(4, 5\)"),
+        ("several", LABELS, HOT, r"0 or 1 for each class, \(B, 7\), or soft .*; got int64 of shape \(4,\)"),
+        ("several", HOT[:, :5], HOT, r"got int64 of shape \(4, 5\)"),
+        ("several", HOT, HOT * 0.9, r"0 or 1 for each class, \(B, 7\); got float32 of shape \(4, 7\)"),
+    ],
+)
+def test_labels_of_another_shape_or_type_are_refused(kind, training, evaluation, got):
+    with pytest.raises(ValueError, match=f"labels must be .*{got}"):
+        fit(training, evaluation, **KIND[kind])
+
+
+@pytest.mark.parametrize(
+    ("items", "got"),
+    [
+        ([{"image": IMAGES[0], "label": 1}] * 4, r"\(images, labels\), got a dict with 'image', 'label'"),
+        ([(IMAGES[0], 1, "a.jpg")] * 4, "got a list of 3"),
+        (IMAGES[:4], r"got a Tensor of shape \(4, 3, 8, 12\)"),
+        ([(IMAGES[0], "cat")] * 4, r"the labels of a batch must be a tensor, got \('cat', "),
+    ],
+)
+def test_batches_that_are_no_pairs_are_refused(items, got):
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(TypeError, match=got):
+        trainer.fit(build(warmup_epochs=0), DataLoader(items, batch_size=4))
+
+
+def test_images_alone_cannot_be_predicted():
+    with pytest.raises(TypeError, match=r"\(images, names\), got a Tensor of shape \(2, 3, 8, 12\)"):
+        lightning.Trainer(accelerator="cpu", logger=False).predict(build(), DataLoader(IMAGES[:2], batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "message"),
+    [
+        (NAMES[:3], {}, "the data have 3 classes .* the model has 7"),
+        (NAMES[::-1], {"class_names": NAMES}, "class 0 is 'class 6' in the data and 'class 0' in the model"),
+    ],
+)
+def test_data_of_other_classes_are_refused(names, arguments, message):
+    data = NoiseImages(8)
+    data.class_names = names
+    for run in ("fit", "test"):
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+        with pytest.raises(ValueError, match=message):
+            getattr(trainer, run)(build(**arguments), data)
+
+
+class InArrays(Noise):
+    class_names = np.array(NAMES)
+    mean, std = 0.4, np.float32(0.5)
+
+
+def test_names_in_an_array_and_one_mean_for_all_channels(tmp_path):
+    trainer = train(build(warmup_epochs=0), InArrays(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    images = torch.load(tmp_path / "own.ckpt", weights_only=True)["relvit"]["images"]
+    assert (images["class_names"], images["mean"], images["std"]) == (NAMES, [0.4] * 3, [0.5] * 3)
+
+
+class Steps(ImageClassifier):
+    """Another optimiser, with a scheduler that Lightning calls after each epoch."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Plain(ImageClassifier):
+    """Another optimiser, without a scheduler."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("subclass", "rate"), [(Steps, 1e-4), (Plain, 0.1)])
+def test_a_subclass_may_have_another_optimiser_and_goes_on_with_it(subclass, rate, tmp_path):
+    def classifier():
+        return build(cls=subclass)
+
+    whole, half = classifier(), classifier()
+    train(whole, NoiseImages(8), max_epochs=3)
+    train(half, NoiseImages(8), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = classifier()
+    trainer = train(resumed, NoiseImages(8), tmp_path / "half.ckpt", max_epochs=3)
+    assert_close(resumed.state_dict(), whole.state_dict())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
