@@ -198,7 +198,7 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     short.
     """
     per_entry = _entry_logits(query, table)
-    return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
+    return gather(per_entry, index.transpose(0, 1).expand(query.shape[1], query.shape[0], -1, -1)).transpose(0, 1)
 
 
 def entry_logits(query: Tensor, table: Tensor) -> Tensor:

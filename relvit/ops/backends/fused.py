@@ -115,7 +115,8 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             *augmented,
             attn_mask=mask,
             dropout_p=inputs.dropout_p,
-            is_causal=inputs.is_causal,
+            # `torch.onnx.export(dynamo=False)` passes defaults, such as the model's `is_causal=False`, as tensors.
+            is_causal=bool(inputs.is_causal),
             # PyTorch's default scale would depend on the augmented width.
             scale=inputs.scale,
         )

@@ -105,6 +105,19 @@ def test_onnx_runtime_gives_the_same_at_all_sizes(number, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(images(*size)).detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", [PER_HEAD, {"case": "clip", "reach": "mirror"}, *JOINT, FREE[1], HALTING], ids=str)
+def test_the_older_onnx_exporter_serves_other_numbers_of_images(variant, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, file = build(**variant), tmp_path / "model.onnx"
+    size = variant.get("img_size", 32)
+    two = images(*(size if isinstance(size, tuple) else (size, size)))
+    options = {"input_names": ["images"], "dynamic_axes": {"images": {0: "batch"}}}
+    torch.onnx.export(model, (two[:1],), file, dynamo=False, **options)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"images": two.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(two).detach(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("variant", "most"),
     [
