@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -228,9 +229,12 @@ def _unknown(model: nn.Module, why: str) -> TypeError:
 def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]) -> Iterator[dict[nn.Module, Tensor]]:
     """Record the weights that these layers pass to their `attn_drop`."""
     recorded: dict[nn.Module, Tensor] = {}
+    caller = get_ident()
 
     def record(attention: nn.Module, _module: nn.Module, given: tuple[Tensor]) -> None:
-        recorded[attention] = keep(given[0])
+        # Other threads that run the model meanwhile call this hook, too, with the weights of their own images.
+        if get_ident() == caller:
+            recorded[attention] = keep(given[0])
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
     # Switch off fused attention in timm's layers, because only then do they pass weights to `attn_drop`. relvit's

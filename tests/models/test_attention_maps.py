@@ -1,5 +1,7 @@
 """Attention maps of models against timm's own unfused attention and brute force, and what is refused."""
 
+from threading import Thread
+
 import numpy as np
 import pytest
 import timm
@@ -107,6 +109,23 @@ def test_a_failing_model_is_left_as_it_was():
         relvit.attention_maps(model, images(40, 40, dtype=torch.float64))
     assert hooks(model) == 0
     assert all(block.attn.fused_attn for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["test_relvit", "test_vit"])
+def test_another_thread_that_runs_the_model_leaves_the_maps_alone(name):
+    model = timm.create_model(name).eval()
+    x, other = torch.randn(2, 1, 3, 160, 160).unbind()
+    expected = relvit.attention_maps(model, x).weights
+
+    def run_elsewhere(*_):
+        # Hooks run in both threads, and the other thread must not start a third.
+        handle.remove()
+        thread = Thread(target=model, args=(other,))
+        thread.start()
+        thread.join()
+
+    handle = model.norm.register_forward_pre_hook(run_elsewhere)
+    torch.testing.assert_close(relvit.attention_maps(model, x).weights, expected, rtol=0, atol=0)
 
 
 class Silent(RelativeAttention):
