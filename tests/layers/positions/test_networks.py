@@ -78,6 +78,15 @@ def test_continuous_bias_is_timms(mode, grid):
     torch.testing.assert_close(got, theirs.get_bias(), rtol=0, atol=2e-5)
 
 
+def test_layers_that_pytorch_has_quantised_are_near():
+    position = drawn("cr").float()
+    quantised = torch.ao.quantization.quantize_dynamic(position, {nn.Linear})
+    for grid in GRIDS:
+        expected = position(grid).bias.table
+        error = quantised(grid).bias.table - expected
+        assert 0 < error.norm() < 0.05 * expected.norm()
+
+
 def test_constants_made_in_a_transform_are_not_used_after_it():
     """A transform of torch.func owns what is computed in it, the cached offsets, too."""
     position, weight = drawn("cr"), torch.randn(512, 2, dtype=torch.float64)
