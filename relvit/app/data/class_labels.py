@@ -145,12 +145,12 @@ def _is_number(label: str) -> bool:
 
 
 def checked_classes(class_names: Sequence[str]) -> list[str]:
-    """Return the names of classes as a list.
+    """Return the names of classes, which may be numbers or texts of NumPy, as a list of texts.
 
     Raises:
         ValueError: There are fewer than two names, a name comes twice, or a name cannot be printed.
     """
-    names = list(class_names)
+    names = [str(name) for name in class_names]
     check_printable(names, "class_names")
     if len(names) < 2:
         raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")

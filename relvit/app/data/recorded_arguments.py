@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+import numpy as np
 from lightning import LightningDataModule
 
 from relvit.app.utils.masks import MASK, mask_secrets
@@ -138,6 +139,9 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    # NumPy's numbers and texts need its code to be read, which `relvit.load` does not run.
+    if isinstance(value, np.generic):
+        return _plain(value.item())
     if isinstance(value, tuple | list):
         items = [_plain(item) for item in value]
         return _LEFT_OUT if _LEFT_OUT in items else items

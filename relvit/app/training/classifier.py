@@ -21,7 +21,7 @@ from relvit.app.training.checkpoints.exact_resume import Progress
 from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY, timm_weights
 from relvit.app.training.checkpoints.pretrained import Pretrained, architecture_to_build, load_pretrained
 from relvit.app.training.checkpoints.upgrades import KEY, upgrade
-from relvit.app.training.classifier_checks import check_arguments, check_images
+from relvit.app.training.classifier_checks import check_arguments, check_images, plain_arguments
 from relvit.app.training.compilation import compile_in_place
 from relvit.app.training.labels import Labels, labels_of
 from relvit.app.training.lightning_options import check_epsilon, check_trainer
@@ -166,10 +166,10 @@ class ImageClassifier(BaseClassifier):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.save_hyperparameters(plain_arguments(self.hparams))
         check_ranges(ImageClassifier.__init__, self.hparams)
         check_arguments(self.hparams)
-        # `self.pretrained` becomes None when the weights are loaded, so that a second training does not load them
-        # again.
+        # Loading the weights sets `self.pretrained` to None, so that a second training does not load them again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
         # If no model is given, the file of pretrained weights names it. Checkpoints have to name the model, too,
         # because this file may get lost.

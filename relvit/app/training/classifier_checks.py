@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
 from relvit.utils.messages import check_choice, did_you_mean, listing
+
+
+def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `ImageClassifier` in plain types, as every checkpoint can hold them.
+
+    Raises:
+        TypeError: An argument is an array of NumPy.
+    """
+    for name, value in given.items():
+        # Lightning's `save_hyperparameters` compares all arguments with each other, which fails for arrays.
+        if isinstance(value, np.ndarray):
+            raise TypeError(f"{name} is an array of NumPy: give a list, by {name}.tolist()")
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
+    if plain["class_names"] is not None:
+        plain["class_names"] = [str(name) for name in plain["class_names"]]
+    return plain_values(plain)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

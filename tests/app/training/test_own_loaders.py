@@ -4,10 +4,14 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_training import NAMES, Noise, NoiseImages, assert_close, build, train
 from torch.utils.data import DataLoader
 
-from relvit.app.training import ImageClassifier
+import relvit
+from relvit.app.data import DatasetData
+from relvit.app.data.class_labels import checked_classes
+from relvit.app.training import Checkpoint, ImageClassifier
 
 IMAGES = torch.randn(8, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(8) % 7
@@ -102,6 +106,27 @@ def test_names_in_an_array_and_one_mean_for_all_channels(tmp_path):
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     images = torch.load(tmp_path / "own.ckpt", weights_only=True)["relvit"]["images"]
     assert (images["class_names"], images["mean"], images["std"]) == (NAMES, [0.4] * 3, [0.5] * 3)
+
+
+def test_arguments_of_numpy_are_in_the_checkpoint_as_plain_values(tmp_path):
+    """A checkpoint with others could be read by nobody after the training."""
+    names = np.array(NAMES)
+    module = build(class_names=list(names), lr=np.float64(0.01), warmup_epochs=0, class_weights=torch.ones(7))
+    pairs = [(Image.new("RGB", (12, 8)), label) for label in range(7)]
+    data = DatasetData(pairs, pairs, class_names=names, img_size=(8, 12), crop_pct=np.float32(0.5), num_workers=0)
+    train(module, data, max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
+    checkpoint = Checkpoint.read(tmp_path / "own.ckpt")
+    model = checkpoint.model
+    assert (model["class_names"], model["lr"], model["class_weights"]) == (NAMES, 0.01, [1.0] * 7)
+    assert checkpoint.transforms().crop_pct == 0.5
+    assert relvit.load(tmp_path / "own.ckpt").class_names == NAMES
+    with pytest.raises(TypeError, match=r"class_weights is an array .* class_weights.tolist\(\)"):
+        build(class_weights=np.ones(7))
+
+
+def test_classes_may_be_named_by_numbers():
+    assert build(class_names=range(7)).hparams.class_names == list("0123456")
+    assert checked_classes(np.arange(7)) == list("0123456")
 
 
 class Steps(ImageClassifier):

@@ -16,6 +16,7 @@ from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.utils.number_types import OpenShare, check_ranges
+from relvit.app.utils.shown_text import cut
 
 
 class DatasetData(ImageData):
@@ -87,12 +88,15 @@ class DatasetData(ImageData):
             )
 
     def missing(self, split: Split) -> str | None:
-        """Explain which dataset is missing, or return None."""
-        if split == "predict":
-            return None if self._named() else "no dataset to predict; give one (predict=...), or test or val"
-        if getattr(self, split) is not None or (split == "val" and self.train is not None):
-            return None
-        return f"no {split} dataset; give one ({split}=...)"
+        """Explain which dataset is missing or empty, or return None."""
+        source = self._named() if split == "predict" else split
+        if source == "val" and self.val is None:
+            source = "train"
+        if source is None:
+            return "no dataset to predict; give one (predict=...), or test or val"
+        if getattr(self, source) is None:
+            return f"no {split} dataset; give one ({split}=...)"
+        return None if len(getattr(self, source)) else f"the {source} dataset is empty: check where it looks for images"
 
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split."""
@@ -218,7 +222,11 @@ class NamedImages(SourceImages):
 
 
 def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
-    """Return the labels of a dataset that has `targets`, or of a subset of one; None of any other."""
+    """Return the labels of a dataset that has `targets`, or of a subset of one; None of any other.
+
+    Raises:
+        ValueError: The dataset has another number of `targets` than of items.
+    """
     if isinstance(dataset, Subset):
         targets = targets_of(dataset.dataset)
         return None if targets is None else [targets[index] for index in dataset.indices]
@@ -226,4 +234,9 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     if targets is None:
         return None
     values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
+    if values.shape[:1] != (len(dataset),):
+        raise ValueError(
+            f"`targets` of {type(dataset).__name__} must be the labels of its {len(dataset)} items in order, got "
+            f"{cut(targets, 80)}"
+        )
     return values.tolist() if values.ndim == 1 else list(values.astype(bool))

@@ -35,6 +35,16 @@ class Pairs(Dataset):
         return self.kind(PIXELS[index]), self.labels[index]
 
 
+class Fewer(Pairs):
+    """A part of the images, beside the labels of all of them."""
+
+    def __init__(self):
+        super().__init__(targets=True)
+
+    def __len__(self):
+        return 5
+
+
 def tensor(pixels):
     return torch.from_numpy(pixels).permute(2, 0, 1) / 255
 
@@ -130,6 +140,14 @@ def test_what_is_predicted():
         (lambda: data_of(Pairs(), in_chans=4), r"in_chans is 4; .* 3 channels, or 1"),
         (lambda: data_of(Pairs()).dataset("test"), r"no test dataset; give one \(test=...\)"),
         (lambda: data_of(None).dataset("val"), r"no val dataset"),
+        (lambda: data_of(Pairs(labels=[])).setup("fit"), r"the train dataset is empty: check where"),
+        (lambda: data_of(Pairs(), val=Pairs(labels=[])).setup("fit"), r"the val dataset is empty"),
+        (lambda: data_of(Pairs(), test=Pairs(labels=[])).setup("predict"), r"the test dataset is empty"),
+        (
+            lambda: data_of(Fewer(), val=Pairs()).setup("fit"),
+            r"`targets` of Fewer must be .* its 5 items in order, got",
+        ),
+        (lambda: data_of(Fewer(), balance="sampler"), r"`targets` of Fewer must be .* its 5 items"),
         (lambda: data_of(Pairs()).dataset("predict"), r"no dataset to predict"),
         (lambda: data_of(TensorDataset(torch.rand(9, 3, 8, 8))).dataset("train")[0], r"item \d of .* give a pair"),
         (lambda: data_of(Pairs(lambda p: tensor(p) * 5 - 2)).dataset("train")[1], r"item \d of Pairs: .* not normal"),
