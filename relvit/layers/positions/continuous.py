@@ -76,8 +76,10 @@ class ContinuousPosition2d(Position):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
-        # Layers that `torch.ao.quantization.quantize_dynamic` has quantised take float32, and have no parameters.
-        weight = next(self.mlp.parameters(), torch.empty(0, dtype=torch.float32))
+        weight = self.mlp.fc1.weight
+        if not isinstance(weight, Tensor):
+            # After `torch.ao.quantization.quantize_dynamic` the weight is a method, and the layers take float32.
+            weight = torch.empty(0, dtype=torch.float32)
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         window = self.window if self.mode == "swin" else None
         offsets, mlp = _scaled_offsets(grid, trained, window, weight.dtype, weight.device), self.mlp
