@@ -25,6 +25,7 @@ from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER,
 from relvit.app.data.images.folders import LIST_ENDINGS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
+from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
@@ -32,6 +33,8 @@ NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --d
 # This message is for `--root` beside a configuration that names no data module, as `--config reversible` does. Without
 # `--config`, `--root` means class folders; a configuration usually names the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
+# `fit` takes these arguments of the model from the data, and has no options for them.
+DECIDED = ("num_classes", "in_chans", "multi_label")
 
 
 class Given(NamedTuple):
@@ -80,7 +83,8 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
             # A name without a hint leaves the user with nothing to do but to read the help, so name the option that
             # shows it.
-            bare = complaint == f"unknown option --{option.name}"
+            dashes = "--" if option.file is None else ""
+            bare = complaint == f"unknown option {dashes}{option.name}{option.place}"
             return f"{complaint}; {parser.prog} --help-all lists the options" if bare else complaint
     # Commands with options of the Trainer run the Trainer on images, so they need data.
     if "trainer.devices" in known and "data" not in names:
@@ -99,7 +103,8 @@ def option_types(parser: ArgumentParser) -> dict[str, Any]:
     """Return the options of a parser by name, each with its type; None: it has no type hint."""
     found: dict[str, Any] = {}
     for action in parser._actions:
-        names = (string.lstrip("-") for string in action.option_strings)
+        # A link, such as 'data.in_chans --> model.in_chans', is no option that a user can give.
+        names = (string.lstrip("-") for string in action.option_strings if "-->" not in string)
         found |= dict.fromkeys(names, getattr(action, "_typehint", action.type))
     return found
 
@@ -176,7 +181,14 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     if group == "data" in known and (owners := sorted(cls.__name__ for cls in relvits if last in cls.argument_names())):
         return f"{shown}: {listing(owners)} {'has' if len(owners) == 1 else 'have'} it; name the data by --data NAME"
     of_fit = "resume" in known
+    if of_fit and option.file is not None and (long := (OF_TRAINER | OF_FIT).get(name)) is not None:
+        return f"{shown}: its name in configurations is {long}"
+    # Options of the model that are linked to the data are no options of `fit`, also by their names in other libraries.
+    meant = [last or group, *SYNONYMS.get(last or group, [])]
+    if of_fit and group != "data" and any(each in DECIDED and f"model.{each}" not in known for each in meant):
+        return f"{shown}: the data decide it"
     of_models = {each for model in timm.list_models("relvit*_small") for each in model_arguments(model)}
+    of_models -= {*OF_THE_DATA}
     of_model = f"{shown}: arguments of the model itself are {dashes}model.model_kwargs."
     if group == "model" and last in of_models:
         return of_model + last
@@ -252,15 +264,17 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if value is None and file is None:
         return f"--{name} needs a value"
     classes = subclasses(hint)
+    # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
+    others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
+    names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
+    if classes and isinstance(value, dict):
+        return f"{name}{place} must have a class_path, and its options in init_args; known are {listing(names)}"
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):
         return None
     if name == "data" and (os.sep in value or value.lower().endswith(LIST_ENDINGS)):
         lists = "a list by --data ImageListData and --data.train, --data.val, --data.test or --data.predict"
         return f"--data{place} must be a kind of data, got {cut(value)}: give class folders by --root DIR, or {lists}"
     if classes and "." not in value:
-        # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
-        others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
-        names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
         return f"unknown {name} {value!r}{place}{did_you_mean(value, names)}; known: {listing(names)}"
     if classes:
         module, _, cls = value.rpartition(".")

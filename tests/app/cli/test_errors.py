@@ -45,7 +45,11 @@ def fit(copy, tmp_path):
         (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: relvit writes runs into another folder"),
         (["--trainer.callbacks=EarlyStoping"], r"callbacks 'EarlyStoping' \(did you mean 'EarlyStopping'\?\); known"),
         (["--trainer.callbacks=EarlyStopping"], "missing: --trainer.callbacks.monitor"),
-        (["--model.num_classes=7"], "num_classes"),
+        (["--model.num_classes=7"], "unknown option --model.num_classes: the data decide it"),
+        (["--in_chans=1"], "unknown option --in_chans: the data decide it"),
+        (["--channels=1"], "unknown option --channels: the data decide it"),
+        (["--model.img_size=20"], r"unknown option --model.img_size \(did you mean '--img_size'\?\)"),
+        (["--data.in_chans=1"], "unknown option --data.in_chans; relvit fit --help-all lists the options"),
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
         (["--ckpt_path=last"], "no checkpoint at last; give the file, such as runs/RUN/checkpoints/best.ckpt"),
         (["--weights_only=false"], "unknown option --weights_only"),
@@ -97,6 +101,17 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
     config.write_text("model:\n  learning_rate: 3\n")
     message = fails([*fit, f"--config={config}"])
     assert f"unknown option model.learning_rate in {config} (did you mean 'model.lr'?)" in message
+    for text, message in {
+        "root: photos": f"unknown option root in {config}: its name in configurations is data.root",
+        "epochs: 3": f"unknown option epochs in {config}: its name in configurations is trainer.max_epochs",
+        "trainer: {typo: 3}": f"unknown option trainer.typo in {config}; relvit fit --help-all lists the options",
+        "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it",
+    }.items():
+        config.write_text(text)
+        assert message in fails([*fit, f"--config={config}"])
+    config.write_text("data: {root: photos}")
+    message = fails(["fit", f"--config={config}"])
+    assert f"data in {config} must have a class_path, and its options in init_args; known are 'CIFAR100Data'" in message
     # A run that fails before it has anything leaves no folder.
     assert list(tmp_path.glob("runs/*")) == []
 
