@@ -125,7 +125,7 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
             the file: for most formats every 64 kB, but for AVIF and WebP only at the start. None: never give up.
 
     Returns:
-        An image of mode 'RGB', completely in memory.
+        An image of mode 'RGB', completely in memory, without metadata.
 
     Raises:
         UnreadableImageError: A ValueError: the file is missing, empty, truncated, otherwise broken, or not an image of
@@ -161,7 +161,11 @@ def as_rgb(image: Image.Image) -> Image.Image:
     turn = _UPRIGHT.get(_orientation(image))
     converted = _to_rgb(image if turn is None else image.transpose(turn))
     # The caller's image may belong to a file that will be closed, so return a copy.
-    return converted.copy() if converted is image else converted
+    converted = converted.copy() if converted is image else converted
+    # Pillow hands metadata on to converted images. With the orientation tag still there, `Predictor` and transformers
+    # would turn the image a second time.
+    converted.info = {}
+    return converted
 
 
 def _orientation(image: Image.Image) -> int | None:

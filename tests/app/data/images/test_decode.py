@@ -12,7 +12,7 @@ import PIL
 import pytest
 import torch
 from broken_input import IMAGES
-from PIL import Image
+from PIL import Image, ImageOps
 from stored_images import write as write_stored
 
 from relvit.app.cli import main
@@ -130,6 +130,9 @@ def test_exif_orientation(tmp_path, name, tolerance, orientation, corner):
     expected[y, x] = 255
     centres = np.asarray(shown)[8::16, 8::16, 0].astype(int)
     assert np.abs(centres - expected).max() <= tolerance
+    # `Predictor` and the page of `relvit demo` call `as_rgb` on decoded images, transformers calls `exif_transpose`.
+    for again in (as_rgb(shown), ImageOps.exif_transpose(shown)):
+        assert np.array_equal(again, shown), "an upright image is turned a second time"
 
 
 def test_a_limit_of_pixels_holds_before_decoding(tmp_path, monkeypatch):
