@@ -104,6 +104,7 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
     for text, message in {
         "root: photos": f"unknown option root in {config}: its name in configurations is data.root",
         "epochs: 3": f"unknown option epochs in {config}: its name in configurations is trainer.max_epochs",
+        "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it",
         "trainer: {typo: 3}": f"unknown option trainer.typo in {config}; relvit fit --help-all lists the options",
     }.items():
         config.write_text(text)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from relvit.app.cli.config_text import read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_options
 from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
@@ -136,9 +137,16 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
 
+        Options of the model that the data decide are refused in a configuration, as on the command line.
+
         The run's `config.yaml` is written from this configuration. If `config.yaml` named the checkpoint, `relvit fit
         --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
+        for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
+            model = read_config(config).get("model")
+            # The parser would drop these options of a configuration without a word.
+            if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
+                raise UsageError(f"unknown option model.{given[0]} in {config}: the data decide it")
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path
         self.config.ckpt_path = None
