@@ -165,6 +165,10 @@ class GridAttention(Mixer):
         if memory is not None:
             query, key, value = separate(projected)
             projected = query[:, :, -x.shape[1] :], key, value
+            if is_causal and attn_mask is None:
+                # `relative_attention` counts queries and keys from the first one, but the first keys are the memory's.
+                attn_mask = torch.ones(x.shape[1], key.shape[2], dtype=torch.bool, device=x.device)
+                attn_mask, is_causal = attn_mask.tril(memory.shape[1]), False
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))
 
     # `project`, `heads` and `output` read submodules from the dictionary `_modules`, because looking up a module as an
@@ -293,7 +297,7 @@ class RelativeAttention(GridAttention, Attention):
         Args:
             x: the tokens.
             grid: places of the tokens in `x`.
-            attn_mask, is_causal: see `relvit.ops.relative_attention`.
+            attn_mask, is_causal: see `relvit.ops.relative_attention`; causal attention sees the whole memory.
             memory: (B, M, dim), M further tokens that `x` attends to; their keys come before the keys of `x`.
             key_grid: places of the tokens in `memory` and `x`; None: `grid`.
 

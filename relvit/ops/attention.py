@@ -95,7 +95,7 @@ def relative_attention(
         position_key: the vectors that are multiplied by a^Q, shaped as `key`. None: `key`.
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which takes less memory.
-        is_causal: allow only keys that do not come later in the sequence than the query; not together with `attn_mask`.
+        is_causal: allow query i only the keys 0 ... i, also with a `key_grid`; not together with `attn_mask`.
         dropout_p: dropout on the attention weights, which the value term shares. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /

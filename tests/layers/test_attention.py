@@ -100,6 +100,18 @@ def test_windows_take_no_memory():
     assert layer(x, grid, memory=x, key_grid=keys).shape == x.shape
 
 
+def test_causal_tokens_see_the_memory():
+    torch.manual_seed(0)
+    layer = RelativeAttention(12, num_heads=2, position=RelativePosition2d(6, 2, "kvb", init_std=1.0)).double()
+    # A text of 7 tokens, of which the first 4 are a memory.
+    text, x = make_grid(1, 7), torch.randn(2, 7, 12, dtype=torch.float64)
+    last = make_grid(1, 7, coords=torch.tensor([[0, 4], [0, 5], [0, 6]]))
+    got = layer(x[:, 4:], last, is_causal=True, memory=x[:, :4], key_grid=text)
+    torch.testing.assert_close(got, layer(x, text, is_causal=True)[:, 4:], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="attn_mask and is_causal exclude each other"):
+        layer(x[:, 4:], last, torch.ones(3, 7, dtype=torch.bool), True, x[:, :4], text)
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"backend is 'tield'; allowed are .*did you mean 'til"):
         RelativeAttention(12, 2, backend="tield")
