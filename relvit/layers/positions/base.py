@@ -69,7 +69,7 @@ class Position(KeepConstants):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the terms for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
-        return self(key_grid)
+        return self(covering(grid, key_grid))
 
 
 def initialise(tables: Iterable[Tensor], std: float) -> None:
@@ -89,11 +89,21 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
     """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`."""
-    return position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(key_grid)
+    return position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(covering(grid, key_grid))
+
+
+def covering(grid: Grid, key_grid: Grid) -> Grid:
+    """Return the grid for which tables hold all offsets: `key_grid`, as high and wide as `grid` if that is larger."""
+    if grid is key_grid:
+        return key_grid
+    return key_grid._replace(height=max(grid.height, key_grid.height), width=max(grid.width, key_grid.width))
 
 
 def needs_tokens(position: nn.Module) -> bool:
     """Return whether a position depends on tokens or has free channels."""
+    if getattr(type(position), "forward", None) is nn.Module.forward:
+        # Only the method `terms` computes terms: there is no `forward` that could do so without tokens.
+        return True
     return getattr(position, "needs_tokens", hasattr(position, "terms"))
 
 

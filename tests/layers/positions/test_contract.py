@@ -23,7 +23,7 @@ from relvit.layers.positions import POSITIONS as NAMED
 from relvit.layers.positions.base import Position, is_stretchable, needs_tokens, terms_of
 from relvit.models import RelVisionTransformer
 from relvit.models.retrofit.timm_attention import TimmRelativePlain
-from relvit.ops import AxisTables, RelativeTerms, make_grid, num_tokens, patch_coords
+from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, num_tokens, patch_coords, relative_attention
 from relvit.ops.terms import with_query_bias
 
 LEARNED = {
@@ -106,6 +106,17 @@ def test_a_position_without_init_std_keeps_its_own_initialisation():
     assert (position.slope == 3).all()
 
 
+def test_a_position_may_have_terms_of_tokens_alone():
+    class Own(Position):
+        def terms(self, x, grid, key_grid):
+            return RelativeTerms(channels=Channels(x[:, None, :, :1], x.new_ones(1, 1, num_tokens(key_grid), 1)))
+
+    grid, x = make_grid(3, 5), draw(2, 15, DIM)
+    attn = layer(Own())
+    # The same number for all keys of a query leaves the weights as they are.
+    torch.testing.assert_close(attn(x, grid), plain(attn)(x), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", POSITIONS)
 def test_half_precision_stays_near(name):
     grid, joint = make_grid(9, 13), name.startswith(("cpb", "joint", "euclidean", "lookhere"))
@@ -130,6 +141,20 @@ def test_queries_and_memory_on_grids_of_their_own(name):
     last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
     got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
     torch.testing.assert_close(got, attn(x, whole)[:, 9:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in POSITIONS if name != "low-rank"])
+def test_offsets_to_queries_outside_the_grid_of_the_keys(name):
+    """The keys are the first two of five rows, on a grid of these rows or with coordinates on the whole grid."""
+    position, (x, *contents), whole = build(name).position, draw(4, 2, 15, DIM), make_grid(5, 3)
+    q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in contents)
+    if name == "lookhere":
+        q, k, v = (part.unflatten(-1, (2, -1)).movedim(3, 2).flatten(1, 2) for part in (q, k, v))
+    got, expected = (
+        relative_attention(q, k[:, :, :6], v[:, :, :6], terms_of(position, x, whole, keys), whole, keys)
+        for keys in (make_grid(2, 3), make_grid(5, 3, coords=patch_coords(make_grid(2, 3))))
+    )
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", STRETCHED)
