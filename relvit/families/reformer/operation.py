@@ -256,7 +256,8 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
 
 def check_bias_alone(terms: RelativeTerms) -> None:
     """Raise ValueError for terms that LSH attention cannot use."""
-    others = [name for name in ("query", "key", "value", "channels", "query_bias") if getattr(terms, name) is not None]
+    names = ("query", "key", "value", "channels", "query_bias", "axis_logits")
+    others = [name for name in names if getattr(terms, name) is not None]
     if others:
         raise ValueError(
             f"LSH attention takes a bias alone, got relative terms on {' and '.join(others)}: build models with "

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from draws import assert_same
 
 from relvit.families.reformer import lsh_attention, lsh_rotations, reference
-from relvit.ops import AxisTables, JointTable, RelativeTerms, make_grid
+from relvit.ops import AxisLogits, AxisTables, JointTable, RelativeTerms, make_grid
 from relvit.ops.reference.attention import pair_bias
 
 
@@ -129,6 +129,7 @@ def test_low_precision(dtype, atol):
     ("change", "error", "message"),
     [
         ({"terms": RelativeTerms(key=AxisTables(torch.zeros(3, 8), torch.zeros(3, 8)))}, ValueError, "a bias alone"),
+        ({"terms": RelativeTerms(axis_logits=AxisLogits(*torch.zeros(2, 2, 3, 35, 5)))}, ValueError, "axis_logits"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1"),
         ({"rotations": torch.zeros(1, 7, 2)}, ValueError, r"rotations has shape \(1, 7, 2\)"),
         ({"rotations": torch.zeros(0, 8, 2)}, ValueError, "must have 1 round or more"),
