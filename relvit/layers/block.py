@@ -129,8 +129,8 @@ class RelativeBlock(MixerBlock):
         rope: class or function that makes the block's own `RotaryEmbedding2d`, called with the same arguments as
             `position`; None: no rotary embedding.
         prefix_bias: whether there is a `PrefixBias`.
-        mixer: see `MixerBlock`. If the mixer has an attribute `position`, None at first, the block sets this attribute
-            to the block's position; such a mixer needs an attribute `head_dim`, too.
+        mixer: see `MixerBlock`. If the mixer's `__init__` sets an attribute `position` to None, the block sets this
+            attribute to the block's position; such a mixer needs an attribute `head_dim`, too.
         qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
             are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes the first
             three to the mixer only if they are True or above 0, and `norm_layer` only with one of the two norms.

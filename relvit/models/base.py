@@ -15,7 +15,7 @@ from relvit.layers import AnySizePatchEmbed, AxialPositionEmbedding, GridBlock
 from relvit.layers.feed_forward import check_chunk
 from relvit.layers.patch_embed import check_divisible
 from relvit.models.absolute import AbsoluteEmbedding
-from relvit.models.depth import DEPTHS, Depth
+from relvit.models.depth import DEPTHS, Depth, OwnDepth
 from relvit.models.recurrence import Recurrence
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
@@ -70,6 +70,11 @@ class GridForward(AbsoluteEmbedding):
     depth_plan: Depth = Depth()
     recurrence: Recurrence | None = None
     own_recurrence: Recurrence | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_run_steps" in cls.__dict__:
+            cls.depth_plan = OwnDepth()
 
     def embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Embed images (B, in_chans, height, width), or a native batch, as tokens (B, N, embed_dim) with their grid.

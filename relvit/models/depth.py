@@ -49,6 +49,16 @@ class Depth:
         """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
 
 
+class OwnDepth(Depth):
+    """Depth of a model whose class has a `_run_steps` of its own, which may call blocks in any order."""
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "memory": "its own _run_steps takes no memory",
+        "rollout": "its own _run_steps may call blocks in another order",
+        "hooks": "its own _run_steps may call a block several times",
+    }
+
+
 # `DEPTHS` maps the name of a boolean argument of models, such as 'reversible', to the `depth_plan` of models in which
 # it is True. Packages in `relvit.families` add entries.
 DEPTHS: dict[str, Depth] = {}

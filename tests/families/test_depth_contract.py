@@ -4,6 +4,9 @@ import pytest
 import torch
 from vits import assert_same, images, small
 
+from relvit import RelVisionTransformer
+from relvit.models import set_reach
+from relvit.models.attention_maps import attention_rollout
 from relvit.models.depth import lack
 
 DEPTHS = {
@@ -134,3 +137,28 @@ def test_an_empty_batch_has_empty_logits_and_gradients_of_zero(kind):
     assert out.shape == (0, 5)
     out.sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_depth_of_ones_own_is_not_taken_for_blocks_one_after_the_other():
+    class Looped(RelVisionTransformer):
+        def _count_steps(self):
+            return 2 * len(self.blocks)
+
+        def _run_steps(self, x, grid, attn_mask, is_causal, take, last):
+            states = [x]
+            for step in range(last + 1):
+                states.append(self._run_block(self.blocks[step % 2], states[-1], grid, attn_mask, is_causal))
+            return states[-1], [states[step + 1] for step in take]
+
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}
+    model = Looped(**options).eval()
+    assert type(model).depth_plan is not RelVisionTransformer.depth_plan
+    with pytest.raises(ValueError, match="Looped cannot compute in bands: its own _run_steps"):
+        set_reach(model, "bands")
+    with pytest.raises(ValueError, match="Looped cannot compute in bands: its own _run_steps"):
+        Looped(band_rows=1, **options)
+    with pytest.raises(ValueError, match="no attention rollout of Looped: its own _run_steps"):
+        attention_rollout(model, images())
+    with pytest.raises(ValueError, match="Looped runs its blocks in another way: leave reversible out"):
+        Looped(reversible=True, **options)
+    assert lack(model, "hooks")
