@@ -68,6 +68,8 @@ def embed_folder(
     paths = image_files(root)
     if not paths:
         raise ValueError(f"no image below {root}: give a folder with images")
+    # Look for the splits before the computation, since two folders with validation images are an error.
+    splits = find_splits(root).values()
     unreadable: dict[str, str] = {}
     features, read = [torch.empty(0, predictor.num_features)], []
     batches: Iterable[Any] = predictor.batches(paths, batch_size, num_workers, unreadable)
@@ -75,7 +77,6 @@ def embed_folder(
     for rows, indices in run_batches(predictor.features, batches):
         features.append(rows)
         read += [paths[index] for index in indices.tolist()]
-    splits = find_splits(root).values()
     return Embeddings(read, [_class(path, [*splits, root]) for path in read], torch.cat(features).numpy(), unreadable)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from functools import partial
@@ -13,6 +14,7 @@ from relvit.app.evaluation import ChosenThresholds
 from relvit.app.evaluation import calibrate as calibrate_checkpoint
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import is_address
+from relvit.app.utils.masks import mask_secrets
 from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
@@ -62,5 +64,7 @@ def calibrate(
     if found.images < FEW:
         print(f"{found.images} images say little: compare both checkpoints by `relvit test`, and keep the better one")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}
+    for name, value in mask_secrets(data_args or {}).items():
+        options[f"--data.{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
     given = [part for name, value in options.items() if value is not None for part in (name, value)]
     print(f"written: {output}. Next:\n  {shlex.join(['relvit', 'test', output, *given])}", flush=True)

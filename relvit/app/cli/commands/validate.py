@@ -41,7 +41,7 @@ def report(trainer: Trainer) -> None:
         raise UsageError("none of the images of val could be read: relvit check-data says why")
     found = with_errors({name: float(trainer.callback_metrics[name])}, images)
     text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
-    rank_zero_print(text + baseline(class_counts(data, "val")))
+    rank_zero_print(text + baseline(class_counts(trainer, "val")))
 
 
 def main(given: Arguments) -> None:

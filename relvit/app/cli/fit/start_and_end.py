@@ -77,7 +77,7 @@ def report_fit(
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
     lines.append(
         f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
-        f"{baseline(class_counts(data, 'val'))}"
+        f"{baseline(class_counts(trainer, 'val'))}"
     )
     # Print these lines before the test, because a test image that cannot be read may end the command.
     rank_zero_print("\n".join(lines))
@@ -87,7 +87,7 @@ def report_fit(
         summary |= with_errors(results, model.evaluated_images) | {"test/images": model.evaluated_images}
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
-        more += baseline(class_counts(data, "test"))
+        more += baseline(class_counts(trainer, "test"))
         lines.append(f"Test {what} of that checkpoint: {plus_minus(summary, f'test/{score}')}{more}")
     if model.transfer is not None:
         summary["pretrained"] = without_secrets(model.transfer.plain())

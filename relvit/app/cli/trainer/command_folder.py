@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from relvit.app.cli.errors import UsageError
-from relvit.app.data import ImageData
+from relvit.app.data.images.file_datasets import LabelledFiles
 from relvit.app.data.modules.base import Split
 from relvit.app.training import DataRecord, StoppedBySignalError, ignore_stop_signals, new_run_folder, remove_if_empty
 from relvit.app.training.checkpoints.file import DiskSpaceError, describe_last
@@ -114,10 +114,17 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
         raise explain_full_disk(error, command, folder) from error
 
 
-def class_counts(data: ImageData, split: Split) -> np.ndarray | None:
-    """Count the images of each class; None with several labels, or where a dataset does not list its labels."""
-    labels = getattr(data.dataset(split), "targets", None)
-    return None if labels is None or np.ndim(labels[0]) else np.bincount(labels)
+def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
+    """Count the readable images of each class; None without any, with several labels, or where labels are unknown."""
+    dataset = trainer.datamodule.dataset(split)
+    labels = getattr(dataset, "targets", None)
+    if labels is None or np.ndim(labels[0]):
+        return None
+    unreadable = _record(trainer).unreadable.get(split, {})
+    if unreadable and isinstance(dataset, LabelledFiles):
+        pairs = zip(dataset.samples, labels, strict=True)
+        labels = [label for (source, _), label in pairs if str(source) not in unreadable]
+    return np.bincount(labels) if len(labels) else None
 
 
 def baseline(counts: np.ndarray | None) -> str:
@@ -127,10 +134,14 @@ def baseline(counts: np.ndarray | None) -> str:
 
 def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> None:
     """Write the results of a run, with the number of images in each split that could not be read."""
-    record = next(callback for callback in trainer.callbacks if isinstance(callback, DataRecord))
-    if record.counts:
-        summary["unreadable"] = record.counts
+    if counts := _record(trainer).counts:
+        summary["unreadable"] = counts
     write_json(folder / "summary.json", summary)
+
+
+def _record(trainer: Trainer) -> DataRecord:
+    """Return the callback that knows the unreadable images of all processes."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, DataRecord))
 
 
 def files_line(folder: Path) -> str:

@@ -16,8 +16,8 @@ from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
-# Files that gzip, bzip2, xz or zstandard has compressed begin with these bytes.
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+# Files that gzip, bzip2, xz or zstandard has compressed, or of zip, begin with these bytes.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 _CHUNK = 1 << 20
 
 
@@ -167,8 +167,9 @@ class TarFolders(Reader):
             raise FileNotFoundError(f"neither a tar archive nor a folder of them at {self.place}; correct the name")
         found = files_below(self.place, (".tar",))
         if not found:
-            if packed := files_below(self.place, (".tgz", *(f".tar.{kind}" for kind in ("gz", "bz2", "xz", "zst")))):
-                raise ValueError(f"{packed[0]} is compressed: decompress it to a plain .tar")
+            endings = (".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+            if packed := files_below(self.place, endings):
+                raise ValueError(f"{packed[0]} is compressed: make it a plain .tar, or unpack it")
             raise ValueError(
                 f"no tar archive in {self.place}; for images in folders use --data ImageFolderData, for Hugging Face "
                 "datasets and WebDataset shards a name that begins with hfds/ or wds/"
@@ -274,7 +275,7 @@ def _reason(file: str, error: Exception) -> str:
     with open(file, "rb") as stream:
         start = stream.read(8)
     if start.startswith(_COMPRESSED):
-        return "a compressed archive, in which images cannot be found without unpacking; decompress it to a plain tar"
+        return "a compressed archive, whose images cannot be read without unpacking; make it a plain tar, or unpack it"
     reason = str(error) or type(error).__name__
     return f"not a tar archive, or a truncated or broken one ({reason}); copy it anew, or delete it"
 

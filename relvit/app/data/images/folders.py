@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relvit.app.data.class_labels import check_printable
 from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
-from relvit.app.utils.files import is_exported
+from relvit.app.utils.files import absolute, is_exported
 from relvit.app.utils.shown_text import visible
 from relvit.utils.messages import did_you_mean, listing
 
@@ -112,7 +112,11 @@ def find_images(paths: Iterable[str]) -> list[str]:
             raise FileNotFoundError(
                 f"no file or folder {path!r}{near}; give image files, folders or patterns like '*.jpg'"
             )
-    return list(found)
+    # A file may be named in two spellings, such as a.jpg and ./a.jpg.
+    once: dict[str, str] = {}
+    for path in found:
+        once.setdefault(absolute(path), path)
+    return list(once.values())
 
 
 def look_into(folder: str) -> tuple[list[str], int]:

@@ -4,9 +4,11 @@ import codecs
 import csv
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from numbers import Number
 from typing import Any, Literal, NamedTuple
 
 from relvit.app.data.class_labels import Label, check_every_class, check_printable, classes_in, classes_of, positions
@@ -15,7 +17,7 @@ from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import canonical_paths, kept_path
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
 _SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these.
@@ -331,11 +333,21 @@ def _surplus(columns: Sequence[str], record: Mapping[str | None, Any], delimiter
 
 def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str], str]]:
     try:
+        import pyarrow
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
         raise MissingPackageError(f"the Parquet file {file}", "pyarrow") from error
-    _check_columns(file, parquet.read_schema(file).names, wanted)
-    table = parquet.read_table(file, columns=wanted)
+    try:
+        _check_columns(file, parquet.read_schema(file).names, wanted)
+        table = parquet.read_table(file, columns=wanted)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {file} as a Parquet file: {one_line(error)}; write it anew") from error
     columns = [table.column(name).to_pylist() for name in wanted]
     for number, values in enumerate(zip(*columns, strict=True), start=1):
-        yield number, ["" if value is None else str(value) for value in values], ""
+        # NaN, which alone differs from itself, is a missing number in tables of pandas.
+        cells = ["" if value is None or value != value else value for value in values]
+        # Lists, bytes and other values would become names of classes such as "['cat', 'dog']".
+        fault = ""
+        if others := [reprlib.repr(cell) for cell in cells if not isinstance(cell, str | Number)]:
+            fault = f"{others[0]} is neither text nor a number: write it as text, several labels as 'cat;dog'"
+        yield number, list(map(str, cells)), fault

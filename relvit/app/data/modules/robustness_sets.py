@@ -38,7 +38,7 @@ class RobustnessData(ImagePathsData):
     Raises:
         FileNotFoundError: There is no folder at `root`, or no file at `class_map`.
         ValueError: An argument is out of its range; or, when the images are first used, a folder is not a class of the
-            model, or has no images.
+            model, or has no images, or the folders have neither layout.
     """
 
     def __init__(
@@ -64,24 +64,22 @@ class RobustnessData(ImagePathsData):
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of all images; looks for the files."""
         sets = folders_of_classes(self.root)
+        # Other folders may be splits of one data set, such as train and test, whose images must not be mixed.
+        if others := [folder for folder in sets if folder != self.root and not Path(folder).name.isdigit()]:
+            raise ValueError(
+                f"{others[0]} holds class folders, but its name is not a severity (a number): give a folder "
+                f"CLASS/IMAGE, such as {others[0]}, or CORRUPTION/SEVERITY/CLASS/IMAGE"
+            )
         labels = self._labels({name for folder in sets for name in class_folders(folder)})
         samples: list[tuple[str, int]] = []
         conditions: list[tuple[str, int]] = []
-        kinds: dict[bool, str] = {}
         for folder in sets:
             found = labelled_files(folder, labels)
             samples += found
             place = Path(folder)
-            severe = place.name.isdigit() and folder != self.root
-            kinds.setdefault(severe, folder)
-            if severe:
+            if folder != self.root:
                 inside = place.parent.relative_to(self.root).as_posix()
                 conditions += [(place.parent.name if inside == "." else inside, int(place.name))] * len(found)
-        if len(kinds) == 2:
-            raise ValueError(
-                f"{self.root} mixes corruptions with and without folders of severities, such as {kinds[True]} and "
-                f"{kinds[False]}: put each kind into its own root"
-            )
         self.conditions = conditions
         return LabelledFiles(samples, self.file_transform, self.num_classes)
 

@@ -118,6 +118,11 @@ def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
     assert "root nowhere is not a folder" in message(root="nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no image below {tmp_path / 'empty'}" in message(root=tmp_path / "empty")
+    for name in ("val", "valid"):
+        shutil.copytree(photos / "val", tmp_path / "photos" / name)
+    with monkeypatch.context() as patch:
+        patch.setattr("relvit.app.evaluation.predictor.Predictor.features", None)
+        assert "both hold validation images; keep one" in message(root=tmp_path / "photos")
     assert "device is 'gpu9', which PyTorch does not know" in message("--device=gpu9")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     package = 'a Parquet file needs the package pyarrow: pip install "relvit[parquet]"'

@@ -117,6 +117,7 @@ def folders(tmp_path, monkeypatch):
     [
         (["c/bare", "a", "a/1.png"], ["c/bare", "a/1.png", "a/b/2.jpg"]),
         ([os.fsdecode(b"c/caf\xe9.png")], [r"c/caf\xe9.png"]),
+        (["a/1.png", "./a", "c/../a/1.png"], ["a/1.png", "./a/b/2.jpg"]),
         (["*/*.png"], ["a/1.png", r"c/caf\xe9.png"]),
         (["**/*.jpg", "[c-d]"], ["a/b/2.jpg", "c/3.gif", r"c/caf\xe9.png"]),
     ],

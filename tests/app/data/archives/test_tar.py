@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import shutil
 import tarfile
 
 import pytest
@@ -151,7 +152,7 @@ def test_compressed_archives_in_a_folder_are_named(tmp_path):
     packed = tmp_path / "photos" / "a.tar.gz"
     packed.parent.mkdir()
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    with pytest.raises(ValueError, match=r"photos/a.tar.gz is compressed: decompress it to a plain .tar"):
+    with pytest.raises(ValueError, match=r"photos/a.tar.gz is compressed: make it a plain .tar, or unpack it"):
         data_of(name=str(packed.parent))
     packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
     assert len(data_of(name=str(packed.parent), val_split="train").dataset("train")) == 9
@@ -285,11 +286,14 @@ def test_sizes_that_no_file_has(kind, nested, tmp_path):
 
 
 def test_compressed(tmp_path):
-    for kind in ("gz", "bz2", "xz"):
-        with tarfile.open(tmp_path / "a.tar", f"w:{kind}"):
-            pass
-        with pytest.raises(ValueError, match=r"a\.tar: a compressed archive, .*; decompress it to a plain tar"):
-            members(str(tmp_path / "a.tar"))
+    for kind in ("gztar", "bztar", "xztar", "zip"):
+        file = shutil.make_archive(str(tmp_path / "a"), kind, tmp_path)
+        with pytest.raises(ValueError, match=r"a\..*: a compressed archive, .*; make it a plain tar, or unpack it"):
+            members(file)
+    (tmp_path / "a").mkdir()
+    shutil.move(file, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a/a\.zip is compressed: make it a plain .tar, or unpack it"):
+        data_of(name=str(tmp_path / "a"))
 
 
 def test_an_archive_that_changes_later(tmp_path):

@@ -1,5 +1,6 @@
 """ImageListData: paths, labels, splits, and every mistake with its line."""
 
+import re
 import sys
 
 import pytest
@@ -99,6 +100,18 @@ def test_parquet(root, monkeypatch):
     parquet.write_table(pa.table({"label": ["ant", None], "path": list(paths[:2])}), file)
     with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
         ImageListData(file)
+    # As pandas writes whole numbers beside a missing one.
+    parquet.write_table(pa.table({"label": [1.0, float("nan")], "path": list(paths[:2])}), file)
+    with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
+        ImageListData(file)
+    for column, other in (("label", ["ant", "bee"]), ("label", {"name": "ant"}), ("label", b"ant"), ("path", b"x.png")):
+        parquet.write_table(pa.table({"label": ["ant"], "path": ["x.png"]} | {column: [other]}), file)
+        with pytest.raises(ValueError, match=rf"line 1: {re.escape(repr(other))} is neither text nor a number: write"):
+            ImageListData(file, label_separator=",")
+    for content in (b"PAR1", b"PAR1" * 9, b"path,label"):
+        (root / "broken.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read .*/broken.parquet as a Parquet file: .*; write it anew"):
+            ImageListData(str(root / "broken.parquet"))
     parquet.write_table(pa.table([pa.array(["x"])] * 3, names=["path", "label", "label"]), file)
     with pytest.raises(ValueError, match="has 2 columns 'label': keep one"):
         ImageListData(file)

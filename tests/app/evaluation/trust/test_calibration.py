@@ -222,6 +222,20 @@ def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
     assert main([*command, *QUIET]) == 0
 
 
+def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path, capsys):
+    lines = [f"{path},{path.parent.name}" for path in sorted((photos / "test").glob("*/*.jpg"))]
+    (tmp_path / "my list.csv").write_text("\n".join(["path,label", *lines]))
+    # An image with a wrong label, as a temperature needs.
+    shutil.copy(photos / "test" / "dog" / "1.jpg", tmp_path / "dog.jpg")
+    with open(tmp_path / "my list.csv", "a") as file:
+        file.write(f"\n{tmp_path / 'dog.jpg'},cat\n")
+    data = ["--data", "ImageListData", "--data.val", str(tmp_path / "my list.csv"), "--data.num_workers", "0"]
+    assert main(["calibrate", str(best), *data, "--output", str(tmp_path / "list.ckpt")]) == 0
+    command = next_command(capsys.readouterr().out)
+    assert command == ["test", str(tmp_path / "list.ckpt"), "--split", "val", *data]
+    assert main([*command, f"--runs={tmp_path / 'runs'}", *QUIET]) == 0
+
+
 def test_a_temperature_that_harms_val_is_not_written(moved, capsys):
     """Where two of three classes of val have the other's name, a temperature from train makes a model too sure."""
     checkpoint, root = moved / "best.ckpt", moved / "my photos"

@@ -194,12 +194,13 @@ def test_what_does_not_fit(best, photos, tmp_path, fails):
         ([f"--robustness={tmp_path / 'gone'}"], "give the folder of a robustness set"),
         ([test, f"--root={photos}"], "both name the images"),
         ([test, "--split=val"], "both name the images"),
+        ([f"--robustness={photos}"], f"give a folder CLASS/IMAGE, such as {photos / 'test'}, or CORRUPTION/SEVERITY"),
         ([test, f"--data.class_map={tmp_path / 'map.json'}"], "which the model does not have (did you mean 'cat'?)"),
     ):
         assert message in fails(["test", best, *options, f"--runs={tmp_path / 'runs'}", *QUIET])
     for root, class_map, message in (
         ("empty", None, "is empty"),
-        ("mixed", None, "with and without folders of severities, such as .*/mixed/snow/1 and .*/mixed/fog: put each"),
+        ("mixed", None, "mixed/fog holds class folders, but its name is not a severity"),
         ("wnids", None, "n00000005 is a class that the training data or the"),
         ("mixed/fog", str(tmp_path / "list.json"), "list.json is not a JSON object of names"),
     ):
