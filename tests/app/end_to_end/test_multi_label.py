@@ -233,6 +233,16 @@ def test_the_code_of_the_card_finds_the_same_classes(trained, published, monkeyp
     assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == sorted(found.names)
 
 
+@pytest.mark.elsewhere
+def test_the_pipeline_of_transformers_has_the_same_probabilities(trained, published):
+    transformers = pytest.importorskip("transformers")
+    photo, folder = trained[0] / "test" / "1.png", str(published / "published")
+    found = relvit.load(trained[1] / "checkpoints" / "best.ckpt").predict(photo, top=3)
+    theirs = transformers.pipeline("image-classification", model=folder)(Image.open(photo))
+    assert [each["label"] for each in theirs] == found.names
+    assert [each["score"] for each in theirs] == pytest.approx(found.probabilities, abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def copies(trained, thresholds, tmp_path_factory):
     """A folder with three copies of the checkpoint, the last with thresholds of its own."""

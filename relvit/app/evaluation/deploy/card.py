@@ -57,8 +57,8 @@ with torch.inference_mode():
 {prediction}
 ```
 
-It needs the Python packages timm and relvit, {version} or newer. `load_rgb` reads files as in the training:
-orientation, transparency on white, 16 bits.
+It needs the Python package relvit[train], {version} or newer; for the model alone, relvit is enough.
+`load_rgb` reads files as in the training: orientation, transparency on white, 16 bits.
 """
 ONE_LABEL = """\
 label = model.pretrained_cfg["label_names"][probabilities.argmax()]

@@ -136,7 +136,7 @@ def save_model(
             stay.
         class_names: name of each class; the label of a class is its index in this list.
         license: identifier of the licence of the weights; None: unknown.
-        about: further values for `config.json`.
+        about: further values for `config.json`, such as the 'thresholds' of a multi-label model.
 
     Raises:
         ValueError: the number of class names differs from the number of the model's classes.
@@ -152,6 +152,9 @@ def save_model(
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: {"version": __version__} if about is None else about,
     }
+    if about is not None and "thresholds" in about:
+        # Otherwise the pipeline of `transformers` computes softmax probabilities, and its Trainer the cross-entropy.
+        config["problem_type"] = "multi_label_classification"
     # Make all tensors contiguous, because safetensors only takes contiguous ones.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
     with atomic_folder(folder) as part:
