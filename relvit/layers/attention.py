@@ -126,6 +126,7 @@ class GridAttention(Mixer):
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: tokens
             attend to the whole grid.
         block_window: rows and columns of the windows into which the block cuts every image; None: the block cuts none.
+        rotates: whether queries and keys are rotated.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -137,6 +138,7 @@ class GridAttention(Mixer):
     trained_keys: int | None = None
     window: tuple[int, int] | None = None
     block_window: tuple[int, int] | None = None
+    rotates: bool = False
 
     def bias_of_prefix(self) -> nn.Module | None:
         """Return the layer's `prefix_bias`; None: the layer has none, or lacks the attribute."""
@@ -208,6 +210,7 @@ class GridAttention(Mixer):
         with torch.set_grad_enabled(training):
             dropout_p = self.attn_drop.p if training else 0.0
             options = {"device": device, "dropout_p": dropout_p, "trained_keys": self.trained_keys}
+            options["position_query"] = given.position_query
             backend, reason, keeps = choose(given.query.requires_grad_(training), *given[1:6], **options)
         if self.backend != "auto":
             keeps = keeps if backend == self.backend else ""
@@ -230,7 +233,8 @@ class GridAttention(Mixer):
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
         # `plan` reads only the shapes of terms that depend on tokens, so these tokens need not be initialised.
         terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
-        return AttentionInputs(vectors, vectors, vectors, terms, grid)
+        before_rotation = torch.empty_like(vectors) if self.rotates else None
+        return AttentionInputs(vectors, vectors, vectors, terms, grid, position_query=before_rotation)
 
 
 class RelativeAttention(GridAttention, Attention):
@@ -277,6 +281,11 @@ class RelativeAttention(GridAttention, Attention):
         self.rope: nn.Module | None = None
         self.prefix_bias: nn.Module | None = None
         self.backend = backend
+
+    @property
+    def rotates(self) -> bool:
+        """See `GridAttention`."""
+        return self.rope is not None
 
     def forward(
         self,

@@ -1,5 +1,6 @@
 """Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -75,9 +76,26 @@ def test_the_choice_is_that_of_tensors_on_the_device():
     assert expected.backend == "lean"
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "joint"}, {"rel_terms": ""}, {"backend": "gathered"}], ids=str)
-def test_the_backend_is_the_one_that_runs(options, monkeypatch):
-    model, ran = small(**options), []
+def rotary():
+    """Make Eva of timm after a retrofit, which rotates queries and keys."""
+    options = {"patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 1, "use_rot_pos_emb": True}
+    return relvit.retrofit(timm.create_model("eva02_tiny_patch14_224", img_size=32, **options), rel_terms="k")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        small,
+        partial(small, layout="joint"),
+        partial(small, rel_terms=""),
+        partial(small, backend="gathered"),
+        partial(small, rope="axial", embed_dim=16),
+        rotary,
+    ],
+    ids=str,
+)
+def test_the_backend_is_the_one_that_runs(made, monkeypatch):
+    model, ran = made(), []
     for name, module in attention.BACKENDS.items():
         run = module.relative_attention
 
@@ -89,7 +107,7 @@ def test_the_backend_is_the_one_that_runs(options, monkeypatch):
     # Layers hand their projection to this backend as it is.
     attend = attention.lean.attend
     monkeypatch.setattr(attention.lean, "attend", lambda *args: ran.append("lean") or attend(*args))
-    model(images())
+    model(images(*model.patch_embed.img_size))
     assert {plan.backend for plan in relvit.explain(model)} == set(ran)
 
 

@@ -133,6 +133,8 @@ def retrofit(
         attn = model.get_submodule(path)
         attn.__class__ = becomes.attention_classes[type(attn)]
         attn.backend = backend
+        if getattr(model, "rope", None) is not None:
+            attn.rotates = True
         for name in becomes.replaced:
             if hasattr(attn, name):
                 setattr(attn, name, None)
