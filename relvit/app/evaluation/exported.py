@@ -21,7 +21,7 @@ from relvit.app.training.classifier_checks import check_labels
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.devices import available_memory
 from relvit.app.utils.exceptions import MissingPackageError
-from relvit.app.utils.files import not_for_exported
+from relvit.app.utils.files import is_address, not_for_exported
 from relvit.app.utils.shown_text import one_line
 from relvit.models import Reach
 
@@ -61,6 +61,8 @@ class ExportedClassifier(BaseClassifier):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path: Path = Path(path)
+        if is_address(path):
+            raise ValueError(f"exported files are read from this machine alone: download {path}, then give its path")
         if not self.path.is_file():
             raise FileNotFoundError(f"no file {path}: relvit export CKPT --output {path} writes one")
         try:

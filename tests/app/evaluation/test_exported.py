@@ -171,6 +171,8 @@ def test_files_that_are_none(tmp_path):
     path.parent.mkdir()
     with pytest.raises(FileNotFoundError, match=r"no file .*a\.onnx: relvit export CKPT --output .*a\.onnx writes"):
         ExportedClassifier(path)
+    with pytest.raises(ValueError, match=r"download https://127\.0\.0\.1/a\.onnx, then give its path$"):
+        ExportedClassifier("https://127.0.0.1/a.onnx")
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"^cannot open .*a\.onnx: "):
         ExportedClassifier(path)

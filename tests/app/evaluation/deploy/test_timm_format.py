@@ -124,6 +124,14 @@ def test_save_a_model_of_another_training(tmp_path):
         save_model(model, tmp_path / "model", ["a", "b", "c"])
 
 
+def test_save_a_model_of_half_precision(tmp_path):
+    model = timm.create_model("test_relvit", num_classes=2, img_size=(32, 48)).bfloat16()
+    save_model(model, tmp_path / "model", ["no", "yes"])
+    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.float()), name
+
+
 @pytest.mark.slow
 def test_a_light_process_of_timm_and_relvit_alone_computes_the_same(published, tmp_path):
     generator = torch.Generator().manual_seed(1)
