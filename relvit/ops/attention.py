@@ -268,7 +268,7 @@ def choose(
     grid: Grid,
     key_grid: Grid | None = None,
     *,
-    device: str | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Choice:
     """Return which backend `relative_attention` takes for 'auto', why, and what it keeps for backward.
@@ -282,7 +282,7 @@ def choose(
     Arguments and errors are those of `relative_attention`, without `backend` and with one more argument:
 
     Args:
-        device: the kind of device that would compute, 'cpu' or 'cuda', even if this machine has none; None: the
+        device: the device that would compute, such as 'cpu' or 'cuda', even if this machine has none; None: the
             query's.
     """
     check_names("choose", options, AttentionInputs._fields[6:])
@@ -293,9 +293,9 @@ def choose(
     return choice._replace(keeps="nothing: no gradient is wanted")
 
 
-def _choose(inputs: AttentionInputs, device: str | None = None) -> Choice:
+def _choose(inputs: AttentionInputs, device: torch.device | str | None = None) -> Choice:
     """Choose by the first rule that applies."""
-    query, terms, device = inputs.query, inputs.terms, device or inputs.query.device.type
+    query, terms, device = inputs.query, inputs.terms, torch.device(device or inputs.query.device).type
     if any(isinstance(term, JointTable) for term in terms):
         keeps, tokens = "nothing: backward recomputes each tile", max(query.shape[2], inputs.key.shape[2])
         if is_compiling() and not is_functorch() and _adds_pair_bias(inputs):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from draws import draw_case, leaves
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from relvit.ops import RelativeTerms, attention, choose, make_grid, relative_attention
 from relvit.ops.inputs import AttentionInputs, checked
@@ -114,6 +115,17 @@ def test_the_rules_for_gpus(monkeypatch):
     monkeypatch.setattr(attention, "is_compiling", lambda: True)
     assert on_a_gpu(width=257) == on_a_gpu(layout="joint", which="b") == "fused"
     assert on_a_gpu(layout="joint") == "gathered"
+
+
+def test_a_device_may_have_a_number():
+    *tensors, grid = draw_case(4, 5)
+    q, k, v, terms = tree_map_only(torch.Tensor, torch.Tensor.float, tensors)
+    expected = choose(q, k, v, terms, grid, device="cuda")
+    assert expected.backend == "lean"
+    for device in ("cuda:0", torch.device("cuda", 1)):
+        assert choose(q, k, v, terms, grid, device=device) == expected
+    with pytest.raises(RuntimeError, match="device string: gpu"):
+        choose(q, k, v, terms, grid, device="gpu")
 
 
 @pytest.mark.parametrize(("name", "given"), [("backend", "fused"), ("scal", 1.0)])
