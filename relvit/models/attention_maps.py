@@ -18,8 +18,11 @@ from relvit.models.depth import lack
 from relvit.models.retrofit.api import can_retrofit
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
-from relvit.ops.checks import check_model
+from relvit.ops.checks import check_kind, check_model
 from relvit.utils.messages import an, full_name, listing, part_of
+
+# A batch of native shapes, a dictionary, has no single grid of patches.
+ONE_SIZE = "a tensor (B, in_chans, height, width), images of one size"
 
 
 class AttentionMaps(NamedTuple):
@@ -90,6 +93,7 @@ def _record_weights(
             f"blocks of {type(model).__name__} with windows have no N x N weights: "
             + (f"give layers={whole}, which are without windows" if whole else "all blocks of this model have windows")
         )
+    check_kind("images", images, Tensor, ONE_SIZE)
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
     with _recording([attentions[i] for i in chosen], keep) as recorded, torch.compiler.set_stance("force_eager"):
@@ -154,6 +158,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     if (recurrence := getattr(model, "recurrence", None)) or any(layer.window for layer in layers.values()):
         cure = recurrence.undo if recurrence else "set_reach(model, 'trained')"
         raise ValueError(f"attention within windows or parts has no logits of all pairs: call {cure} first")
+    check_kind("images", images, Tensor, ONE_SIZE)
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
         model.forward_features(images)
     found = {}

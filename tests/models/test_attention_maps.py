@@ -13,7 +13,7 @@ from vits import bias_for, images, small, twins
 
 import relvit
 from relvit.layers import RelativeAttention
-from relvit.models.attention_maps import attention_rollout
+from relvit.models.attention_maps import attention_rollout, logit_inputs
 
 
 def timms(model, x, attn_mask=None):
@@ -183,6 +183,9 @@ def test_arguments_that_are_refused():
         relvit.attention_maps(model.train(), x)
     with pytest.raises(ValueError, match=r"images must be \(B, in_chans, height, width\), got shape \(3, 24, 16\)"):
         relvit.attention_maps(model.eval(), x[0])
+    for call in (relvit.attention_maps, attention_rollout, logit_inputs):
+        with pytest.raises(TypeError, match=r"images must be a tensor .*, images of one size, got dict"):
+            call(model, {"patches": x})
     model.blocks[1].attn.__class__ = Silent
     with pytest.raises(TypeError, match=r"the forward of blocks.1.attn, a .*\.Silent, shows no weights"):
         relvit.attention_maps(model, x)
