@@ -324,6 +324,20 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             raise ValueError(why)
         super().set_grad_checkpointing(enable)
 
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Remove the blocks after the last chosen one, as timm does for `features_only`.
+
+        Raises:
+            ValueError: the model's class has a `_run_steps` of its own, with another number of states than of blocks.
+        """
+        count = self._count_steps()
+        if isinstance(self.depth_plan, OwnDepth) and count != len(self.blocks):
+            raise ValueError(
+                f"{type(self).__name__} has {count} states of {len(self.blocks)} blocks, and which block computes "
+                "which state is not known: instead of features_only and pruning use forward_intermediates"
+            )
+        return super().prune_intermediate_layers(*args, **kwargs)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as `nn.Module.compile`, and the parts that no graph of the whole model holds."""
         super().compile(*args, **kwargs)

@@ -161,4 +161,6 @@ def test_a_depth_of_ones_own_is_not_taken_for_blocks_one_after_the_other():
         attention_rollout(model, images())
     with pytest.raises(ValueError, match="Looped runs its blocks in another way: leave reversible out"):
         Looped(reversible=True, **options)
+    with pytest.raises(ValueError, match=r"Looped has 4 states of 2 blocks, .* use forward_intermediates"):
+        model.prune_intermediate_layers([1])
     assert lack(model, "hooks")
