@@ -212,7 +212,7 @@ def _evaluate(
 
     what = f"{classifier.hparams.model} at {height} x {width}"
     loader = loader if progress is None else progress(loader, len(loader), what)
-    for logits, labels in run_batches(timed_logits, loader, split):
+    for logits, labels in run_batches(timed_logits, loader, own, split):
         count_batch(metrics, evaluation_loss(logits, labels), logits, labels)
         batches.append(of.keep(of.probabilities(logits.double()), labels))
     tested = np.concatenate(batches, axis=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,13 +14,15 @@ from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
+from relvit.app.data import ImageData
 from relvit.app.data.batches import ImageBatch, image_count, mirrored, pair_of
+from relvit.app.data.modules.base import Split
 from relvit.app.models import at_image_size, check_image_size
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
-from relvit.app.utils.shown_text import cut, one_line
+from relvit.app.utils.shown_text import cut, one_line, visible
 from relvit.models import Reach, set_reach
 
 
@@ -152,12 +155,17 @@ def pooled_features(net: nn.Module, images: ImageBatch) -> Tensor:
 
 
 def run_batches(
-    step: Callable[[ImageBatch], Tensor], batches: Iterable[tuple[ImageBatch, Any]], split: str | None = None
+    step: Callable[[ImageBatch], Tensor],
+    batches: Iterable[tuple[ImageBatch, Any]],
+    data: ImageData | None = None,
+    split: Split = "val",
 ) -> Iterator[tuple[Tensor, Any]]:
     """Yield the result of `step` for the images of each batch, on the CPU, and the batch's labels or names.
 
+    If `data` is given, the batches are of its `split`: warn at the end of images that could not be read.
+
     Raises:
-        ValueError: There is no batch, and a `split` is given, which the message names.
+        ValueError: There is no batch, and `data` is given.
     """
     found = False
     for images, others in batches:
@@ -165,5 +173,12 @@ def run_batches(
         with torch.inference_mode():
             rows = step(images).cpu()
         yield rows, others
-    if split is not None and not found:
+    if data is None:
+        return
+    if not found:
         raise ValueError(f"none of the images of {split} could be read: relvit check-data says why")
+    if unreadable := data.unreadable.get(split):
+        (path, reason), *others = unreadable.items()
+        left_out = f"{len(unreadable)} images of {split} could not be read and were left out, such as"
+        left_out = left_out if others else f"1 image of {split} could not be read and was left out:"
+        warnings.warn(f"{left_out} {visible(path)}: {reason}", stacklevel=2)

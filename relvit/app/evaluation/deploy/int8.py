@@ -95,7 +95,7 @@ def compare(predictor: Predictor, exported: BaseClassifier, data: ImageData) -> 
 
     count = len(data.dataset("val"))
     loader = data._loader("val", sampler=range(0, count, -(-count // COMPARED)))
-    found, labels = (torch.cat(part) for part in zip(*run_batches(of_both, loader, "val"), strict=True))
+    found, labels = (torch.cat(part) for part in zip(*run_batches(of_both, loader, data, "val"), strict=True))
     both = found.unbind(1)
     of = predictor.labels
     scores = [of.compute_score(of.keep(each, labels)) for each in both]

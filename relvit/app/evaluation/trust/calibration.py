@@ -195,7 +195,8 @@ def _outcomes(
     data.evaluate_on(split)
     loader = data.test_dataloader()
     loader = loader if progress is None else progress(loader, len(loader))
-    logits, labels = (torch.cat(part) for part in zip(*run_batches(classifier.logits, loader, split), strict=True))
+    found = run_batches(classifier.logits, loader, data, split)
+    logits, labels = (torch.cat(part) for part in zip(*found, strict=True))
     return logits.double(), labels
 
 

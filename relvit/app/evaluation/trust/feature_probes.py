@@ -113,9 +113,10 @@ def probe_models(
         indices = choose_labels(targets, max(shares), seed)
         loaders = {"train": train._loader("train", sampler=indices.tolist()), split: evaluated.test_dataloader()}
         found = []
-        for part, loader in loaders.items():
+        for (part, loader), images in zip(loaders.items(), (train, evaluated), strict=True):
             batches = loader if progress is None else progress(loader, len(loader), f"{Path(model).name}: {part}")
-            parts = zip(*run_batches(partial(finite_features, net, device=device), batches, part), strict=True)
+            step = partial(finite_features, net, device=device)
+            parts = zip(*run_batches(step, batches, images, part), strict=True)
             found += [torch.cat(rows).numpy() for rows in parts]
         features, labels, queries, truth = found
         if unreadable := train.unreadable.get("train"):
@@ -123,8 +124,11 @@ def probe_models(
         for share in sorted(shares):
             chosen = np.isin(indices, choose_labels(targets, share, seed))
             known = features[chosen], labels[chosen]
-            linear, strength = linear_right(*known, queries, truth, seed)
-            right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}
+            with warnings.catch_warnings():
+                # Of few images per class scikit-learn warns that the labels may be numbers of a regression.
+                warnings.filterwarnings("ignore", message="The number of unique classes is greater than 50%")
+                linear, strength = linear_right(*known, queries, truth, seed)
+                right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}
             row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
             row |= {"images": len(truth)}
             row |= with_errors({name: float(each.mean()) for name, each in right.items()}, len(truth))

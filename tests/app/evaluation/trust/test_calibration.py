@@ -228,9 +228,13 @@ def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path,
     # An image with a wrong label, as a temperature needs.
     shutil.copy(photos / "test" / "dog" / "1.jpg", tmp_path / "dog.jpg")
     with open(tmp_path / "my list.csv", "a") as file:
-        file.write(f"\n{tmp_path / 'dog.jpg'},cat\n")
+        file.write(f"\n{tmp_path / 'dog.jpg'},cat\nbroken.jpg,cat\n")
     data = ["--data", "ImageListData", "--data.val", str(tmp_path / "my list.csv"), "--data.num_workers", "0"]
-    assert main(["calibrate", str(best), *data, "--output", str(tmp_path / "list.ckpt")]) == 0
+    data += ["--data.on_error", "skip"]
+    with pytest.warns(
+        UserWarning, match=r"^1 image of val could not be read and was left out: .*/broken\.jpg: there is"
+    ):
+        assert main(["calibrate", str(best), *data, "--output", str(tmp_path / "list.ckpt")]) == 0
     command = next_command(capsys.readouterr().out)
     assert command == ["test", str(tmp_path / "list.ckpt"), "--split", "val", *data]
     assert main([*command, f"--runs={tmp_path / 'runs'}", *QUIET]) == 0

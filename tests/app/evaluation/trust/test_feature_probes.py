@@ -134,7 +134,7 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
         assert message in fails(["probe", *wrong])
 
 
-def test_unreadable_images_and_small_shares(best, photos, tmp_path):
+def test_unreadable_images_and_small_shares(best, photos, tmp_path, recwarn):
     """Only images of the largest share are read; of those that cannot be, the others keep their places."""
     root = shutil.copytree(photos, tmp_path / "photos")
     data = ImageFolderData(str(root), num_workers=0, on_error="skip")
@@ -144,10 +144,24 @@ def test_unreadable_images_and_small_shares(best, photos, tmp_path):
         Path(data.samples("train")[index][0]).write_bytes(b"no image")
     rows = probe_models([best], data, shares=(0.34, 0.5))
     assert [row["labels"] for row in rows] == [5, 8]
+    (text,) = [str(warning.message) for warning in recwarn]
+    broken = data.samples("train")[part[0]][0]
+    assert text.startswith(f"1 image of train could not be read and was left out: {broken}: it is not an image")
     # The result is that without the unreadable image, whose class has one image left.
     features = relvit.load(best).embed([data.samples("train")[index][0] for index in part[1:]]).numpy()
     queries = relvit.load(best).embed([path for path, _ in data.samples("val")]).numpy()
     assert rows[0]["knn"] == knn_right(features, labels[part[1:]], queries, labels, 20).mean()
+
+
+def test_one_label_per_class_needs_no_warning(best, tmp_path, recwarn):
+    """scikit-learn takes more than 20 labels for a regression if less than two of them are of one class."""
+    for split in ("train", "val"):
+        for number in range(21):
+            path = tmp_path / split / f"class {number}" / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (16, 16), (number, 0, 0)).save(path)
+    probe_models([best], ImageFolderData(str(tmp_path), num_workers=0), shares=[0.01, 1])
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
