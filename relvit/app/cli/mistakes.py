@@ -34,7 +34,7 @@ NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --d
 # `--config`, `--root` means class folders; a configuration usually names the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 # `fit` takes these arguments of the model from the data, and has no options for them.
-DECIDED = ("num_classes", "in_chans", "multi_label")
+DECIDED = {*OF_THE_DATA} - {"img_size", "class_names"}
 
 
 class Given(NamedTuple):

@@ -61,6 +61,7 @@ class Labels(Protocol):
         score: The metric that chooses the best checkpoint.
         loss: The loss of evaluation, by its name in `ClassificationLoss`: 'ce' or 'bce'.
         activation: Python code that turns logits into probabilities, such as 'softmax(-1)', to print for users.
+        problem_type: The kind of labels, as the configurations of transformers name it.
         commands: The names of the commands of relvit that use a checkpoint after its training, to print for users.
         mistakes_by: The name of the column by which a table of mistakes is sorted.
         mistakes_title: The title of the pictures of mistakes.
@@ -71,6 +72,7 @@ class Labels(Protocol):
     score: str
     loss: str
     activation: str
+    problem_type: str
     commands: str
     mistakes_by: str
     mistakes_title: str
@@ -163,6 +165,7 @@ class OneLabel(Labels):
     score = "acc1"
     loss = "ce"
     activation = "softmax(-1)"
+    problem_type = "single_label_classification"
     commands = "show, calibrate, probe, embed, export, publish"
     mistakes_by = "probability"
     mistakes_title = "most confident mistakes"
@@ -245,6 +248,7 @@ class SeveralLabels(Labels):
     score = "map"
     loss = "bce"
     activation = "sigmoid()"
+    problem_type = "multi_label_classification"
     commands = "show, calibrate, embed, export, publish"
     mistakes_by = "loss"
     mistakes_title = "mistakes of the highest loss"

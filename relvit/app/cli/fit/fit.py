@@ -143,7 +143,7 @@ class FitCLI(RelvitCLI):
         --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
         for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
-            model = read_config(config).get("model")
+            model = read_config(config).get("model") if config else None
             # The parser would drop these options of a configuration without a word.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
                 raise UsageError(f"unknown option model.{given[0]} in {config}: the data decide it")

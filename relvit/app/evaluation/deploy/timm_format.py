@@ -19,6 +19,7 @@ from torch import nn
 
 from relvit.app.evaluation.deploy.card import model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
+from relvit.app.training.labels import labels_of
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_folder, is_address, parse_json
 from relvit.app.utils.shown_text import one_line
@@ -154,7 +155,7 @@ def save_model(
     }
     if about is not None and "thresholds" in about:
         # Otherwise the pipeline of `transformers` computes softmax probabilities, and its Trainer the cross-entropy.
-        config["problem_type"] = "multi_label_classification"
+        config["problem_type"] = labels_of(about["thresholds"]).problem_type
     # Make all tensors contiguous, because safetensors only takes contiguous ones.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
     with atomic_folder(folder) as part:
