@@ -77,12 +77,14 @@ def distilled(folder, name, **options):
     return found | {"weights of the teacher": module.teacher.net.state_dict()}
 
 
-def with_batch_norm():
-    """Validate a network with buffers, which DDP broadcasts, on an odd number of images."""
-    module = build()
+def with_batch_norm(ema_decay):
+    """Validate a network whose statistics differ between processes, on an odd number of images."""
+    module = build(ema_decay=ema_decay)
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
     metrics = fit(module, data=NoiseImages(17), max_epochs=1).callback_metrics
-    return {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
+    results = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
+    with torch.no_grad():
+        return {"results": results, "logits": module.eval()(NoiseImages(17).images)}
 
 
 def order():
@@ -104,7 +106,7 @@ def trainings(folder):
         "halting": steps(folder, "halting", **HALTING),
         "hard": distilled(folder, "hard"),
         "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),
-        "batch norm": with_batch_norm(),
+        "batch norm": {ema_decay: with_batch_norm(ema_decay) for ema_decay in (None, 0.9)},
         "order": order(),
     }
     gathered = [None, None]

@@ -103,6 +103,11 @@ class BaseClassifier(EpochMetrics):
             raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}")
         return images, self.labels.checked(labels, self.hparams.num_classes, training) if len(labels) else labels
 
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        if self.average is not None:
+            self.average.take_main_buffers()
+
     def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> None:
         self._evaluate(self.val_metrics, batch)
 

@@ -111,11 +111,17 @@ def test_the_teacher_sees_what_the_student_sees_and_stays(kind, found):
     assert not torch.equal(first["student"][0], second["student"][0])
 
 
-def test_validation_within_a_training_with_batch_norm(found):
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_validation_within_a_training_with_batch_norm(found, ema_decay):
+    """All processes validate with the statistics of the main process, which checkpoints hold."""
     # The processes have nine and eight of 17 images, in three and two batches.
-    first, second = (rank["batch norm"] for rank in found[1])
-    assert first == second
-    assert first["val/acc1"] * 17 == pytest.approx(round(first["val/acc1"] * 17), abs=1e-4)
+    first, second = (rank["batch norm"][ema_decay] for rank in found[1])
+    assert first["results"] == second["results"]
+    labels = NoiseImages(17).labels
+    loss = float(nn.functional.cross_entropy(first["logits"], labels))
+    accuracy = float((first["logits"].argmax(1) == labels).float().mean())
+    assert first["results"]["val/loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["results"]["val/acc1"] == pytest.approx(accuracy, rel=1e-5)
 
 
 def test_training_divides_the_images_anew_in_each_epoch(found):

@@ -33,6 +33,10 @@ class FiniteCheck:
         loss = loss.detach()
         self._loss = loss if self._loss is None else torch.where(self._loss.isfinite(), loss, self._loss)
 
+    def forget(self) -> None:
+        """Forget the losses since the last optimiser step."""
+        self._loss = None
+
     def before_step(self, trainer: Trainer, parameters: Iterable[nn.Parameter]) -> tuple[Tensor, bool]:
         """Return the norm of all gradients before clipping, and whether the optimiser may use the gradients.
 

@@ -63,6 +63,9 @@ class FindLearningRate(LearningRateFinder):
         # Each process has computed a rate from the losses of its own images, so let all take the main process's rate.
         found = trainer.strategy.broadcast(steepest_fall(self.rates, self.losses))
         pl_module.train_metrics.reset()
+        # High rates may have made the loss infinite or NaN. The check of the training's first step must not see these
+        # losses.
+        pl_module.finite.forget()
         configured, min_lr = pl_module.hparams.lr, pl_module.hparams.min_lr
         if found is not None and found > min_lr:
             # Loggers record the initial hyperparameters, which `save_hyperparameters` changes, too; an assignment to

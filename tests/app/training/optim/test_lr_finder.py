@@ -98,6 +98,15 @@ def test_the_configured_rate_is_kept_where_none_is_found(losses, why, capsys):
     assert (module.hparams.lr, module.plan.lr) == (0.9, 0.9)
 
 
+def test_losses_of_the_search_that_are_not_finite_do_not_end_the_training(monkeypatch):
+    monkeypatch.setattr(lr_finder, "STEPS", 8)
+    module = build()
+    loss = module.loss.forward
+    module.loss.forward = lambda *given: loss(*given) * (1.0 if module.range_test is None else math.nan)
+    trainer = train(module, max_epochs=1, limit_val_batches=0, callbacks=[FindLearningRate()])
+    assert trainer.global_step == 6
+
+
 def test_non_finite_losses_end_the_search_and_then_the_training(capsys, monkeypatch):
     monkeypatch.setattr(lr_finder, "STEPS", 8)
     module = build()
