@@ -91,13 +91,17 @@ def _record_weights(
         whole = [index for index, attention in enumerate(attentions) if not getattr(attention, "block_window", None)]
         raise ValueError(
             f"blocks of {type(model).__name__} with windows have no N x N weights: "
-            + (f"give layers={whole}, which are without windows" if whole else "all blocks of this model have windows")
+            + (
+                f"attention_maps takes layers={whole}, which are without windows"
+                if whole
+                else "all blocks of this model have windows"
+            )
         )
     check_kind("images", images, Tensor, ONE_SIZE)
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
     with _recording([attentions[i] for i in chosen], keep) as recorded, torch.compiler.set_stance("force_eager"):
-        model.forward_features(images)
+        _run(model, images)
     for index in chosen:
         if attentions[index] not in recorded:
             kind = full_name(type(attentions[index]))
@@ -146,7 +150,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     Raises:
         TypeError: `model` is not a module, or has no attention with relative positions.
         ValueError: the model is in training mode, computes windows or parts of images, or has a layer that does not
-            compute all patches.
+            compute all pairs of patches.
     """
     check_model(model)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, GridAttention)}
@@ -160,14 +164,15 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         raise ValueError(f"attention within windows or parts has no logits of all pairs: call {cure} first")
     check_kind("images", images, Tensor, ONE_SIZE)
     with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
-        model.forward_features(images)
+        _run(model, images)
     found = {}
     rows, columns = patch_grid(model, images.shape[-2:])
     for layer_name, layer in layers.items():
         given = record.get(layer.attn_drop)
         if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
             raise ValueError(
-                f"{name} leaves patches out of some layers, and logit_inputs needs all of them: take another model"
+                f"{layer_name} of {name} computes windows, pooled tokens or some of the patches, and logit_inputs "
+                "needs the logits of all pairs of patches: take another model"
             )
         found[layer_name] = given
     return found
@@ -220,6 +225,11 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
             cure = ": call relvit.retrofit(model) first" if can_retrofit(model) else ""
             raise _unknown(model, f"blocks.{index}.attn is {an(full_name(type(attention)))}{cure}")
     return [block.attn for block in blocks]
+
+
+def _run(model: nn.Module, images: Tensor) -> None:
+    """Compute the tokens of images; the encoders of `transformers` and `segment_anything` have no head to leave out."""
+    getattr(model, "forward_features", model)(images)
 
 
 def _unknown(model: nn.Module, why: str) -> TypeError:

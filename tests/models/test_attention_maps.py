@@ -166,8 +166,11 @@ def test_the_advice_to_retrofit_a_model_works(name):
         relvit.attention_maps(model, x)
     model = relvit.retrofit(model)
     if name == "sam":
-        with pytest.raises(ValueError, match=r"RetrofittedSam with windows have no .* give layers=\[1\], which"):
-            relvit.attention_maps(model, x)
+        for call in (relvit.attention_maps, attention_rollout):
+            with pytest.raises(
+                ValueError, match=r"Sam with windows have no .*: attention_maps takes layers=\[1\], which"
+            ):
+                call(model, x)
     layers = [1] if name == "sam" else None
     assert relvit.attention_maps(model, x, layers).weights[0].isfinite().all()
 

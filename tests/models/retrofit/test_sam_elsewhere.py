@@ -13,6 +13,7 @@ from sam_cases import ddp_steps, sam_blocks, sam_encoder, sam_model, sgd_batches
 from torch import nn
 
 import relvit
+from relvit.models import logit_inputs
 
 TRAINED = (56, 56)
 # Rows and columns of patches: a canvas as large, smaller and larger ones, cut in both directions.
@@ -101,6 +102,23 @@ def test_compiled_and_exported(case):
         net = compiled if grid == (7, 7) else torch.export.export(model, (x,)).module()
         features = net(x) if case == "segment_anything" else net(x)[0]
         assert_equal({name: features}, {name: expected}, 1e-5)
+
+
+def test_attention_maps_of_global_blocks_mix_the_values_to_the_output():
+    model, x, seen = imported(sam_encoder("segment_anything")), images(40, 56), []
+    attn = model.blocks[1].attn
+    handle = attn.register_forward_hook(lambda _module, given, out: seen.append((given[0], out)))
+    maps = relvit.attention_maps(model, x, [1])
+    handle.remove()
+    assert maps.grid == (5, 7)
+    ((tokens, expected),) = seen
+    value = attn.qkv(tokens).flatten(1, 2).unflatten(-1, (3, 2, -1))[:, :, 2].transpose(1, 2)
+    found = attn.proj((maps.weights[0].double() @ value).transpose(1, 2).flatten(2)).view_as(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"blocks.0.attn of RetrofittedImageEncoder computes windows, pooled tokens or"
+    ):
+        logit_inputs(model, x)
 
 
 def test_images_that_do_not_divide_into_patches():

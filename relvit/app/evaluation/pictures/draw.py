@@ -255,7 +255,9 @@ def first_kinds(model: nn.Module) -> list[Kind]:
 
 
 def _number(subject: Subject, layer: int) -> int:
-    return layer % len(subject.model.blocks)
+    # Models of transformers have other names for their blocks; each block has one mixer.
+    blocks = getattr(subject.model, "blocks", None) or [m for m in subject.model.modules() if isinstance(m, Mixer)]
+    return layer % len(blocks)
 
 
 def _applied(compute: Callable[[], Any]) -> Any:

@@ -50,7 +50,8 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     rows, columns = patch_grid(model, image.shape[-2:])
 
     def reshape_transform(tokens: Tensor) -> Tensor:
-        """(1, N, dim) with prefix tokens first -> (1, dim, rows, columns)."""
+        """(1, N, dim) with prefix tokens first, or SAM's (1, rows, columns, dim) -> (1, dim, rows, columns)."""
+        tokens = tokens.flatten(1, -2)
         patches = tokens[:, tokens.shape[1] - rows * columns :]
         return patches.float().transpose(1, 2).unflatten(2, (rows, columns))
 

@@ -23,8 +23,8 @@ def by_formula(model, label, layer=-1):
     logit = model(IMAGE[None].to(next(model.parameters())))[0, label]
     handle.remove()
     (gradient,) = torch.autograd.grad(logit, kept)
-    prefix = kept[0].shape[1] - 15
-    features, gradient = kept[0][0, prefix:].detach(), gradient[0, prefix:]
+    # SAM's tokens are (1, rows, columns, dim).
+    features, gradient = (part.flatten(1, -2)[0, -15:].detach() for part in (kept[0], gradient))
     found = torch.zeros(3, 5)
     for row in range(3):
         for column in range(5):
@@ -34,10 +34,10 @@ def by_formula(model, label, layer=-1):
     return enlarged / enlarged.max()
 
 
-@pytest.mark.parametrize("kind", ["relvit", "prefix", "aft", "lsh", "retrofitted", "eva", "timm"])
+@pytest.mark.parametrize("kind", ["relvit", "prefix", "aft", "lsh", "retrofitted", "eva", "timm", "sam"])
 def test_formula(kind):
-    if kind in ("retrofitted", "eva"):
-        model = retrofitted(build("dinov2" if kind == "retrofitted" else "dinov3")).float()
+    if kind in ("retrofitted", "eva", "sam"):
+        model = retrofitted(build({"retrofitted": "dinov2", "eva": "dinov3", "sam": "sam"}[kind])).float()
     elif kind == "timm":
         torch.manual_seed(0)
         model = timm.create_model(

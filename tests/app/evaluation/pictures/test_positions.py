@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from beit_cases import hf_beit
 from oracles.relative_attention import pair_entries
 from retrofit_cases import build, retrofitted
 from vits import images, small
@@ -12,6 +13,7 @@ import relvit
 from relvit.app.evaluation.pictures import (
     NotApplicableError,
     aft_windows,
+    draw,
     effective_kernels,
     logit_parts,
     position_tables,
@@ -179,6 +181,19 @@ def test_windows_of_aft():
     torch.testing.assert_close(aft_windows(full, (16, 40))["blocks.1.attn"][0], mean)
 
 
+@pytest.mark.parametrize("case", ["hf beit eager", "data2vec eager"])
+def test_logits_of_models_of_transformers_are_those_of_their_weights(case):
+    model = relvit.retrofit(hf_beit(case))
+    image = images(24, 40, dtype=torch.float64)[0]
+    shown = model(image[None], output_attentions=True).attentions
+    for layer, weights in enumerate(shown):
+        found = sum(logit_parts(model, image, (1, 3), layer).values()).softmax(-1)
+        torch.testing.assert_close(found, weights[0, :, 1 + 5 + 3], rtol=0, atol=1e-6)
+    title = draw("logits", model, image).get_suptitle()
+    assert title == f"Logits of the query of patch (1, 2), layer {len(shown) - 1}, 3 x 5 patches"
+    assert draw("kernels", model, image).axes
+
+
 def test_what_is_refused():
     model, aft = model_of({}), small("test_relvit_aft", mixer="simple").eval()
     for refused, compute in {
@@ -199,7 +214,7 @@ def test_what_is_refused():
             set_reach(model_of({}), "windows", (24, 16)), IMAGE
         ),
         "windows or parts": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
-        "leaves patches out of some layers, and logit_inputs needs all": lambda: effective_kernels(
+        "some of the patches, and logit_inputs needs the logits of all pairs": lambda: effective_kernels(
             small("relvit_universal_small", halting="act").double().eval(), IMAGE
         ),
     }.items():
