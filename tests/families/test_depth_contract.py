@@ -130,15 +130,6 @@ def test_what_a_depth_lacks_is_said(kind):
         assert lack(model, need) == why
 
 
-@each_depth
-def test_an_empty_batch_has_empty_logits_and_gradients_of_zero(kind):
-    model = build(kind)
-    out = model(X[:0])
-    assert out.shape == (0, 5)
-    out.sum().backward()
-    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-
-
 def test_a_depth_of_ones_own_is_not_taken_for_blocks_one_after_the_other():
     class Looped(RelVisionTransformer):
         def _count_steps(self):

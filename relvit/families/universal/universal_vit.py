@@ -307,7 +307,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         # `run_gathered` calls the parts of `RelativeAttention` and not its `forward`. A subclass may have changed
         # `forward`, so exclude subclasses.
         own = type(attn) is RelativeAttention
-        if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager() or not len(x):
+        if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
         # `run_gathered` does not call these modules as a whole, so it would skip hooks on them.
         modules = (self.blocks[0], attn, attn.attn_drop)

@@ -81,7 +81,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     state_dict = unwrap(state_dict)
     state = {name: tensor for name, tensor in state_dict.items() if not name.startswith(IGNORED)}
     own = model.state_dict()
-    cfg = _cfg_of(model)
+    cfg = cfg_of(model)
     head = state.get(f"{cfg.get('classifier')}.weight")
     if head is not None and head.shape[0] == model.num_classes:
         # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model, so
@@ -251,7 +251,7 @@ def grid_of(
     for prefix in (tokens, 0):
         if length - prefix == model.patch_embed.num_patches:
             return prefix, model.patch_embed.grid_size
-    size = _cfg_of(model).get("input_size")
+    size = cfg_of(model).get("input_size")
     trained = f", and no image of {size[1:]} pixels" if size else ""
     raise ValueError(
         f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid{trained}; "
@@ -260,8 +260,8 @@ def grid_of(
     )
 
 
-def _cfg_of(model: nn.Module) -> dict[str, Any]:
-    """Return timm's description of a model's weights, which a model built by its class lacks."""
+def cfg_of(model: nn.Module) -> dict[str, Any]:
+    """Return timm's configuration of a model, `pretrained_cfg`; empty for a model that was built by its class."""
     return getattr(model, "pretrained_cfg", None) or {}
 
 
@@ -272,7 +272,7 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records,
     # which may differ from the size in `pretrained_cfg`: take the former.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
-    size = recorded or _cfg_of(model).get("input_size", ())[-2:]
+    size = recorded or cfg_of(model).get("input_size", ())[-2:]
     if not size:
         return None
     height, width = to_2tuple(size)

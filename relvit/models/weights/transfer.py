@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
-from relvit.models.weights.convert import convert_positions
+from relvit.models.weights.convert import cfg_of, convert_positions
 from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
@@ -193,7 +193,7 @@ def _convert(
         state = {name: tensor for name, tensor in state.items() if ABSOLUTE not in name}
     filter_fn = filter_of(net, in_part)
     if filter_fn is not None:
-        cfg = getattr(net, "pretrained_cfg", {})
+        cfg = cfg_of(net)
         # The filters compute the grid of the checkpoint's absolute embedding from this `input_size`, so it must be the
         # size of the checkpoint's images.
         net.pretrained_cfg = cfg | ({"input_size": input_size} if input_size else {})
@@ -223,7 +223,7 @@ def filter_of(net: nn.Module, in_part: dict[str, str]) -> Callable[[dict[str, Te
 
 
 def _adapt_channels(state: dict[str, Tensor], net: nn.Module, own: dict[str, Tensor]) -> None:
-    first = getattr(net, "pretrained_cfg", {}).get("first_conv") or ()
+    first = cfg_of(net).get("first_conv") or ()
     for name in (f"{module}.weight" for module in ((first,) if isinstance(first, str) else first)):
         if name in state and name in own and state[name].dim() == own[name].dim() == 4:
             state[name] = _of_channels(state[name], own[name].shape[1])

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 
 from relvit.app.data.class_labels import (
@@ -57,6 +58,11 @@ def test_names_of_all_languages_are_classes():
     names = ["cat", "chat é", "e\u0301", "猫", "قطة", "חתול", "🐈\u200d⬛", "a b_c-d (1)", "50 %", "Washington, D.C."]
     check_printable(names, "list.csv")
     assert checked_classes(names) == names
+
+
+def test_names_may_be_numbers_and_texts_of_numpy():
+    for names in (np.arange(3), np.array(["0", "1", "2"]), range(3)):
+        assert [*map(repr, checked_classes(names))] == ["'0'", "'1'", "'2'"]
 
 
 def test_labels_are_names_or_positions():
