@@ -33,8 +33,10 @@ NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --d
 # This message is for `--root` beside a configuration that names no data module, as `--config reversible` does. Without
 # `--config`, `--root` means class folders; a configuration usually names the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
-# `fit` takes these arguments of the model from the data, and has no options for them.
+# `fit` has no options for these arguments of the model, because it takes them from the data. Of the arguments in
+# `OF_THE_DATA`, `img_size` and `class_names` are options of the data.
 DECIDED = {*OF_THE_DATA} - {"img_size", "class_names"}
+BY_DATA = "the data decide it, so leave it out"
 
 
 class Given(NamedTuple):
@@ -183,12 +185,12 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     of_fit = "resume" in known
     if of_fit and option.file is not None and (long := (OF_TRAINER | OF_FIT).get(name)) is not None:
         return f"{shown}: its name in configurations is {long}"
-    # Options of the model that are linked to the data are no options of `fit`, also by their names in other libraries.
+    # The user may have typed the argument's name in another library.
     meant = [last or group, *SYNONYMS.get(last or group, [])]
-    if of_fit and group != "data" and any(each in DECIDED and f"model.{each}" not in known for each in meant):
-        return f"{shown}: the data decide it"
-    of_models = {each for model in timm.list_models("relvit*_small") for each in model_arguments(model)}
-    of_models -= {*OF_THE_DATA}
+    if of_fit and group != "data" and not DECIDED.isdisjoint(meant):
+        return f"{shown}: {BY_DATA}"
+    models = timm.list_models("relvit*_small")
+    of_models = {each for model in models for each in model_arguments(model)} - {*OF_THE_DATA}
     of_model = f"{shown}: arguments of the model itself are {dashes}model.model_kwargs."
     if group == "model" and last in of_models:
         return of_model + last

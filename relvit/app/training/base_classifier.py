@@ -22,6 +22,7 @@ from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.metrics import EpochMetrics
 from relvit.app.training.optim.ema import WeightAverage
 from relvit.app.training.optim.loss import evaluation_loss
+from relvit.app.training.run.data_record import unreadable_sentence
 from relvit.app.utils.shown_text import cut, one_line, visible
 from relvit.models import Reach, set_reach
 
@@ -100,7 +101,7 @@ class BaseClassifier(EpochMetrics):
         """Return the images and the labels of a batch, see `pair_of` and `Labels.checked`."""
         images, labels = pair_of(batch, "labels")
         if not isinstance(labels, Tensor):
-            raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}")
+            raise TypeError(f"the labels of a batch must be a tensor, got {cut(labels)}: give numbers of classes")
         return images, self.labels.checked(labels, self.hparams.num_classes, training) if len(labels) else labels
 
     def on_validation_epoch_start(self) -> None:
@@ -183,7 +184,6 @@ def run_batches(
     if not found:
         raise ValueError(f"none of the images of {split} could be read: relvit check-data says why")
     if unreadable := data.unreadable.get(split):
-        (path, reason), *others = unreadable.items()
-        left_out = f"{len(unreadable)} images of {split} could not be read and were left out, such as"
-        left_out = left_out if others else f"1 image of {split} could not be read and was left out:"
-        warnings.warn(f"{left_out} {visible(path)}: {reason}", stacklevel=2)
+        path, reason = next(iter(unreadable.items()))
+        first = f"The first is {visible(path)}: {reason}"
+        warnings.warn(f"{unreadable_sentence(split, len(unreadable))} {first}", stacklevel=2)

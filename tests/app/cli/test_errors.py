@@ -45,9 +45,9 @@ def fit(copy, tmp_path):
         (["--trainer.default_root_dir=x"], "--trainer.default_root_dir x: relvit writes runs into another folder"),
         (["--trainer.callbacks=EarlyStoping"], r"callbacks 'EarlyStoping' \(did you mean 'EarlyStopping'\?\); known"),
         (["--trainer.callbacks=EarlyStopping"], "missing: --trainer.callbacks.monitor"),
-        (["--model.num_classes=7"], "unknown option --model.num_classes: the data decide it"),
-        (["--in_chans=1"], "unknown option --in_chans: the data decide it"),
-        (["--channels=1"], "unknown option --channels: the data decide it"),
+        (["--model.num_classes=7"], "unknown option --model.num_classes: the data decide it, so leave it out"),
+        (["--in_chans=1"], "unknown option --in_chans: the data decide it, so leave it out"),
+        (["--channels=1"], "unknown option --channels: the data decide it, so leave it out"),
         (["--model.img_size=20"], r"unknown option --model.img_size \(did you mean '--img_size'\?\)"),
         (["--data.in_chans=1"], "unknown option --data.in_chans; relvit fit --help-all lists the options"),
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
@@ -104,7 +104,7 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
     for text, message in {
         "root: photos": f"unknown option root in {config}: its name in configurations is data.root",
         "epochs: 3": f"unknown option epochs in {config}: its name in configurations is trainer.max_epochs",
-        "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it",
+        "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it, so leave it out",
         "trainer: {typo: 3}": f"unknown option trainer.typo in {config}; relvit fit --help-all lists the options",
     }.items():
         config.write_text(text)

@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read(best, photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / "photos")
     (root / "val" / "dog" / "0.jpg").write_bytes(b"")
     skipping = write_checkpoint_like(best, tmp_path / "a.ckpt", "test_vit", VIT, on_error="skip")
-    with pytest.warns(UserWarning, match=r"^1 image of val could not be read and was left out: .*dog/0\.jpg: "):
+    with pytest.warns(UserWarning, match=r"^1 image of val could not be read and was left out\. .*dog/0\.jpg: "):
         (row,) = evaluate_sizes(skipping, [16], root=str(root), accelerator="cpu")
     assert row["images"] == 17
     with pytest.raises(ValueError, match=r"dog/0\.jpg"):

@@ -115,7 +115,7 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
 
 
 def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
-    """Count the readable images of each class; None without any, with several labels, or where labels are unknown."""
+    """Count the readable images of each class; None if there are none, or no single, known label for each image."""
     dataset = trainer.datamodule.dataset(split)
     labels = getattr(dataset, "targets", None)
     if labels is None or np.ndim(labels[0]):

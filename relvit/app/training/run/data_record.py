@@ -129,7 +129,7 @@ class DataRecord(Callback):
         rows = [
             [split, printable(path), reason] for split, files in found.items() for path, reason in sorted(files.items())
         ]
-        lines = [_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
+        lines = [unreadable_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
         if self.folder:
             write_csv(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
             lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
@@ -139,7 +139,8 @@ class DataRecord(Callback):
         print(visible_lines("\n".join(lines)), flush=True)
 
 
-def _sentence(split: str, count: int, replaced: bool) -> str:
+def unreadable_sentence(split: str, count: int, replaced: bool = False) -> str:
+    """Say how many images of a split could not be read, and whether other images have replaced them."""
     images = "1 image" if count == 1 else f"{count} images"
     of = "" if split == "predict" else f" of {split}"
     if replaced:

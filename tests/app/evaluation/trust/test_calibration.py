@@ -232,7 +232,7 @@ def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path,
     data = ["--data", "ImageListData", "--data.val", str(tmp_path / "my list.csv"), "--data.num_workers", "0"]
     data += ["--data.on_error", "skip"]
     with pytest.warns(
-        UserWarning, match=r"^1 image of val could not be read and was left out: .*/broken\.jpg: there is"
+        UserWarning, match=r"^1 image of val could not be read and was left out\. .*/broken\.jpg: there is"
     ):
         assert main(["calibrate", str(best), *data, "--output", str(tmp_path / "list.ckpt")]) == 0
     command = next_command(capsys.readouterr().out)

@@ -146,7 +146,7 @@ def test_unreadable_images_and_small_shares(best, photos, tmp_path, recwarn):
     assert [row["labels"] for row in rows] == [5, 8]
     (text,) = [str(warning.message) for warning in recwarn]
     broken = data.samples("train")[part[0]][0]
-    assert text.startswith(f"1 image of train could not be read and was left out: {broken}: it is not an image")
+    assert text.startswith(f"1 image of train could not be read and was left out. The first is {broken}: it is not an")
     # The result is that without the unreadable image, whose class has one image left.
     features = relvit.load(best).embed([data.samples("train")[index][0] for index in part[1:]]).numpy()
     queries = relvit.load(best).embed([path for path, _ in data.samples("val")]).numpy()
