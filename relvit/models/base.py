@@ -334,7 +334,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         if isinstance(self.depth_plan, OwnDepth) and count != len(self.blocks):
             raise ValueError(
                 f"{type(self).__name__} has {count} states of {len(self.blocks)} blocks, and which block computes "
-                "which state is not known: instead of features_only and pruning use forward_intermediates"
+                "which state is not known: use forward_intermediates instead of features_only and pruning"
             )
         return super().prune_intermediate_layers(*args, **kwargs)
 

@@ -77,7 +77,8 @@ def recompute_saved(
 
     Autograd's saved-tensor hooks replace `tensors`, so gradients of any order work, and operations call the same
     kernels as without the context. In graphs and inside `torch.func`, which forbid such hooks, the context does
-    nothing. Nor does it where a user's hooks, or an outer checkpoint's, decide what to do with saved tensors.
+    nothing. It also does nothing where hooks of the user, or of an outer checkpoint, decide what to do with saved
+    tensors.
 
     Args:
         tensors: the operands of operations in the context.

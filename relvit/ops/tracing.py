@@ -69,7 +69,7 @@ def may_recompute() -> bool:
 
 
 def may_remember() -> bool:
-    """Return True where later calls may use the same tensors: neither in graphs and `torch.func` nor for fake tensors.
+    """Return True where later calls may use the same tensors: not in graphs, in `torch.func` or for fake tensors.
 
     Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it.
     """

@@ -139,7 +139,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # NumPy's numbers and texts need its code to be read, which `relvit.load` does not run.
+    # `torch.load(weights_only=True)`, by which `relvit.load` reads checkpoints, refuses NumPy's numbers and texts.
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, tuple | list):

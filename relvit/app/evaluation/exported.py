@@ -62,7 +62,7 @@ class ExportedClassifier(BaseClassifier):
         super().__init__()
         self.path: Path = Path(path)
         if is_address(path):
-            raise ValueError(f"exported files are read from this machine alone: download {path}, then give its path")
+            raise ValueError(f"an exported file must be on this machine: download {path}, then give its path")
         if not self.path.is_file():
             raise FileNotFoundError(f"no file {path}: relvit export CKPT --output {path} writes one")
         try:

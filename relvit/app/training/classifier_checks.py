@@ -98,7 +98,8 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
 def _check_classes(found: list[str], names: list[str] | None, count: int) -> None:
     if len(found) != count:
         raise ValueError(
-            f"the data have {len(found)} classes (class_names), the model has {count} (num_classes): give both the same"
+            f"the data have {len(found)} classes (class_names), the model has {count} (num_classes): give data with "
+            "the model's classes, or train a model with the classes of the data"
         )
     for index, (one, other) in enumerate(zip(found, names or found, strict=True)):
         if one != other:

@@ -60,7 +60,7 @@ def reversible_blocks(
 
     Raises:
         RuntimeError: in backward, second derivatives are requested, or a block's parameters have been replaced since
-            forward, or are sharded by FSDP.
+            forward, or are sharded by `fully_shard`.
     """
     inner = None
     wide = x
@@ -202,8 +202,8 @@ class ReversibleBlock(torch.autograd.Function):
         if any(now is not before for now, before in zip(step.block.parameters(), step.parameters, strict=True)):
             raise RuntimeError(
                 "the parameters of a reversible block changed after forward, and backward would recompute the block "
-                "from the new ones: with torch.func.functional_call use torch.func.grad as well, and instead of "
-                "fully_shard DistributedDataParallel"
+                "from the new ones: compute gradients of torch.func.functional_call by torch.func.grad, and use "
+                "DistributedDataParallel instead of fully_shard"
             )
         y1, y2 = ctx.saved_tensors if step.last else chain.streams
         chain.streams = None
@@ -222,10 +222,10 @@ class ReversibleBlock(torch.autograd.Function):
             grad2 = grad2 + added
         found = list(map(_sum, of_mixer, of_mlp))
         if wanted and all(grad is None for grad in found):
-            # While a module that `fully_shard` shards computes, it has other parameters, whose gradients are lost here.
+            # `fully_shard` gives a module other parameters while it computes, and their gradients would be lost here.
             raise RuntimeError(
-                "a reversible block was recomputed without its own parameters, which so get no gradients: instead of "
-                "fully_shard use DistributedDataParallel, or take a model with reversible=False"
+                "a reversible block was recomputed without its own parameters, so these would get no gradients: use "
+                "DistributedDataParallel instead of fully_shard, or a model with reversible=False"
             )
         grads = iter(found)
         return None, grad1, grad2, *(next(grads) if wants else None for wants in ctx.needs_input_grad[3:])

@@ -70,7 +70,7 @@ REFUSED = {
     "transformers.models.donut.modeling_donut_swin.": _SWIN,
     **{
         f"transformers.models.{folder}.": (
-            "retrofit takes Vision Transformers without relative positions from timm, which also has the pretrained "
+            "retrofit takes Vision Transformers without relative positions only from timm, which has the pretrained "
             f"weights of this family: timm.list_pretrained('{names}') lists them"
         )
         for folder, names in _PLAIN.items()

@@ -70,8 +70,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
             check_part(path, attn, tuple(cls.attention_classes))
             if "forward" in vars(attn):
                 raise ValueError(
-                    f"{path} has a forward of its own, which would be called in place of relvit's: retrofit the model "
-                    "before you replace forward, as hooks of accelerate (cpu_offload, dispatch_model) do"
+                    f"{path} has a forward of its own, from hooks of accelerate (cpu_offload, dispatch_model) for "
+                    "example, which would be called instead of relvit's: retrofit the model before you replace forward"
                 )
         # If the model has `dynamic_img_size`, timm has already set its patch embedding to return a grid, so its class
         # need not be checked.

@@ -16,7 +16,7 @@ from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
-# Files that gzip, bzip2, xz or zstandard has compressed, or of zip, begin with these bytes.
+# Zip archives, and files that gzip, bzip2, xz or zstandard has compressed, begin with one of these.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 _CHUNK = 1 << 20
 

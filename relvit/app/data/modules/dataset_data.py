@@ -16,7 +16,6 @@ from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.utils.number_types import OpenShare, check_ranges
-from relvit.app.utils.shown_text import cut
 
 
 class DatasetData(ImageData):
@@ -47,8 +46,9 @@ class DatasetData(ImageData):
         options: See :class:`relvit.app.data.ImageData`.
 
     Raises:
-        ValueError: An argument is out of its range, or there are no class names; or, when an image is loaded, its label
-            is not a class or the image cannot be converted.
+        ValueError: An argument is out of its range, there are no class names, or a dataset is empty or has another
+            number of `targets` than of items; or, when an image is loaded, its label is not a class or the image cannot
+            be converted.
         TypeError: An item of a dataset is not a pair of image and label, which shows when it is loaded.
     """
 
@@ -236,7 +236,7 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
     if values.shape[:1] != (len(dataset),):
         raise ValueError(
-            f"`targets` of {type(dataset).__name__} must be the labels of its {len(dataset)} items in order, got "
-            f"{cut(targets, 80)}"
+            f"`targets` of {type(dataset).__name__} must be one label for each of its {len(dataset)} items, in order, "
+            f"got an array of shape {values.shape}: correct them, or leave the attribute out"
         )
     return values.tolist() if values.ndim == 1 else list(values.astype(bool))

@@ -67,8 +67,8 @@ class RobustnessData(ImagePathsData):
         # Other folders may be splits of one data set, such as train and test, whose images must not be mixed.
         if others := [folder for folder in sets if folder != self.root and not Path(folder).name.isdigit()]:
             raise ValueError(
-                f"{others[0]} holds class folders, but its name is not a severity (a number): give a folder "
-                f"CLASS/IMAGE, such as {others[0]}, or CORRUPTION/SEVERITY/CLASS/IMAGE"
+                f"{others[0]} holds class folders, but its name is not a severity (a number): give a folder that "
+                f"holds CLASS/IMAGE, such as {others[0]}, or CORRUPTION/SEVERITY/CLASS/IMAGE"
             )
         labels = self._labels({name for folder in sets for name in class_folders(folder)})
         samples: list[tuple[str, int]] = []

@@ -123,7 +123,7 @@ class Progress:
         trainer, point, self._resumed = module.trainer, self._resumed, None
         if point is None:
             return
-        # A subclass may have another scheduler, or none, and Lightning has restored that.
+        # A subclass of `ImageClassifier` may have no scheduler, or another one, which Lightning has restored.
         if isinstance(scheduler := module.lr_schedulers(), LambdaLR):
             update_rates(scheduler)
         loop = trainer.fit_loop.epoch_loop

@@ -28,7 +28,8 @@ class TransformersModel(OwnPositions):
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None) or {})
         if issubclass(cls, PreTrainedModel):
             # `save_pretrained` writes the name of the class into config.json, and looks up by this name which names the
-            # weights have in files. So take the name of the original class; pickles use `__qualname__`.
+            # weights have in files. So take the name of the original class. Pickles are not affected, because they
+            # find a class by its `__qualname__`.
             cls.__name__ = cls.__bases__[-1].__name__
 
     @classmethod

@@ -145,7 +145,7 @@ def test_what_is_predicted():
         (lambda: data_of(Pairs(), test=Pairs(labels=[])).setup("predict"), r"the test dataset is empty"),
         (
             lambda: data_of(Fewer(), val=Pairs()).setup("fit"),
-            r"`targets` of Fewer must be .* its 5 items in order, got",
+            r"`targets` of Fewer must be .* its 5 items, in order, got an array of shape \(\d+,\)",
         ),
         (lambda: data_of(Fewer(), balance="sampler"), r"`targets` of Fewer must be .* its 5 items"),
         (lambda: data_of(Pairs()).dataset("predict"), r"no dataset to predict"),

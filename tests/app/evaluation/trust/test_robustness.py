@@ -194,7 +194,7 @@ def test_what_does_not_fit(best, photos, tmp_path, fails):
         ([f"--robustness={tmp_path / 'gone'}"], "give the folder of a robustness set"),
         ([test, f"--root={photos}"], "both name the images"),
         ([test, "--split=val"], "both name the images"),
-        ([f"--robustness={photos}"], f"give a folder CLASS/IMAGE, such as {photos / 'test'}, or CORRUPTION/SEVERITY"),
+        ([f"--robustness={photos}"], f"that holds CLASS/IMAGE, such as {photos / 'test'}, or CORRUPTION/SEVERITY"),
         ([test, f"--data.class_map={tmp_path / 'map.json'}"], "which the model does not have (did you mean 'cat'?)"),
     ):
         assert message in fails(["test", best, *options, f"--runs={tmp_path / 'runs'}", *QUIET])
