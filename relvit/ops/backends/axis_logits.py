@@ -198,6 +198,7 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     short.
     """
     per_entry = _entry_logits(query, table)
+    # Read the sizes from `query`: `torch.onnx.export(dynamo=False)` writes the sizes of `per_entry` as constants.
     return gather(per_entry, index.transpose(0, 1).expand(query.shape[1], query.shape[0], -1, -1)).transpose(0, 1)
 
 
