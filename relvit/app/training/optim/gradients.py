@@ -51,14 +51,14 @@ class FiniteCheck:
         )
         loss, self._loss = self._loss, None
         finite = loss.isfinite()
-        # With float16, infinite gradients are normal: the gradient scaler then lowers its scale, and also skips the
-        # step. So check only the loss if there is a scaler.
+        # With float16, infinite gradients are normal: the gradient scaler then lowers its scale, and skips the step
+        # itself. So the loss alone decides here if there is a scaler.
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:
             finite = trainer.strategy.reduce(finite.int(), reduce_op="min")
         if finite:
-            return norm, True
+            return norm, bool(norm.isfinite())
         if self.nonfinite == "skip":
             for parameter in parameters:
                 parameter.grad = None

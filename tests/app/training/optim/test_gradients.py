@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from small_training import Noise, Record, assert_close, build, train
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -86,15 +87,18 @@ def test_what_is_not_finite_stops_before_the_step(kind, accumulate, message):
     assert record.weights[-1]["head.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("kind", ["loss", "gradient", "gradient of float16"])
 def test_skipped_steps_leave_weights_and_are_counted(kind):
+    """With float16, the gradient scaler skips the step."""
     module = build(**OPTIONS, nonfinite="skip")
-    record = Record(module)
-    if kind == "gradient":
+    record, options = Record(module), {}
+    if kind != "loss":
         spoil_gradient(module, 2)
+    if kind == "gradient of float16":
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1.0))]
     counted = []
     module.on_train_epoch_end = lambda: counted.append(module.step_metrics.compute())
-    trainer = train(module, Noise(spoilt=kind == "loss"), max_epochs=1, limit_val_batches=0)
+    trainer = train(module, Noise(spoilt=kind == "loss"), max_epochs=1, limit_val_batches=0, **options)
     assert trainer.global_step == len(record.weights) == 6
     before, skipped, after = record.weights[1:4]
     assert_close(skipped, before)
