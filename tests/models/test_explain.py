@@ -92,7 +92,7 @@ def rotary():
         partial(small, rope="axial", embed_dim=16),
         rotary,
     ],
-    ids=str,
+    ids=["tables", "joint layout", "no terms", "backend by name", "rotary", "retrofitted rotary"],
 )
 def test_the_backend_is_the_one_that_runs(made, monkeypatch):
     model, ran = made(), []
