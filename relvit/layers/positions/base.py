@@ -41,7 +41,7 @@ class Position(KeepConstants):
 
     Attributes:
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
-            the grid alone determines.
+            the grid alone determines. A position with `terms` and without `forward` need not set it.
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
             alone: `relvit.families.transformer_xl.set_bands` refuses such positions.
         stretchable: whether the position reads `trained_grid`.
@@ -102,7 +102,7 @@ def covering(grid: Grid, key_grid: Grid) -> Grid:
 def needs_tokens(position: nn.Module) -> bool:
     """Return whether a position depends on tokens or has free channels."""
     if getattr(type(position), "forward", None) is nn.Module.forward:
-        # Only the method `terms` computes terms: there is no `forward` that could do so without tokens.
+        # Without `forward`, only the method `terms` can compute the terms, and it takes tokens.
         return True
     return getattr(position, "needs_tokens", hasattr(position, "terms"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from relvit.app.cli.errors import UsageError
 from relvit.app.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.app.evaluation.embeddings import check_format
+from relvit.app.training.run.data_record import unreadable_sentence
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.number_types import BatchSize, Workers
@@ -45,8 +46,7 @@ def embed(
     if found.unreadable:
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
         write_csv(listed, ("path", "reason"), rows)
-        images = "1 image" if len(rows) == 1 else f"{len(rows)} images"
-        print(f"{images} could not be read and were left out; {listed} says why")
+        print(f"{unreadable_sentence('predict', len(rows))} {listed} says why.")
     if not found.paths:
         raise UsageError("none of the images could be read")
     write_embeddings(found, output)

@@ -94,7 +94,7 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
         f"{root}/4.jpg,the file is empty (zero bytes)",
     ]
     assert (
-        f"2 images could not be read and were left out; {tmp_path / 'new' / 'e.unreadable.csv'} says why"
+        f"2 images could not be read and were left out. {tmp_path / 'new' / 'e.unreadable.csv'} says why"
         in capsys.readouterr().out
     )
     for path in root.iterdir():
