@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from small_training import HALTING, NoiseImages, Record, SeveralLabels, build, record_steps, train
 from torch import nn
 
@@ -78,13 +79,21 @@ def distilled(folder, name, **options):
 
 
 def with_batch_norm(ema_decay):
-    """Validate a network whose statistics differ between processes, on an odd number of images."""
+    """Validate a network whose statistics differ between processes, on an odd number of images, after each batch.
+
+    The first validation comes after a batch that only accumulates gradients, whose statistics DDP does not copy.
+    """
     module = build(ema_decay=ema_decay)
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
-    metrics = fit(module, data=NoiseImages(17), max_epochs=1).callback_metrics
-    results = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
-    with torch.no_grad():
-        return {"results": results, "logits": module.eval()(NoiseImages(17).images)}
+    found, data = [], NoiseImages(17)
+
+    def note(trainer, _):
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        found.append((metrics, module(data.images).clone()))
+
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    fit(module, data=data, max_epochs=1, callbacks=[LambdaCallback(on_validation_end=note)], **options)
+    return found
 
 
 def order():

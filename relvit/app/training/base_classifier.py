@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed
 from lightning.fabric.utilities import move_data_to_device
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
@@ -106,8 +107,15 @@ class BaseClassifier(EpochMetrics):
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        if self.average is not None:
-            self.average.take_main_buffers()
+        if not self._is_fitting or not torch.distributed.is_initialized():
+            return
+        # All processes must validate the same model, but each computes batch norm's statistics from its own images. DDP
+        # copies the statistics of the main process before a forward pass, but neither to the averaged network nor after
+        # a batch that only accumulates gradients.
+        for buffer in self.evaluated.buffers():
+            of_main = buffer.contiguous()
+            torch.distributed.broadcast(of_main, 0)
+            buffer.copy_(of_main)
 
     def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> None:
         self._evaluate(self.val_metrics, batch)

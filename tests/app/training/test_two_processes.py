@@ -116,12 +116,12 @@ def test_validation_within_a_training_with_batch_norm(found, ema_decay):
     """All processes validate with the statistics of the main process, which checkpoints hold."""
     # The processes have nine and eight of 17 images, in three and two batches.
     first, second = (rank["batch norm"][ema_decay] for rank in found[1])
-    assert first["results"] == second["results"]
+    assert len(first) == len(second) == 2
     labels = NoiseImages(17).labels
-    loss = float(nn.functional.cross_entropy(first["logits"], labels))
-    accuracy = float((first["logits"].argmax(1) == labels).float().mean())
-    assert first["results"]["val/loss"] == pytest.approx(loss, rel=1e-5)
-    assert first["results"]["val/acc1"] == pytest.approx(accuracy, rel=1e-5)
+    for (metrics, logits), (metrics_of_second, _) in zip(first, second, strict=True):
+        assert metrics == metrics_of_second
+        assert metrics["val/loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+        assert metrics["val/acc1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), rel=1e-5)
 
 
 def test_training_divides_the_images_anew_in_each_epoch(found):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.distributed
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -39,16 +38,6 @@ class WeightAverage:
     def update(self, net: nn.Module, step: int) -> None:
         """Add the weights after optimiser step 1, 2, ..."""
         self._ema.update(net, step)
-
-    def take_main_buffers(self) -> None:
-        """Give all processes the buffers of the main process, which checkpoints hold.
-
-        Batch norm computes its statistics from the images of its own process. DDP copies the main process's to all
-        processes before each forward pass, but only those of the network itself.
-        """
-        if torch.distributed.is_initialized():
-            for buffer in self.net.buffers():
-                torch.distributed.broadcast(buffer, 0)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load the state dict of an averaged network."""
