@@ -169,7 +169,12 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
     rows, columns = patch_grid(model, images.shape[-2:])
     for layer_name, layer in layers.items():
         given = record.get(layer.attn_drop)
-        if given is None or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix:
+        if (
+            given is None
+            or not given.key.shape[2] == given.query.shape[2] == rows * columns + given.grid.prefix
+            # A window may have as many tokens as the image, in other rows and columns.
+            or (given.grid.height, given.grid.width) != (rows, columns)
+        ):
             raise ValueError(
                 f"{layer_name} of {name} computes windows, pooled tokens or some of the patches, and logit_inputs "
                 "needs the logits of all pairs of patches: take another model"

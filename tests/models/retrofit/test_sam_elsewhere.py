@@ -115,10 +115,12 @@ def test_attention_maps_of_global_blocks_mix_the_values_to_the_output():
     value = attn.qkv(tokens).flatten(1, 2).unflatten(-1, (3, 2, -1))[:, :, 2].transpose(1, 2)
     found = attn.proj((maps.weights[0].double() @ value).transpose(1, 2).flatten(2)).view_as(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    with pytest.raises(
-        ValueError, match=r"blocks.0.attn of RetrofittedImageEncoder computes windows, pooled tokens or"
-    ):
-        logit_inputs(model, x)
+    # An image of 1 x 9 patches has as many patches as a window has tokens.
+    for given in (x, images(8, 72)):
+        with pytest.raises(
+            ValueError, match=r"blocks.0.attn of RetrofittedImageEncoder computes windows, pooled tokens"
+        ):
+            logit_inputs(model, given)
 
 
 def test_images_that_do_not_divide_into_patches():
