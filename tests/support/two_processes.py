@@ -1,5 +1,6 @@
 """Trainings and evaluations in two processes (gloo, on the CPU), which a test compares with those in one process."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -96,6 +97,20 @@ def with_batch_norm(ema_decay):
     return found
 
 
+def skipped():
+    """Let the loss of the second process be NaN at the second of three steps; return the norms and counts of steps."""
+    module = build(nonfinite="skip")
+    loss, found = module.loss.forward, []
+
+    def spoilt(logits, targets):
+        return loss(logits, targets) * (math.nan if (module.global_rank, module.global_step) == (1, 1) else 1)
+
+    module.loss.forward = spoilt
+    module.on_train_epoch_end = lambda: found.append(module.step_metrics.compute())
+    fit(module, data=NoiseImages(24), max_epochs=1, limit_val_batches=0)
+    return {name: float(value) for name, value in found[0].items()}
+
+
 def order():
     """Return the images of each epoch in the order in which this process trained on them."""
     module, data, seen = build(warmup_epochs=0), NoiseImages(12), []
@@ -116,6 +131,7 @@ def trainings(folder):
         "hard": distilled(folder, "hard"),
         "mixed": distilled(folder, "mixed", distill="soft", distill_weight=0.3, mixup=0.8),
         "batch norm": {ema_decay: with_batch_norm(ema_decay) for ema_decay in (None, 0.9)},
+        "skipped": skipped(),
         "order": order(),
     }
     gathered = [None, None]

@@ -187,8 +187,7 @@ class ImageClassifier(BaseClassifier):
         # Evaluation divides logits by this number, which a calibrated checkpoint sets. A training ignores a
         # checkpoint's temperature, because it was fitted to weights that the training changes.
         self.temperature: float = 1.0
-        # Call `param_groups` only for its check, before the training starts: it refuses a `position_lr_scale` for a
-        # model without relative positions.
+        # Call `param_groups` only for its check: it refuses `position_lr_scale` for models without relative positions.
         param_groups(self.net, lr, position_lr_scale)
         check_losses(self.hparams, LOSS_DEFAULTS, self.net, MODEL_LOSSES)
         if channels_last:
@@ -211,7 +210,8 @@ class ImageClassifier(BaseClassifier):
         self.range_test: list[tuple[float, float]] | None = None
         self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
-        skipped = {"skipped_steps": SumMetric()} if nonfinite == "skip" else {}
+        # All devices skip the same steps, so their counts must not be added up.
+        skipped = {"skipped_steps": SumMetric(sync_on_compute=False)} if nonfinite == "skip" else {}
         costs = {f"{name}_cost": MeanMetric() for name in training_losses(self.net)}
         labels = labels_of([0.5] * num_classes if multi_label else None)
         self.create_metrics(labels, num_classes, self.mixing is not None, skipped | costs)

@@ -3,6 +3,8 @@
 Quicker tests of one process are in the other files of this folder; `data/loading` tests how images are divided.
 """
 
+import math
+
 import pytest
 import timm
 import torch
@@ -122,6 +124,13 @@ def test_validation_within_a_training_with_batch_norm(found, ema_decay):
         assert metrics == metrics_of_second
         assert metrics["val/loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
         assert metrics["val/acc1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), rel=1e-5)
+
+
+def test_a_step_that_all_processes_skip_counts_once(found):
+    first, second = (rank["skipped"] for rank in found[1])
+    assert first == second
+    assert first["train/skipped_steps"] == 1
+    assert math.isfinite(first["train/grad_norm"])
 
 
 def test_training_divides_the_images_anew_in_each_epoch(found):
