@@ -60,10 +60,14 @@ def test_the_teacher_sees_its_own_normalisation_and_answers_in_our_order(teacher
     torch.testing.assert_close(logits, net(theirs).flip(1).detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("student", ["test_relvit", "deit_tiny_distilled_patch16_224"])
-def test_training_steps_hold_the_distillation_loss_of_the_student(student, teacher, tmp_path):
+@pytest.mark.parametrize(
+    ("student", "freeze_epochs"),
+    [("test_relvit", 0), ("deit_tiny_distilled_patch16_224", 0), ("deit_tiny_distilled_patch16_224", 1)],
+)
+def test_training_steps_hold_the_distillation_loss_of_the_student(student, freeze_epochs, teacher, tmp_path):
     kwargs = KWARGS if student == "test_relvit" else VIT
     options = {"teacher": teacher[0], "distill": "soft", "distill_weight": 0.3, "distill_temperature": 2.0}
+    options["freeze_epochs"] = freeze_epochs
     module = ImageClassifier(student, 7, 3, (8, 12), NAMES, kwargs, warmup_epochs=0, **options)
     seen, step = [], module.training_step
 
