@@ -41,8 +41,9 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     if terms.bias is not None:
         if factor.shape[0] > 1:
             raise ValueError(
-                "trained_keys cannot be combined with terms.bias for a padded batch: the temperature differs by "
-                "sample, and all samples share one bias; give images of one size"
+                "trained_keys (of reach 'logn') cannot be combined with terms.bias for a padded batch, such as one of "
+                "native images: the temperature differs by sample, and all samples share one bias; give images of one "
+                "size, or take reach 'trained'"
             )
         bias = type(terms.bias)(*(times(table, factor.flatten()) for table in terms.bias))
         terms = terms._replace(bias=bias)

@@ -43,7 +43,8 @@ class Position(KeepConstants):
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
             the grid alone determines. A position with `terms` and without `forward` need not set it.
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
-            alone: `relvit.families.transformer_xl.set_bands` refuses such positions.
+            alone: `relvit.families.transformer_xl.set_bands` refuses such positions. Native batches refuse them, too,
+            unless the position needs tokens.
         stretchable: whether the position reads `trained_grid`.
         trained_grid: rows and columns of patches in training. In images of another size, offsets are then divided by
             the ratio of their size to this size, see `relvit.models.set_reach`. None: offsets count patches.
@@ -88,7 +89,13 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
 
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-    """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`."""
+    """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`.
+
+    Raises:
+        ValueError: see `refuse_mixed_sizes`; a position that is given tokens knows the places in each image.
+    """
+    if key_grid.valid is not None and needs_extent(position) and not needs_tokens(position):
+        refuse_mixed_sizes(position, key_grid)
     return position.terms(x, grid, key_grid) if hasattr(position, "terms") else position(covering(grid, key_grid))
 
 
@@ -110,6 +117,18 @@ def needs_tokens(position: nn.Module) -> bool:
 def needs_extent(position: nn.Module) -> bool:
     """Return whether a position depends on the size of the image or on places in it."""
     return getattr(position, "needs_extent", False)
+
+
+def refuse_mixed_sizes(position: nn.Module, grid: Grid) -> None:
+    """Raise ValueError for a padded batch of images that differ in size, if the terms depend on the size of the image.
+
+    All images of a batch share the tables of a position, so tables can serve images of one size only.
+    """
+    if grid.valid is not None and grid.coords is not None:
+        raise ValueError(
+            f"{type(position).__name__} depends on the size of the image, and the images of a padded batch differ in "
+            "size: give images of one size as a tensor (B, C, height, width), or take another position"
+        )
 
 
 def is_stretchable(position: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from relvit.layers.positions.base import Position, axis_offsets, initialise
+from relvit.layers.positions.base import Position, axis_offsets, initialise, refuse_mixed_sizes
 from relvit.ops import AxisTables, Grid, RelativeTerms
 
 
@@ -86,11 +86,7 @@ class FirePosition2d(Position):
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, tables (num_heads, 2 size - 1)."""
-        if grid.valid is not None and grid.coords is not None:
-            raise ValueError(
-                "FIRE divides by the size of the image, which a padded batch does not hold: give images of one size as "
-                "a tensor (B, C, height, width), or take another position"
-            )
+        refuse_mixed_sizes(self, grid)
         dy, dx = axis_offsets(grid, self.trained_grid, None, self.c)
         height, width = grid.height, grid.width
         if self.trained_grid is not None:

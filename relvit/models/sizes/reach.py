@@ -32,7 +32,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
       `relvit.ops.log_n_scaling`.
     - 'stretch-logn': 'stretch' and 'logn'.
     - 'windows': tokens attend to the tokens of their own window of H0 x W0 patches, so time and memory grow in
-      proportion to the image; only for models without prefix tokens and rotary embeddings.
+      proportion to the image; only for models without prefix tokens, and retrofitted models without rotary embedding.
     - 'bands': the image is computed in bands of H0 rows of patches, from the top; tokens attend to the tokens of their
       own band and of the H0 rows above it, so memory does not grow with the height; see
       `relvit.families.transformer_xl.set_bands`.

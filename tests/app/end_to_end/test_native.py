@@ -17,6 +17,7 @@ from relvit.app.cli import main
 from relvit.app.data.batches import images_of
 
 FIT = ["fit", "--data=ImageFolderData", "--data.native=true", "--model.model=test_relvit", "--trainer.max_epochs=1"]
+FIT += ["--model.model_kwargs.pos_embed=learn"]
 SMALL = ["--data.patch_size=8", "--data.max_tokens=9", "--data.batch_size=4", "--data.num_workers=0"]
 SMALL += [f"--model.model_kwargs.{given}" for given in ("patch_size=8", "embed_dim=16", "depth=2", "max_distance=2")]
 
@@ -129,6 +130,20 @@ def test_windows_are_for_images_of_one_size(trained, shapes, tmp_path, fails, co
     images = [shapes / "test"] if command == "predict" else []
     message = fails([command, trained.best, *images, f"--runs={tmp_path}", *QUIET, "--reach=windows"])
     assert "reach 'windows' is for images of one size," in message
+
+
+def test_the_embedding_can_be_mirrored(trained, predicted, shapes, tmp_path):
+    folder = evaluate("predict", trained.best, tmp_path, shapes / "test", "--reach=mirror")
+    predictor = relvit.load(trained.best, reach="mirror")
+    as_trained = relvit.load(trained.best)
+    differences = []
+    for row in rows(folder / "predictions.csv"):
+        (image,) = images_of(next(predictor.batches([row["path"]]))[0])
+        with torch.no_grad():
+            found, other = (each.model(image[None]).softmax(-1)[0] for each in (predictor, as_trained))
+        assert float(row["probability"]) == pytest.approx(float(found.max()), abs=5e-6)
+        differences.append(float((found - other).abs().max()))
+    assert max(differences) > 1e-5
 
 
 def test_attention_is_on_the_grid_of_the_shape(trained, shapes):

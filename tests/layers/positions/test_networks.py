@@ -102,5 +102,5 @@ def test_constants_made_in_a_transform_are_not_used_after_it():
 
 def test_fire_refuses_a_padded_batch_whose_images_differ_in_size():
     valid = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match="FIRE divides by the size of the image"):
+    with pytest.raises(ValueError, match="FirePosition2d depends on the size of the image"):
         FirePosition2d(4, 2)(Grid(2, 3, coords=torch.zeros(1, 1, 2, dtype=torch.int64), valid=valid))

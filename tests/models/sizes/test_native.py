@@ -9,6 +9,7 @@ from vits import native_batch, small
 
 import relvit
 from relvit.layers import LowRankPosition2d
+from relvit.ops import AxisTables, RelativeTerms
 
 PATCH = (8, 4)
 # Rows and columns of patches: longer and shorter than the grid of the model, one row, one patch.
@@ -167,10 +168,24 @@ def test_more_errors():
         small(patch_size=PATCH, pos_embed="learn", pos_drop_rate=0.1).train()(batch)
 
 
+class Farthest(torch.nn.Module):
+    """A position without relvit's base class, whose bias divides offsets by the rows and columns of the image."""
+
+    needs_extent = True
+
+    def __init__(self, head_dim, num_heads, device=None, dtype=None):
+        super().__init__()
+
+    def forward(self, grid):
+        rows, cols = (torch.arange(1 - size, size).abs() / size for size in (grid.height, grid.width))
+        return RelativeTerms(bias=AxisTables(rows, cols))
+
+
 @pytest.mark.parametrize(
     ("position", "message"),
     [
-        ("fire", "FIRE divides by the size of the image"),
+        ("fire", "FirePosition2d depends on the size of the image"),
+        (Farthest, "Farthest depends on the size of the image, .*: give images of one size as a tensor"),
         (
             partial(LowRankPosition2d, grid_size=(5, 9)),
             r"up to 6 x 7 patches, and factors of 5 x 9 patches .* functools.partial\(.*, grid_size=\(6, 9\)\)$",

@@ -177,7 +177,13 @@ def retrofitted_vit():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: small(rel_terms="qkvb", max_distance=(2, 1)).double().eval(), retrofitted_vit]
+    "make",
+    [
+        lambda: small(rel_terms="qkvb", max_distance=(2, 1)).double().eval(),
+        lambda: small(position="slopes", rope="axial", embed_dim=16).double().eval(),
+        lambda: small(position="cpb", rope="mixed", embed_dim=16).double().eval(),
+        retrofitted_vit,
+    ],
 )
 @pytest.mark.parametrize("size", [(24, 16), (48, 16), (56, 40), (8, 72)])
 def test_windows_are_attention_with_a_mask(make, size):

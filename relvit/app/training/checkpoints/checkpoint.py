@@ -243,8 +243,8 @@ class Checkpoint:
             return shape_of(self.images_args)
 
     def check_reach(self, reach: Reach) -> None:
-        """Raise ValueError for a reach that needs images of one size in training, where they had native shapes."""
-        if reach not in ("trained", "logn") and not (shape := self.shape()).fixed:
+        """Raise ValueError for a reach that needs images of one size, where those of the training had native shapes."""
+        if reach not in ("trained", "logn", "mirror") and not (shape := self.shape()).fixed:
             raise ValueError(
                 f"reach {reach!r} is for images of one size, {self.path} was trained on {shape.words()}: leave reach "
                 "out"
