@@ -118,6 +118,8 @@ def evaluate_sizes(
         _check_same_images(checkpoints[0].path, pairs[0][1], checkpoint.path, images)
     for classifier, images in pairs:
         set_reach(classifier.net, reach, images.img_size)
+    if root is not None and (note := pairs[0][1].part_note(split)):
+        warnings.warn(note, stacklevel=2)
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []

@@ -253,6 +253,14 @@ def test_checkpoints_of_other_folders_need_the_folder_of_both(best, other, photo
     assert [row["train_sizes"] for row in rows] == [[[16, 16]], [[16, 16], [24, 32]]]
 
 
+def test_of_named_images_without_a_val_a_warning_says_that_val_is_a_part(best, photos, recwarn):
+    for root, notes in ((photos / "train", 1), (photos, 0)):
+        recwarn.clear()
+        (row,) = evaluate_sizes(best, [16], root=str(root), accelerator="cpu")
+        text = f"so val is a part of them, the {row['images']} that a training holds out"
+        assert sum(text in str(warning.message) for warning in recwarn) == notes
+
+
 def test_checkpoints_of_other_images_are_refused(best, other):
     divided = other("vit_tiny_patch16_224", VIT, split_seed=1)
     with pytest.raises(ValueError, match=r"was trained with split_seed 0, .* with 1: evaluate them apart"):

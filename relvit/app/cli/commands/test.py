@@ -57,6 +57,7 @@ def test(
         found = EvaluationReport(folder)
         path = evaluation.checkpoint.path
         evaluation.run([found], folder, lambda trainer: report(trainer, found, folder, path, reach), verbose=verbose)
+    evaluation.note_part(split)
 
 
 def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: str, reach: str) -> None:

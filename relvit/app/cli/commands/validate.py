@@ -27,6 +27,7 @@ def validate(evaluation: Evaluation, *, reach: Reach = "trained", verbose: bool 
         raise UsageError("--trainer.limit_val_batches 0 leaves no image to validate: give a number above 0")
     evaluation.set_reach(reach)
     evaluation.run(report=report, verbose=verbose)
+    evaluation.note_part("val")
 
 
 def report(trainer: Trainer) -> None:

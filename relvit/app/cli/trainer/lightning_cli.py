@@ -17,6 +17,7 @@ from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.command_folder import check_runs, explained_failures
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data import ImageData
+from relvit.app.data.modules.base import Split
 from relvit.app.data.registry import import_data_module
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
@@ -32,6 +33,7 @@ from relvit.app.training.run.processes import (
     set_devices,
 )
 from relvit.app.utils.files import is_exported
+from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
 from relvit.models import Reach
 from relvit.utils.ranges import Range
@@ -214,6 +216,11 @@ class Evaluation(RelvitCLI):
             method(self.model, self.datamodule, ckpt_path=self.weights, weights_only=True, **options)
             if rank_zero_only.rank == 0:
                 report(trainer)
+
+    def note_part(self, split: Split) -> None:
+        """Print a note if the user names the images, as by --root, and the split is only a part of them."""
+        if "data.root" in self.given.values and (note := self.datamodule.part_note(split)):
+            rank_zero_print(f"Note: {note}")
 
 
 def evaluate(

@@ -205,6 +205,15 @@ class ImageData(RecordedArguments, ABC):
         """Names and labels of the training images that were held out for validation; empty where there are none."""
         return []
 
+    def part_note(self, split: Split) -> str | None:
+        """Say that a split is only the part of the images that is held out for validation; None: it is not."""
+        if split != "val" or not (count := len(self.held_out())):
+            return None
+        return (
+            f"the images have no val of their own, so val is a part of them, the {count} that a training holds out: to "
+            "evaluate all, give them as val or test"
+        )
+
     def manifest(self, split: Split) -> Iterator[ListedImage] | None:
         """List the images of train, val or test, so that a resumed training can compare them; None if they are unknown.
 

@@ -75,6 +75,18 @@ def test_validate_needs_only_the_checkpoint_and_takes_other_sizes(best, photos, 
     assert line in out
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_of_named_images_without_a_val_the_output_says_that_val_is_a_part(command, best, photos, tmp_path, capsys):
+    split = ["--split=val", f"--runs={tmp_path / 'runs'}"] if command == "test" else []
+    root = shutil.copytree(photos / "test", tmp_path / "new")
+    data = ImageFolderData(str(root), img_size=16)
+    for place, count, is_part in ((root, len(data.held_out()), True), (photos, 18, False)):
+        assert main([command, str(best), f"--root={place}", *split, *QUIET]) == 0
+        out = capsys.readouterr().out
+        assert f"{count} images of val at" in out
+        assert (f"so val is a part of them, the {count} that a training holds out" in out) == is_part
+
+
 def test_test_and_another_place_of_the_data(best, photos, tmp_path, capsys):
     moved = shutil.copytree(photos, tmp_path / "moved")
     # A class without test images changes nothing for the others: classes go by name.
