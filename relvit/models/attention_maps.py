@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from relvit.utils.messages import an, full_name, listing, part_of
 
 # A batch of native shapes, a dictionary, has no single grid of patches.
 ONE_SIZE = "a tensor (B, in_chans, height, width), images of one size"
+# All threads share `fused_attn` of timm's layers. Without this lock the first of two threads that record the weights of
+# one model would switch fused attention back on while the second one still runs.
+_UNFUSED = RLock()
 
 
 class AttentionMaps(NamedTuple):
@@ -259,13 +262,15 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
     # Switch off fused attention in timm's layers, because only then do they pass weights to `attn_drop`. relvit's
     # layers pass weights whenever `attn_drop` has hooks.
-    unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
-    for layer in unfused:
-        layer.fused_attn = False
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
+    timms = [layer for layer in attentions if not isinstance(layer, GridAttention)]
+    with _UNFUSED if timms else nullcontext():
+        unfused = [layer for layer in timms if layer.fused_attn]
         for layer in unfused:
-            layer.fused_attn = True
+            layer.fused_attn = False
+        try:
+            yield recorded
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer in unfused:
+                layer.fused_attn = True

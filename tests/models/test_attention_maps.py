@@ -1,6 +1,6 @@
 """Attention maps of models against timm's own unfused attention and brute force, and what is refused."""
 
-from threading import Thread
+from threading import Event, Thread, current_thread
 
 import numpy as np
 import pytest
@@ -126,6 +126,30 @@ def test_another_thread_that_runs_the_model_leaves_the_maps_alone(name):
 
     handle = model.norm.register_forward_pre_hook(run_elsewhere)
     torch.testing.assert_close(relvit.attention_maps(model, x).weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["test_relvit", "test_vit"])
+def test_two_threads_compute_maps_of_one_model_at_once(name):
+    model = timm.create_model(name).eval()
+    x, other = torch.randn(2, 1, 3, 160, 160).unbind()
+    expected = relvit.attention_maps(model, other).weights
+    found, first_is_done, second_runs = [], Event(), Event()
+    second = Thread(target=lambda: found.extend(relvit.attention_maps(model, other).weights))
+
+    def meet(*_):
+        if current_thread() is second:
+            second_runs.set()
+            first_is_done.wait()
+        else:
+            second.start()
+            # The second thread may have to wait for the first one, and then does not come here in time.
+            second_runs.wait(0.5)
+
+    model.patch_embed.register_forward_pre_hook(meet)
+    relvit.attention_maps(model, x)
+    first_is_done.set()
+    second.join()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Silent(RelativeAttention):
