@@ -132,7 +132,9 @@ def save_model(
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
-            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`.
+            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`. Change these
+            values if the training had other images: a relvit or retrofitted model made with `img_size` keeps the
+            `input_size` of its name.
         folder: the folder to write to. Existing files with the same names are replaced in one step; all other files
             stay.
         class_names: name of each class; the label of a class is its index in this list.
@@ -141,7 +143,8 @@ def save_model(
 
     Raises:
         ValueError: the number of class names differs from the number of the model's classes.
-        PublishError: timm cannot save the model or build it from the files, or the outputs differ.
+        PublishError: timm cannot save the model or build it from the files, the model does not take images of its
+            `input_size`, or the outputs differ.
         OSError: the files cannot be written.
     """
     if len(class_names) != model.num_classes:
@@ -172,11 +175,18 @@ def save_model(
         # raises an error of its own, so the message does not blame the model.
         except Exception as error:
             raise PublishError(f"timm could not save the model and build it again: {one_line(error)}") from error
-        images = torch.randn(2, *again.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+        input_size = again.pretrained_cfg["input_size"]
+        images = torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0))
         # timm builds models in float32, also from weights of another dtype.
         dtype = next(model.parameters()).dtype
-        with torch.no_grad():
-            expected, found = (net(images.to(dtype)) for net in (model, again.to(dtype)))
+        try:
+            with torch.no_grad():
+                expected, found = (net(images.to(dtype)) for net in (model, again.to(dtype)))
+        except Exception as error:
+            raise PublishError(
+                f"the model does not take images of model.pretrained_cfg['input_size'], which is {tuple(input_size)}: "
+                f"{one_line(error)}; set it to (channels, height, width) of the training's images"
+            ) from error
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise PublishError(

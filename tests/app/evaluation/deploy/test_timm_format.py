@@ -124,6 +124,22 @@ def test_save_a_model_of_another_training(tmp_path):
         save_model(model, tmp_path / "model", ["a", "b", "c"])
 
 
+@pytest.mark.parametrize("name", ["test_vit", "test_relvit"])
+def test_a_model_that_does_not_take_the_size_of_its_name(name, tmp_path):
+    """The registered size of 160 px is no multiple of these patches."""
+    model = timm.create_model(name, num_classes=2, img_size=(36, 60), patch_size=12)
+    if name == "test_vit":
+        relvit.retrofit(model)
+    with pytest.raises(PublishError, match=r"\['input_size'\], which is \(3, .* patch size 12.*; set it to \(channels"):
+        save_model(model, tmp_path / "model", ["no", "yes"])
+    model.pretrained_cfg["input_size"] = (3, 36, 60)
+    save_model(model, tmp_path / "model", ["no", "yes"])
+    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    assert resolve_model_data_config(again)["input_size"] == (3, 36, 60)
+    images = torch.randn(2, 3, 36, 60)
+    assert torch.equal(again(images), model(images))
+
+
 def test_save_a_model_of_half_precision(tmp_path):
     model = timm.create_model("test_relvit", num_classes=2, img_size=(32, 48)).bfloat16()
     save_model(model, tmp_path / "model", ["no", "yes"])
