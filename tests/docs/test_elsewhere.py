@@ -49,15 +49,27 @@ def script(page):
     return "\n".join(lines)
 
 
+def run(code):
+    """Run a page in a process of its own, where nothing is imported that the page does not import."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("page", ELSEWHERE)
 def test_pages_run(page, place):
-    """Pages run in a process of their own, where nothing is imported that a page does not import."""
     skip_without(page)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(
-        [sys.executable, "-c", script(page)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(script(page))
+
+
+def test_the_page_on_pretraining_takes_an_encoder_with_prefix_tokens(place):
+    page = "docs/elsewhere/pretraining.md"
+    skip_without(page)
+    of_the_page = 'timm.create_model("relvit_tiny_patch4_32", depth=4, num_classes=0)'
+    options = "img_size=32, patch_size=4, embed_dim=48, depth=1, num_heads=3, num_classes=0"
+    code = script(page)
+    assert of_the_page in code
+    run(code.replace(of_the_page, f'relvit.retrofit(timm.create_model("vit_tiny_patch16_224", {options}))'))
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
