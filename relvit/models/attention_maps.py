@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import RLock, get_ident
@@ -81,6 +81,8 @@ def _record_weights(
     if model.training:
         raise ValueError("attention_maps needs a model in evaluation mode: call model.eval()")
     depth = len(attentions)
+    if layers is not None:
+        check_kind("layers", layers, Iterable, "a list of indices of blocks, such as [-1]")
     chosen = list(range(depth)) if layers is None else list(layers)
     if wrong := [index for index in chosen if not -depth <= index < depth]:
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
@@ -222,7 +224,8 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
         inner = [(name, part) for name, part in model.named_modules() if getattr(part, "blocks", None)]
         # A stage of Swin or MViT has `blocks`, too, but no embedding of images, so do not suggest it.
         parts = [part_of(name) for name, part in inner if hasattr(part, "forward_features")]
-        raise _unknown(model, f"it has no `blocks`{f', {parts[0]} has: give this part' if parts else ''}")
+        where = ", as its blocks stand in stages, which attend within windows or with fewer tokens" if inner else ""
+        raise _unknown(model, f"it has no `blocks`{f', {parts[0]} has: give this part' if parts else where}")
     for index, block in enumerate(blocks):
         attention = getattr(block, "attn", None)
         if hasattr(attention, "lacks") and (why := lack_of(attention, "weights")):

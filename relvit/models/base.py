@@ -20,6 +20,7 @@ from relvit.models.recurrence import Recurrence
 from relvit.models.sizes.native import embed_native, pool_native
 from relvit.models.weights.convert import load_jax_archive
 from relvit.ops import Grid
+from relvit.ops.checks import int_pair
 from relvit.ops.grid import keep_patches, keep_tokens
 from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import FillConstants
@@ -252,6 +253,9 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             raise ValueError(f"reversible must be True or False, got {reversible!r}")
         if not 0 <= patch_drop_rate < 1:
             raise ValueError(f"patch_drop_rate must be in 0 <= x < 1, got {patch_drop_rate}")
+        for name in {"img_size", "patch_size"} & kwargs.keys():
+            if kwargs[name] is not None:
+                int_pair(name, kwargs[name], 1)
         check_choice("pos_embed", pos_embed, POS_EMBEDS)
         check_choice("global_pool", global_pool, POOLS)
         if global_pool == "token" and not class_token:

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from relvit.models.base import GridVisionTransformer
-from relvit.utils.messages import did_you_mean
+from relvit.utils.messages import did_you_mean, full_name
 from relvit.utils.ranges import Range, check_in_ranges
 
 # relvit's models set these arguments of timm's class themselves.
@@ -44,7 +44,8 @@ def check_arguments(model: type[GridVisionTransformer], given: dict[str, Any]) -
         if name in fixed:
             raise ValueError(f"{name} cannot be chosen: {fixed[name]}")
         if name not in allowed:
-            raise TypeError(f"{model.__name__} has no argument {name!r}{did_you_mean(name, allowed)}")
+            hint = did_you_mean(name, allowed) or f"; help({full_name(model)}) lists its arguments"
+            raise TypeError(f"{model.__name__} has no argument {name!r}{hint}")
     check_in_ranges(RANGES, given)
 
 

@@ -97,6 +97,11 @@ class RelVisionTransformer(GridVisionTransformer):
                 "leave out backend or mixer"
             )
         check_arguments(type(self), kwargs)
+        for name, given in (("position", position), ("pos_embed", kwargs.get("pos_embed"))):
+            if isinstance(given, str) and given.startswith(("rope", "rotary")):
+                raise ValueError(
+                    f"{name} is {given!r}: rotary embeddings have an argument of their own: rope='axial' or 'mixed'"
+                )
         of_position = {
             "max_distance": max_distance,
             "rel_terms": rel_terms,

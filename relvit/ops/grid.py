@@ -211,7 +211,8 @@ def check_tokens(
     if tokens.shape[2] != num_tokens(grid):
         raise ValueError(
             f"{name} has shape {tuple(tokens.shape)}, that is {tokens.shape[2]} tokens, expected {num_tokens(grid)}: "
-            f"{grid_name} has {grid.prefix} prefix tokens and {patches} patches"
+            f"{grid_name} has {grid.prefix} prefix tokens and {patches} patches; the shape must be "
+            f"({', '.join(map(str, expected))})"
         )
     for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):
         if tensor is not None and tuple(tensor.shape) not in (tail, (1, *tail), (tokens.shape[0], *tail)):

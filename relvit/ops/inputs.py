@@ -175,6 +175,11 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
     check_tokens("query", query, "grid", grid)
     batch, heads, _, head_dim = query.shape
     key_grid_name = "grid" if key_grid is grid else "key_grid"
+    if inputs.key_grid is None and isinstance(key, Tensor) and key.dim() == 4 and key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"key has shape {tuple(key.shape)}, that is {key.shape[2]} tokens, and query has {query.shape[2]}: give "
+            "key_grid, the Grid of the keys (with memory, of the tokens in memory and x)"
+        )
     check_tokens("key", key, key_grid_name, key_grid, (batch, heads, "N", head_dim))
     check_shape("value", value, (batch, heads, key.shape[2], "value_dim"))
     named = {"key": key, "value": value}

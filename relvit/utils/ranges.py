@@ -33,12 +33,15 @@ def check_in_ranges(ranges: Mapping[str, Range], given: Mapping[str, Any]) -> No
     """Check arguments, each one number or a sequence of numbers, against the ranges of their names.
 
     Raises:
+        TypeError: A text is given in place of a number, such as '1e-3', which YAML reads as text, or a dict.
         ValueError: A number is out of its range.
     """
     for name, allowed in ranges.items():
         value = given.get(name)
-        if value is None or isinstance(value, str):
+        if value is None:
             continue
+        if isinstance(value, str | Mapping):
+            raise TypeError(f"{name} must be {'a number' if isinstance(value, str) else 'numbers'}, got {value!r}")
         numbers = value if isinstance(value, list | tuple) else [value]
         wrong = [number for number in numbers if isinstance(number, Real) and number not in allowed]
         if wrong:

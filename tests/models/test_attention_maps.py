@@ -200,12 +200,14 @@ def test_the_advice_to_retrofit_a_model_works(name):
 
 
 def test_the_stages_of_swin_are_no_models():
-    with pytest.raises(TypeError, match="RetrofittedSwin: it has no `blocks`; it takes models with `blocks`"):
+    with pytest.raises(TypeError, match="RetrofittedSwin: it has no `blocks`, as its blocks stand in stages, which"):
         relvit.attention_maps(relvit.retrofit(build("swin")), images())
 
 
 def test_arguments_that_are_refused():
     model, x = small(), images()
+    with pytest.raises(TypeError, match=r"layers must be a list of indices of blocks, such as \[-1\], got int"):
+        relvit.attention_maps(small().eval(), x, -1)
     with pytest.raises(ValueError, match=r"in evaluation mode: call model.eval\(\)"):
         relvit.attention_maps(model.train(), x)
     with pytest.raises(ValueError, match=r"images must be \(B, in_chans, height, width\), got shape \(3, 24, 16\)"):

@@ -116,3 +116,25 @@ def test_blocks_that_take_no_grid(given):
         TypeError, match=r"block_fn must make GridBlocks, got a Block: give block_fn=partial\(MixerBlock"
     ):
         GridVisionTransformer(**sizes, **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("embed_dim", "two", TypeError, "embed_dim must be a number, got 'two'"),
+        ("img_size", "32", TypeError, "img_size must be a number, got '32'"),
+        ("img_size", (3, 32, 32), ValueError, r"img_size must be an int or \(rows, columns\), got \(3, 32, 32\)"),
+        ("patch_size", (8, 8, 3), ValueError, r"patch_size must be an int or \(rows, columns\)"),
+        ("stages", 4, TypeError, r"has no argument 'stages'; help\(relvit\.\S+\) lists its arguments"),
+    ],
+)
+def test_arguments_of_another_type(family, name, given, error, message):
+    with pytest.raises(error, match=message):
+        small(family, **{name: given})
+
+
+@pytest.mark.parametrize("name", ["position", "pos_embed"])
+def test_rotary_embeddings_have_an_argument_of_their_own(name):
+    with pytest.raises(ValueError, match=f"{name} is 'rope': rotary embeddings have .*: rope='axial' or 'mixed'"):
+        small("relvit_tiny", **{name: "rope"})

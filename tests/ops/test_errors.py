@@ -33,6 +33,12 @@ CONTENTS = [
     ({"query": Q.long(), "key": K.long(), "value": V.long()}, TypeError, "query has dtype torch.int64, expected a fl"),
     ({"query": Q.numpy()}, TypeError, "query must be a tensor, got ndarray"),
     ({"grid": GRID._replace(prefix=1)}, ValueError, r"query has shape .* that is 6 tokens, expected 7: grid has 1"),
+    ({"query": Q.transpose(1, 2)}, ValueError, r"that is 2 tokens, .*; the shape must be \(B, heads, N, head_dim\)"),
+    (
+        {"key": K.repeat(1, 1, 2, 1)},
+        ValueError,
+        "key has .* that is 12 tokens, and query has 6: give key_grid, the Grid",
+    ),
     ({"grid": (2, 3)}, TypeError, r"grid must be a Grid, got tuple: make_grid\(height, width\) makes one"),
     ({"key_grid": 6}, TypeError, "key_grid must be a Grid, got int"),
     ({"grid": GRID._replace(coords=[[0, 0]])}, TypeError, "grid.coords must be a tensor, got list"),
