@@ -73,8 +73,8 @@ def read_config(config: str) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"--config {config}: {cut(error)}") from error
     if not isinstance(options, dict):
-        example = "such as 'trainer: {max_epochs: 10}'"
-        raise UsageError(f"--config {config}: options go by name, {example}, got {cut(options)}")
+        example, found = "such as 'trainer: {max_epochs: 10}'", "nothing" if options is None else cut(options)
+        raise UsageError(f"--config {config}: options go by name, {example}, got {found}")
     return options
 
 

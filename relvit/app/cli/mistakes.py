@@ -21,7 +21,16 @@ from jsonargparse import Namespace
 from relvit.app.cli.config_text import load_config, read_config
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.option_types import accepts, choices, in_words, item_type, subclasses, takes_one
-from relvit.app.cli.typed_words import EMPTY_WORDS, INSTEAD, OF_FIT, OF_TRAINER, ONLY_IN_TRAINING, PRECISIONS, SYNONYMS
+from relvit.app.cli.typed_words import (
+    EMPTY_WORDS,
+    INSTEAD,
+    LOGGERS,
+    OF_FIT,
+    OF_TRAINER,
+    ONLY_IN_TRAINING,
+    PRECISIONS,
+    SYNONYMS,
+)
 from relvit.app.data.images.folders import LIST_ENDINGS
 from relvit.app.data.registry import data_modules
 from relvit.app.models import model_arguments
@@ -36,7 +45,12 @@ NO_KIND = "no kind of data is named: for class folders in --root add --data Imag
 # `fit` has no options for these arguments of the model, because it takes them from the data. Of the arguments in
 # `OF_THE_DATA`, `img_size` and `class_names` are options of the data.
 DECIDED = {*OF_THE_DATA} - {"img_size", "class_names"}
-BY_DATA = "the data decide it, so leave it out"
+_BY_DATA = "the data decide it, so leave it out"
+
+
+def decided_by_data(name: str) -> str:
+    """Say what to do in place of an argument of the model that the data decide."""
+    return _BY_DATA if name in DECIDED else f"the data decide it: give data.{name}"
 
 
 class Given(NamedTuple):
@@ -188,7 +202,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     # The user may have typed the argument's name in another library.
     meant = [last or group, *SYNONYMS.get(last or group, [])]
     if of_fit and group != "data" and not DECIDED.isdisjoint(meant):
-        return f"{shown}: {BY_DATA}"
+        return f"{shown}: {_BY_DATA}"
     models = timm.list_models("relvit*_small")
     of_models = {each for model in models for each in model_arguments(model)} - {*OF_THE_DATA}
     of_model = f"{shown}: arguments of the model itself are {dashes}model.model_kwargs."
@@ -210,7 +224,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
     lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}
     words = [*INSTEAD, *lasts, *SYNONYMS]
-    if of_fit and (instead := INSTEAD.get(nearest(name.rpartition(".")[2], words, parts=False) or "")):
+    typed = name if name in INSTEAD else nearest(name.rpartition(".")[2], words, parts=False)
+    if of_fit and (instead := INSTEAD.get(typed or "")):
         return f"{shown}: {instead}"
     if of_fit and name in of_models and nearest(name, [*lasts, *SYNONYMS], parts=False) is None:
         return of_model + name
@@ -269,6 +284,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
     others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
     names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
+    names = [*LOGGERS, *names] if name == "trainer.logger" else names
     if classes and isinstance(value, dict):
         return f"{name}{place} must have a class_path, and its options in init_args; known are {listing(names)}"
     if _class_named(hint, value) is not None or (classes and not isinstance(value, str)) or accepts(hint, value):

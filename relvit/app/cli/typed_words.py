@@ -146,6 +146,7 @@ INSTEAD: dict[str, str] = {
     },
     **dict.fromkeys(("wandb", "use_wandb"), "give --logger wandb"),
     **dict.fromkeys(("tensorboard",), "the TensorBoard log is written without an option"),
+    "model.name": "the model is chosen by --model NAME (in configurations by model.model)",
     **dict.fromkeys(("name", "run_name", "exp_name"), "a run's folder is named by its time and model, below --runs"),
 }
 

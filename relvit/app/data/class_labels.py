@@ -144,13 +144,28 @@ def _is_number(label: str) -> bool:
     return label.isascii() and label.isdigit()
 
 
+def names_in(class_names: Iterable[Any]) -> list[str]:
+    """Return the names of classes as a list of texts.
+
+    Raises:
+        TypeError: `class_names` is one text, whose letters would become classes, or a dict, whose keys would.
+    """
+    if isinstance(class_names, str | Mapping):
+        raise TypeError(
+            "class_names must be a list with the name of each class, label 0 first, such as ['cat', 'dog'], got "
+            f"{reprlib.repr(class_names)}"
+        )
+    return [str(name) for name in class_names]
+
+
 def checked_classes(class_names: Sequence[str]) -> list[str]:
     """Return the names of classes, which may be numbers or texts of NumPy, as a list of texts.
 
     Raises:
+        TypeError: `class_names` is one text, or a dict.
         ValueError: There are fewer than two names, a name comes twice, or a name cannot be printed.
     """
-    names = [str(name) for name in class_names]
+    names = names_in(class_names)
     check_printable(names, "class_names")
     if len(names) < 2:
         raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")

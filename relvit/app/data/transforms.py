@@ -286,10 +286,11 @@ def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> 
 
 
 def _to_tensor(mean: Sequence[float], std: Sequence[float]) -> list[v2.Transform]:
-    right = all(math.isfinite(number) for number in (*mean, *std)) and all(number > 0 for number in std)
+    right = all(0 <= number <= 1 for number in mean) and all(0 < number < math.inf for number in std)
     if len(mean) != len(std) or not mean or not right:
         raise ValueError(
-            f"mean is {tuple(mean)} and std {tuple(std)}; give one of each per channel, and std greater than zero"
+            f"mean is {tuple(mean)} and std {tuple(std)}; give one of each per channel, for images with values from 0 "
+            "to 1: mean from 0 to 1, std greater than zero"
         )
     return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))]
 

@@ -13,7 +13,7 @@ import torch
 
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.modules.image_folder import find_splits
-from relvit.app.evaluation.predictor import Predictor
+from relvit.app.evaluation.predictor import Predictor, check_predictor
 from relvit.app.training.base_classifier import run_batches
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.exceptions import MissingPackageError
@@ -62,6 +62,7 @@ def embed_folder(
         FileNotFoundError: there is no such folder.
         ValueError: there are no images below the folder.
     """
+    check_predictor(predictor)
     root = os.fspath(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"root {root} is not a folder; give one with images")

@@ -356,6 +356,12 @@ class Predictor:
         return f"Predictor({', '.join(about)}, on {self.device})"
 
 
+def check_predictor(given: object) -> None:
+    """Raise TypeError for a model or a path in place of a `Predictor`."""
+    if not isinstance(given, Predictor):
+        raise TypeError(f"predictor must be a Predictor, which relvit.load returns, got {type(given).__name__}")
+
+
 def _read_classifier(path: str | os.PathLike[str]) -> tuple[Checkpoint, BaseClassifier]:
     if is_exported(path):
         exported = ExportedClassifier(path)

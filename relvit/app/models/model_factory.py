@@ -19,7 +19,7 @@ from relvit.app.utils.devices import available_memory
 from relvit.app.utils.shown_text import one_line
 from relvit.models import GridVisionTransformer, retrofit_arguments, retrofitted
 from relvit.models import retrofit as retrofit_model
-from relvit.utils.messages import did_you_mean, listing
+from relvit.utils.messages import an, did_you_mean, full_name, listing
 
 # These are the arguments of timm's builders; some of them choose the weights that are loaded. The description of a
 # model must hold none of them, because a description may come from a downloaded checkpoint or from the hub, and such a
@@ -63,6 +63,11 @@ def build_model(
             retrofitted, is larger than the memory, or cannot be built with these arguments.
     """
     kwargs = dict(model_kwargs or {})
+    if not isinstance(retrofit, Mapping | None):
+        raise TypeError(
+            "retrofit must hold arguments of relvit.retrofit by name, such as {'rel_terms': 'kv'}, or {} for its "
+            f"defaults, got {retrofit!r}"
+        )
     for key in retrofit or {}:
         if key not in retrofit_arguments():
             hint = did_you_mean(key, retrofit_arguments()) or f", allowed: {listing(retrofit_arguments())}"
@@ -76,6 +81,7 @@ def build_model(
         if arguments and key not in arguments:
             why = getattr(_model_class(name), "fixed", {}).get(key)
             hint = f": {why}; take it out of model_kwargs" if why else did_you_mean(key, arguments)
+            hint = hint or f"; help({full_name(_model_class(name))}) lists its arguments"
             raise ValueError(f"model {name!r} has no argument {key!r}{hint}")
     if img_size is not None and "img_size" in arguments:
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
@@ -229,9 +235,15 @@ def model_arguments(name: str) -> set[str]:
         (True, False)
 
     Raises:
+        TypeError: `name` is not a text.
         ValueError: the model is unknown.
     """
-    architecture = str(name).split(".", 1)[0]
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a model is given by its name, such as 'relvit_small', got {an(type(name).__name__)}: register "
+            "one of your own with timm.models.register_model"
+        )
+    architecture = name.split(".", 1)[0]
     if not timm.is_model(architecture):
         ours = sorted(timm.list_models("relvit*"), key=len)
         raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relvit.app.data.class_labels import names_in
 from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
@@ -21,7 +22,7 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `ImageClassifier` in plain types, as every checkpoint can hold them.
 
     Raises:
-        TypeError: An argument is an array of NumPy.
+        TypeError: An argument is an array of NumPy; or `class_names` is one text, or a dict.
     """
     for name, value in given.items():
         # Lightning's `save_hyperparameters` compares all arguments with each other, which fails for arrays.
@@ -29,7 +30,7 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{name} is an array of NumPy: give a list, by {name}.tolist()")
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
     if plain["class_names"] is not None:
-        plain["class_names"] = [str(name) for name in plain["class_names"]]
+        plain["class_names"] = names_in(plain["class_names"])
     return plain_values(plain)
 
 

@@ -182,6 +182,14 @@ class OneLabel(Labels):
 
     def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
         if labels.ndim == 1 and labels.dtype in _WHOLE:
+            # On a GPU the comparison would wait for the device in every step, so leave it to PyTorch's own checks.
+            if labels.device.type == "cpu" and len(labels):
+                low, high = (int(value) for value in labels.aminmax())
+                if low < 0 or high >= num_classes:
+                    raise ValueError(
+                        f"labels must be from 0 to {num_classes - 1}, as there are {num_classes} classes, got labels "
+                        f"from {low} to {high}"
+                    )
             return labels.long()
         if training and labels.is_floating_point() and labels.shape[1:] == (num_classes,):
             return labels

@@ -49,6 +49,9 @@ def fit(copy, tmp_path):
         (["--in_chans=1"], "unknown option --in_chans: the data decide it, so leave it out"),
         (["--channels=1"], "unknown option --channels: the data decide it, so leave it out"),
         (["--model.img_size=20"], r"unknown option --model.img_size \(did you mean '--img_size'\?\)"),
+        (["--model.name=x"], r"--model.name: the model is chosen by --model NAME \(in configurations by model.model\)"),
+        (["--trainer.logger=mlfow"], r"unknown trainer.logger 'mlfow' \(did you mean 'mlflow'\?\); known: 'wandb', "),
+        (["--model.model_kwargs.window_size=7"], r"no argument 'window_size'; help\(relvit\.\S*\) lists its arguments"),
         (["--data.in_chans=1"], "unknown option --data.in_chans; relvit fit --help-all lists the options"),
         (["--data.img_size=20"], "image height 20 is not a multiple of the patch size 8: use 16 or 24"),
         (["--ckpt_path=last"], "no checkpoint at last; give the file, such as runs/RUN/checkpoints/best.ckpt"),
@@ -105,6 +108,8 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
         "root: photos": f"unknown option root in {config}: its name in configurations is data.root",
         "epochs: 3": f"unknown option epochs in {config}: its name in configurations is trainer.max_epochs",
         "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it, so leave it out",
+        "model: {img_size: 64}": f"unknown option model.img_size in {config}: the data decide it: give data.img_size",
+        "": f"--config {config}: options go by name, such as 'trainer: {{max_epochs: 10}}', got nothing",
         "trainer: {typo: 3}": f"unknown option trainer.typo in {config}; relvit fit --help-all lists the options",
     }.items():
         config.write_text(text)

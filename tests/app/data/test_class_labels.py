@@ -104,3 +104,10 @@ def test_doubtful_classes(counts, doubt):
     found = doubtful_classes(counts)
     assert len(found) == (doubt is not None)
     assert doubt is None or doubt in found[0]
+
+
+@pytest.mark.parametrize("given", ["cat", {0: "cat", 1: "dog"}])
+def test_class_names_are_a_list(given):
+    """The letters of a text, or the keys of transformers' id2label, would become classes."""
+    with pytest.raises(TypeError, match=f"class_names must be a list .*, got {re.escape(repr(given))}"):
+        checked_classes(given)

@@ -226,6 +226,7 @@ def test_random_erasing_is_honoured():
         ({"std": (1.0, 1.0)}, "give one of each per channel"),
         ({"mean": (), "std": ()}, "give one of each per channel"),
         ({"std": (0.0,)}, "std greater than zero"),
+        ({"mean": (123.7,)}, r"mean is \(123.7,\) .* for images with values from 0 to 1: mean from 0 to 1"),
     ],
 )
 def test_wrong_arguments(arguments, message):

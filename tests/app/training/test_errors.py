@@ -3,7 +3,8 @@
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from small_training import HALTING, Noise, NoiseImages, SeveralLabels, build, train
+from small_training import HALTING, Noise, NoiseImages, SeveralLabels, build, train, train_and_save
+from torch.utils.data import DataLoader, TensorDataset
 
 from relvit.app.training import ClassificationLoss, make_optimizer
 from relvit.app.training.optim.freeze import Backbone
@@ -102,3 +103,45 @@ def test_other_strategies_train(strategy):
 def test_optimisers_of_gpu_packages_report_what_they_need():
     with pytest.raises(ValueError, match="'fusedadam' cannot be used here"):
         optimizer(opt="fusedadam")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": "1e-3"}, "^lr must be a number, got '1e-3'"),
+        ({"class_weights": {"a": 1.0}}, "^class_weights must be numbers, got {'a': 1.0}"),
+        ({"class_names": "a cat a"}, r"^class_names must be a list .*\['cat', 'dog'\], got 'a cat a'"),
+        ({"class_names": dict(enumerate("abcdefg"))}, "^class_names must be a list .*, got {0: 'a', "),
+        ({"retrofit": True}, "^retrofit must hold arguments of relvit.retrofit by name, .* got True"),
+        ({"model": torch.nn.Identity()}, "^a model is given by its name, such as 'relvit_small', got an Identity"),
+    ],
+)
+def test_arguments_of_another_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        build(**arguments)
+
+
+def test_a_training_without_batches():
+    with pytest.raises(ValueError, match="limit_train_batches is 0, so there is nothing to train on: give 1 or more"):
+        train(build(), max_epochs=1, limit_train_batches=0)
+
+
+def test_a_dataset_in_place_of_a_loader():
+    images = TensorDataset(torch.randn(8, 3, 8, 12), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(ValueError, match="come from a dataset, TensorDataset: give a loader, such as DataLoader"):
+        train(build(), images, max_epochs=1)
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+def test_a_label_without_a_class(label):
+    images = TensorDataset(torch.randn(8, 3, 8, 12), torch.full((8,), label))
+    with pytest.raises(ValueError, match=f"labels must be from 0 to 6, .* got labels from {label} to {label}"):
+        train(build(), DataLoader(images, 4), max_epochs=1)
+
+
+@pytest.mark.parametrize("changed", [{"opt": "sgd"}, {"layer_decay": 0.5}, {"position_lr_scale": 3.0}])
+def test_a_resume_with_another_optimiser(changed, tmp_path):
+    train_and_save(tmp_path / "a.ckpt", build(), max_epochs=1)
+    ((name, given),) = changed.items()
+    with pytest.raises(ValueError, match=f"was trained with {name} .*, not {given}, .*: give {name} "):
+        train(build(**changed), ckpt_path=tmp_path / "a.ckpt", max_epochs=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from relvit.app.cli.errors import UsageError
 from relvit.app.evaluation import Predictor, Size, embed_folder, write_embeddings
 from relvit.app.evaluation.embeddings import check_format
-from relvit.app.training.run.data_record import unreadable_sentence
+from relvit.app.training.run.data_record import none_readable, unreadable_sentence
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.number_types import BatchSize, Workers
@@ -48,7 +48,7 @@ def embed(
         write_csv(listed, ("path", "reason"), rows)
         print(f"{unreadable_sentence('predict', len(rows))} {listed} says why.")
     if not found.paths:
-        raise UsageError("none of the images could be read")
+        raise UsageError(none_readable(found.unreadable))
     write_embeddings(found, output)
     count, length = found.features.shape
     print(f"{count} {'image' if count == 1 else 'images'}, {length} features each, in {output}", flush=True)

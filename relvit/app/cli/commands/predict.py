@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning import Trainer
+
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.trainer.command_folder import new_folder
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
 from relvit.app.evaluation import PredictionTable
+from relvit.app.training.run.data_record import none_readable
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -41,17 +44,17 @@ def predict(
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
-        evaluation.run([table], folder, lambda trainer: report(table), return_predictions=False)
+        evaluation.run([table], folder, lambda trainer: report(trainer, table), return_predictions=False)
 
 
-def report(table: PredictionTable) -> None:
+def report(trainer: Trainer, table: PredictionTable) -> None:
     """Print the predictions of up to ten images, or the number of images in each class if there are more, and the file.
 
     Raises:
         UsageError: there are no predictions.
     """
     if not table.count:
-        raise UsageError("none of the images could be read")
+        raise UsageError(none_readable(trainer.datamodule.unreadable.get("predict", {})))
     if table.count <= len(table.first):
         rank_zero_print("\n".join(table.first))
     counted = table.classes and table.count > len(table.first)

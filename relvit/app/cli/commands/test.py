@@ -17,6 +17,7 @@ from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation import Corruptions, EvaluationReport, absent_classes
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.training.class_metrics import AnyClassMetrics
+from relvit.app.training.run.data_record import none_readable
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -68,7 +69,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     """
     data = trainer.datamodule
     if not found.results:
-        raise UsageError("none of the images could be read")
+        raise UsageError(none_readable(data.unreadable.get(data.evaluated_split, {})))
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root

@@ -18,7 +18,7 @@ from relvit.app.cli.errors import UsageError
 from relvit.app.cli.fit.refused_options import check_recorded, check_trainer_options
 from relvit.app.cli.fit.resumed_options import changed_options, checkpoint_of_epoch_end, fit_options, resume_arguments
 from relvit.app.cli.fit.start_and_end import describe_training, report_fit
-from relvit.app.cli.mistakes import BY_DATA
+from relvit.app.cli.mistakes import decided_by_data
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.secrets import CLASSES, mask_command
 from relvit.app.cli.trainer.command_folder import new_folder
@@ -147,7 +147,7 @@ class FitCLI(RelvitCLI):
             model = read_config(config).get("model") if config else None
             # The parser would silently drop these options of a configuration.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
-                raise UsageError(f"unknown option model.{given[0]} in {config}: {BY_DATA}")
+                raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
         super().parse_arguments(parser, args)
         self.resumed_file: str | None = self.config.ckpt_path
         self.config.ckpt_path = None

@@ -178,6 +178,7 @@ class ImageData(RecordedArguments, ABC):
         Raises:
             ValueError: There is not one number for each channel, or a number in `std` is not greater than zero.
         """
+        mean, std = ((each,) if isinstance(each, float | int) else each for each in (mean, std))
         if len(mean) != self.in_chans:
             raise ValueError(
                 f"mean is {tuple(mean)}; the images have {self.in_chans} channels, give {self.in_chans} numbers"

@@ -79,7 +79,7 @@ class ReaderData(ImageFilesData):
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
-        self.name, self.root = _located(name, root)
+        self.name, self.root = _located(os.fspath(name), root)
         self.predict: str | None = None if predict is None else _absolute(predict)
         self.train_split = train_split
         self.val_split = val_split

@@ -19,7 +19,7 @@ from relvit.app.data.batches import images_of
 from relvit.app.data.images.folders import find_images
 from relvit.app.evaluation.deploy.int8 import quantise
 from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, describe
-from relvit.app.evaluation.predictor import Predictor
+from relvit.app.evaluation.predictor import Predictor, check_predictor
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, move_complete
@@ -90,6 +90,7 @@ def export_model(
         ModuleNotFoundError: for .onnx, its packages are missing.
         ExportError: the logits of the file differ from the model's logits.
     """
+    check_predictor(predictor)
     output = Path(output)
     check_export(output, int8, aot, calibration)
     if predictor.reach == "windows":

@@ -17,12 +17,14 @@ from huggingface_hub.utils import validate_repo_id
 from timm.models import save_for_hf
 from torch import nn
 
+from relvit.app.data.class_labels import names_in
 from relvit.app.evaluation.deploy.card import model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_folder, is_address, parse_json
 from relvit.app.utils.shown_text import one_line
+from relvit.utils.messages import an
 from relvit.version import __version__
 
 HUB, FOLDER = "hf-hub:", "local-dir:"
@@ -142,17 +144,23 @@ def save_model(
         about: further values for `config.json`, such as the 'thresholds' of a multi-label model.
 
     Raises:
+        TypeError: `model` wraps a model, as `torch.compile(model)` does; or `class_names` is one text, or a dict.
         ValueError: the number of class names differs from the number of the model's classes.
         PublishError: timm cannot save the model or build it from the files, the model does not take images of its
             `input_size`, or the outputs differ.
         OSError: the files cannot be written.
     """
-    if len(class_names) != model.num_classes:
+    # `torch.compile` keeps the model in the first of these attributes, wrappers for several devices in the second.
+    for inner in ("_orig_mod", "module"):
+        if inner in model._modules:
+            raise TypeError(f"model is {an(type(model).__name__)}, which wraps a model: give that one, model.{inner}")
+    names = names_in(class_names)
+    if len(names) != model.num_classes:
         raise ValueError(
-            f"class_names has {len(class_names)} names; give {model.num_classes}, one for each class of the model"
+            f"class_names has {len(names)} names; give {model.num_classes}, one for each class of the model"
         )
     config = {
-        "label_names": [*class_names],
+        "label_names": names,
         "pretrained_cfg": {"license": license or "unknown"},
         KEY: {"version": __version__} if about is None else about,
     }

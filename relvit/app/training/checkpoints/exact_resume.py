@@ -10,12 +10,14 @@ reads them. Epoch and batch determine the random state, so checkpoints do not st
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning import LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from relvit.app.data.loading.sampler import training_position
+from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.training.lightning_internals import validation_due
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
@@ -62,6 +64,8 @@ class Progress:
         # This is the point in the checkpoint from which the training resumes. It is None for a new training, and as
         # soon as a resumed training has started.
         self._resumed: ResumePoint | None = None
+        # These are the arguments of the classifier that wrote this checkpoint.
+        self._arguments: Mapping[str, Any] = {}
 
     def note_validation(self, trainer: Trainer) -> None:
         """Note that a validation is complete."""
@@ -84,13 +88,14 @@ class Progress:
         if checkpoint.get(POINT_KEY) is None:
             return False
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
+        self._arguments = checkpoint.get(KEY, {}).get("model", {})
         _set_counters(checkpoint, point)
         self._validated_at = (point.epoch, point.batch) if point.validated else None
         self._ended_epoch = point.epoch - 1
         return True
 
     def check_layout(self, trainer: Trainer) -> None:
-        """Refuse to resume with other optimiser steps than before.
+        """Refuse to resume with another optimiser, other groups of its parameters, or other steps than before.
 
         Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
         and devices may change. But the number of images in an optimiser step must not change, since the learning rate
@@ -99,6 +104,13 @@ class Progress:
         point = self._resumed
         if point is None:
             return
+        for name in ("opt", "layer_decay", "position_lr_scale"):
+            before, given = self._arguments.get(name), trainer.lightning_module.hparams.get(name)
+            if name in self._arguments and before != given:
+                raise ValueError(
+                    f"the checkpoint was trained with {name} {before}, not {given}, and holds the state of that "
+                    f"optimiser: give {name} {before}, or start another training from these weights with pretrained"
+                )
         then, now = point.layout, _layout(trainer)
         if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
             return

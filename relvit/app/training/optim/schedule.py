@@ -12,6 +12,7 @@ from typing import NamedTuple
 from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
 
 # A `Schedule` is a function that is called as `warmup_cosine` is: `schedule(step, total=..., warmup=..., floor=...)`.
 Schedule = Callable[..., float]
@@ -109,6 +110,8 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     """
     # Set up the data, because a warm-up in epochs needs their length. With --trainer.max_steps, Lightning does not need
     # their length for `estimated_stepping_batches`, and would not set them up here.
+    if trainer.limit_train_batches == 0:
+        raise ValueError("limit_train_batches is 0, so there is nothing to train on: give 1 or more, or a share")
     trainer.fit_loop.setup_data()
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
@@ -140,6 +143,11 @@ def batch_size_of(trainer: Trainer) -> int:
         if isinstance(loader, Sequence | Mapping):
             raise ValueError(
                 f"the training images come from a {name} of loaders: give one loader, such as a DataLoader"
+            )
+        if isinstance(loader, Dataset):
+            raise ValueError(
+                f"the training images come from a dataset, {name}: give a loader, such as DataLoader(dataset, 64, "
+                "shuffle=True)"
             )
         given = f"the training loader, {name}, does not say its batch_size"
         # A DataLoader's own attribute cannot be set, but that of its samplers can, so suggest one of these.

@@ -6,6 +6,7 @@ A resumed training compares its images with digests in the checkpoint.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,12 @@ class DataRecord(Callback):
             lines += [f"  {visible(path)}: {reason}" for _, path, reason in rows[:SHOWN]]
             lines += [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
         print(visible_lines("\n".join(lines)), flush=True)
+
+
+def none_readable(unreadable: Mapping[str, str]) -> str:
+    """Say that none of the images could be read, and why the first of them could not, if this process tried it."""
+    first = [f"; the first: {visible(path)}: {reason}" for path, reason in [*unreadable.items()][:1]]
+    return "".join(["none of the images could be read", *first])
 
 
 def unreadable_sentence(split: str, count: int, replaced: bool = False) -> str:

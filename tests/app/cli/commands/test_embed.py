@@ -101,7 +101,7 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
         path.write_bytes(b"")
     assert embed(best, root, tmp_path / "none.npz") == 2
     printed = capsys.readouterr()
-    assert "error: none of the images could be read\n" in printed.err
+    assert f"error: none of the images could be read; the first: {root}/0.jpg: the file is empty" in printed.err
     assert (printed.out + printed.err).count("none.unreadable.csv") == 1
     assert not (tmp_path / "none.npz").exists()
 

@@ -233,7 +233,7 @@ def test_nothing_can_be_read(best, tmp_path):
     ranks = Ranks(arguments, tmp_path, as_torchrun())
     assert max(ranks.finish()) == 2
     folder = only(runs)
-    assert ranks.text().count("none of the images could be read\n") == 1
+    assert ranks.text().count("none of the images could be read") == 1
     assert ranks.text().count(f"{folder / 'unreadable.csv'} says why") == 1
     assert len(rows(folder / "unreadable.csv")) == 2
     assert rows(folder / "predictions.csv") == []

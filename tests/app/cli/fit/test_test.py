@@ -143,7 +143,7 @@ def test_nothing_can_be_read(best, tmp_path, fails):
     message = fails([*arguments, "--data.on_error=skip", *QUIET])
     folder = only(tmp_path / "runs")
     # The line of output before the error names unreadable.csv, so the error does not name it again.
-    assert message.endswith("error: none of the images could be read\n")
+    assert re.search("error: none of the images could be read; the first: .*/0.jpg: the file is empty .*\n$", message)
     assert len(rows(folder / "unreadable.csv")) == 3
 
 

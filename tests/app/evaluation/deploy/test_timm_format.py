@@ -18,7 +18,8 @@ from timm.data import create_transform, resolve_model_data_config
 import relvit
 from relvit.app.cli import main
 from relvit.app.data.modules.paths import ImagePathsData
-from relvit.app.evaluation.deploy import PublishError, publish_model, save_model
+from relvit.app.evaluation import embed_folder
+from relvit.app.evaluation.deploy import PublishError, export_model, publish_model, save_model
 from relvit.app.evaluation.deploy.timm_format import save_folder
 from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.pretrained import Pretrained
@@ -318,3 +319,18 @@ def test_what_timm_cannot_build_is_not_published(best, tmp_path):
     clf.model.register_forward_hook(lambda module, args, logits: logits + 1e-6)
     with pytest.raises(PublishError, match=r"from the files has outputs that differ by 1.0e-06"):
         save_folder(clf, str(tmp_path / "two"))
+
+
+def test_arguments_of_another_type(tmp_path):
+    model = timm.create_model("test_relvit", num_classes=3)
+    with pytest.raises(TypeError, match=r"model is an OptimizedModule, which .*: give that one, model\._orig_mod"):
+        save_model(torch.compile(model), tmp_path, ["a", "b", "c"])
+    with pytest.raises(TypeError, match=r"model is a DataParallel, which wraps a model: give that one, model\.module"):
+        save_model(torch.nn.DataParallel(model), tmp_path, ["a", "b", "c"])
+    for names in ("cat", {0: "a", 1: "b", 2: "c"}):
+        with pytest.raises(TypeError, match="class_names must be a list with the name of each class"):
+            save_model(model, tmp_path, names)
+    for call in (export_model, embed_folder):
+        with pytest.raises(TypeError, match=r"predictor must be a Predictor, which relvit\.load returns, got Rel"):
+            call(model, tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
