@@ -85,8 +85,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: There are no images below a folder, no image matches a pattern, or a path is the file of a list or
-            of a model.
+        ValueError: There are no images below a folder, no image matches a pattern, or a path is the file of a list,
+            of an archive or of a model.
     """
     found: dict[str, None] = {}
     for path in map(os.path.expanduser, paths):
@@ -97,6 +97,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
             )
         if path.endswith(".ckpt") or is_exported(path):
             raise ValueError(f"{path} is a model, not an image: give one model at a time, then images or folders")
+        if path.lower().endswith((".tar", ".zip", ".tar.gz", ".tgz")) and os.path.isfile(path):
+            raise ValueError(f"{path} is an archive, not an image: unpack it and give the folder")
         if os.path.isdir(path):
             found |= dict.fromkeys(images_to_predict(path))
         elif os.path.lexists(path):

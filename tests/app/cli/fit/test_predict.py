@@ -143,7 +143,9 @@ def test_the_file_that_a_path_names_is_read(best, folders):
 
 def test_paths_that_lead_nowhere(best, folders, fails):
     (folders / "list.csv").write_text("path\na/1.png\n")
+    (folders / "c.tar").touch()
     for paths, message in {
+        ("c.tar",): "c.tar is an archive, not an image: unpack it and give the folder",
         ("e.jpg",): "no file or folder 'e.jpg'",
         ("*.bmp",): "no image matches the pattern '*.bmp'",
         ("d",): "no image below d",
