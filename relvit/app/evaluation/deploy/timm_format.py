@@ -14,6 +14,7 @@ import timm
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
+from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from torch import nn
 
@@ -134,9 +135,8 @@ def save_model(
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
-            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`. Change these
-            values if the training had other images: a relvit or retrofitted model made with `img_size` keeps the
-            `input_size` of its name.
+            mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`. If the model was
+            made with `img_size`, which some names imply, that is written as its `input_size`.
         folder: the folder to write to. Existing files with the same names are replaced in one step; all other files
             stay.
         class_names: name of each class; the label of a class is its index in this list.
@@ -172,7 +172,7 @@ def save_model(
     with atomic_folder(folder) as part:
         try:
             save_for_hf(model, part, model_config=config, safe_serialization=True)
-            _without_num_classes(part / "config.json")
+            _correct_config(part / "config.json")
             # safetensors writes files that only their owner can read, so give the weights the permissions of
             # config.json.
             shutil.copymode(part / "config.json", part / "model.safetensors")
@@ -203,15 +203,21 @@ def save_model(
             )
 
 
-def _without_num_classes(path: Path) -> None:
-    """Remove the number of classes from the model's arguments in `config.json`, where timm writes it a second time.
+def _correct_config(path: Path) -> None:
+    """Remove the number of classes from the model's arguments in `config.json`, and write `img_size` as `input_size`.
 
     timm writes the number at the top level of `config.json` and in `model_args`, and reads both. The timm wrapper of
     `transformers` passes the number at the top level to timm together with `model_args`, and fails if `model_args`
     contains the number, too.
+
+    timm reads `img_size` as `input_size`, too, but only for models that take images of one size. Absolute embeddings
+    of any model are resized from the grid of `input_size`.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["model_args"].pop("num_classes", None)
+    if img_size := config["model_args"].get("img_size"):
+        described = config["pretrained_cfg"]
+        described["input_size"] = [described["input_size"][0], *to_2tuple(img_size)]
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

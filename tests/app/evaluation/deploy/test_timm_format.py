@@ -23,6 +23,7 @@ from relvit.app.evaluation.deploy import PublishError, export_model, publish_mod
 from relvit.app.evaluation.deploy.timm_format import save_folder
 from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.models import transfer_weights
 
 # timm's configurations have other values.
 OWN = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
@@ -126,19 +127,37 @@ def test_save_a_model_of_another_training(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_relvit"])
-def test_a_model_that_does_not_take_the_size_of_its_name(name, tmp_path):
+def test_a_model_made_with_a_size_has_the_size_in_its_description(name, tmp_path):
     """The registered size of 160 px is no multiple of these patches."""
-    model = timm.create_model(name, num_classes=2, img_size=(36, 60), patch_size=12)
-    if name == "test_vit":
-        relvit.retrofit(model)
-    with pytest.raises(PublishError, match=r"\['input_size'\], which is \(3, .* patch size 12.*; set it to \(channels"):
-        save_model(model, tmp_path / "model", ["no", "yes"])
-    model.pretrained_cfg["input_size"] = (3, 36, 60)
+    options = {"num_classes": 2, "patch_size": 12, "pos_embed": "learn"}
+
+    def build(img_size):
+        model = timm.create_model(name, img_size=img_size, **options)
+        return relvit.retrofit(model) if name == "test_vit" else model
+
+    model = build((36, 60))
     save_model(model, tmp_path / "model", ["no", "yes"])
-    again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    assert resolve_model_data_config(again)["input_size"] == (3, 36, 60)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    assert tuple(resolve_model_data_config(loaded)["input_size"]) == (3, 36, 60)
     images = torch.randn(2, 3, 36, 60)
-    assert torch.equal(again(images), model(images))
+    assert torch.equal(loaded(images), model(images))
+    # The embedding becomes that of a larger grid, and of a grid with as many patches.
+    for img_size in ((60, 96), (60, 36)):
+        found = build(img_size)
+        transfer_weights(found, Pretrained(str(tmp_path / "model")).weights())
+        prefix = model.num_prefix_tokens if name == "test_vit" else 0
+        assert model.pos_embed.shape[1] == prefix + 15
+        grid = model.pos_embed[:, prefix:].unflatten(1, (3, 5)).permute(0, 3, 1, 2)
+        size = [side // 12 for side in img_size]
+        resized = torch.nn.functional.interpolate(grid, size, mode="bicubic", antialias=True).flatten(2).mT
+        torch.testing.assert_close(found.pos_embed[:, prefix:], resized, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_does_not_take_the_size_of_its_description(tmp_path):
+    model = timm.create_model("relvit_tiny", depth=1, num_classes=2)
+    model.pretrained_cfg["input_size"] = (3, 161, 160)
+    with pytest.raises(PublishError, match=r"\['input_size'\], which is \(3, 161, 160\): .*; set it to \(channels"):
+        save_model(model, tmp_path / "model", ["no", "yes"])
 
 
 def test_save_a_model_of_half_precision(tmp_path):
