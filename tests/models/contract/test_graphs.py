@@ -94,6 +94,15 @@ def test_exported_once_for_all_sizes(number):
         torch.testing.assert_close(module(images(*size)), model(images(*size)), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("rel_terms", ["kb", "qkvb"])
+def test_exported_for_any_number_of_images_it_takes_one(rel_terms):
+    model, batch = build(rel_terms=rel_terms, img_size=32), {0: torch.export.Dim("batch", min=1, max=8)}
+    shapes = (batch | any_size({})[0],)
+    module = torch.export.export(model, (images(32, 40),), dynamic_shapes=shapes).module()
+    for x in (images(24, 16)[:1], images(24, 16)):
+        torch.testing.assert_close(module(x), model(x), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("number", [0, 1, VARIANTS.index(FREE[0])], ids=name)
 def test_onnx_runtime_gives_the_same_at_all_sizes(number, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
