@@ -63,6 +63,11 @@ def knows_values() -> bool:
     return not is_compiling()
 
 
+def relies_on_strides() -> bool:
+    """Return True while a graph is exported or traced, which relies on the strides of its example's tensors."""
+    return is_exporting()
+
+
 def may_recompute() -> bool:
     """Return True where a backward may compute something once more: `torch.export` and `torch.func` cannot."""
     return not is_exporting() and not is_functorch()

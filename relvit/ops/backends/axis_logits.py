@@ -23,7 +23,7 @@ from relvit.ops.buckets import bucket, saturation
 from relvit.ops.grid import Grid, once_per_raster, rows_and_columns
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, RelativeTerms, with_width
-from relvit.ops.tracing import is_exporting, knows_values, without_autocast
+from relvit.ops.tracing import knows_values, relies_on_strides, without_autocast
 from relvit.utils.old_torch import compiled_replace
 
 # Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster, so augmented
@@ -197,14 +197,14 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     One product with all table rows, then a lookup, is faster than a product per row of the grid, because tables are
     short.
     """
-    if is_exporting():
-        # A view with exchanged dimensions is contiguous only for one image. An exported graph would rely on that not
-        # being so, and would refuse one image, so compute the logits in the order (B, heads, N, entries).
+    if relies_on_strides():
+        # A view with exchanged dimensions is contiguous only for one image, which a graph exported with two would
+        # refuse, so compute the logits in the order (B, heads, N, entries). Read the sizes from `query`, because
+        # `torch.onnx.export(dynamo=False)` writes the sizes of computed tensors as constants.
         per_entry = query @ table.transpose(-2, -1)
         return gather(per_entry, index.expand(query.shape[0], query.shape[1], -1, -1))
     per_entry = _entry_logits(query, table)
-    # Read the sizes from `query`: `torch.onnx.export(dynamo=False)` writes the sizes of `per_entry` as constants.
-    return gather(per_entry, index.transpose(0, 1).expand(query.shape[1], query.shape[0], -1, -1)).transpose(0, 1)
+    return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
 
 
 def entry_logits(query: Tensor, table: Tensor) -> Tensor:
