@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,11 @@ from relvit.models.retrofit.api import can_retrofit
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS
 from relvit.ops import AttentionInputs
 from relvit.ops.checks import check_kind, check_model
+from relvit.utils.eagerly import eagerly
 from relvit.utils.messages import an, full_name, listing, part_of
 
 # A batch of native shapes, a dictionary, has no single grid of patches.
 ONE_SIZE = "a tensor (B, in_chans, height, width), images of one size"
-# All threads share `fused_attn` of timm's layers. Without this lock the first of two threads that record the weights of
-# one model would switch fused attention back on while the second one still runs.
-_UNFUSED = RLock()
 
 
 class AttentionMaps(NamedTuple):
@@ -105,7 +103,7 @@ def _record_weights(
     check_kind("images", images, Tensor, ONE_SIZE)
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")
-    with _recording([attentions[i] for i in chosen], keep) as recorded, torch.compiler.set_stance("force_eager"):
+    with eagerly(), _recording([attentions[i] for i in chosen], keep) as recorded:
         _run(model, images)
     for index in chosen:
         if attentions[index] not in recorded:
@@ -168,7 +166,7 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         cure = recurrence.undo if recurrence else "set_reach(model, 'trained')"
         raise ValueError(f"attention within windows or parts has no logits of all pairs: call {cure} first")
     check_kind("images", images, Tensor, ONE_SIZE)
-    with record_logit_inputs() as record, torch.compiler.set_stance("force_eager"):
+    with eagerly(), record_logit_inputs() as record:
         _run(model, images)
     found = {}
     rows, columns = patch_grid(model, images.shape[-2:])
@@ -264,16 +262,14 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
 
     handles = [layer.attn_drop.register_forward_pre_hook(partial(record, layer)) for layer in attentions]
     # Switch off fused attention in timm's layers, because only then do they pass weights to `attn_drop`. relvit's
-    # layers pass weights whenever `attn_drop` has hooks.
-    timms = [layer for layer in attentions if not isinstance(layer, GridAttention)]
-    with _UNFUSED if timms else nullcontext():
-        unfused = [layer for layer in timms if layer.fused_attn]
+    # layers pass weights whenever `attn_drop` has hooks. `eagerly` keeps other threads from doing the same meanwhile.
+    unfused = [layer for layer in attentions if not isinstance(layer, GridAttention) and layer.fused_attn]
+    for layer in unfused:
+        layer.fused_attn = False
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
         for layer in unfused:
-            layer.fused_attn = False
-        try:
-            yield recorded
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer in unfused:
-                layer.fused_attn = True
+            layer.fused_attn = True

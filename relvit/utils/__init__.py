@@ -1,1 +1,1 @@
-"""Helpers that several folders of the core share: messages, ranges of numbers, constants, memory, old PyTorch."""
+"""Helpers that several folders of the core share: messages, ranges of numbers, constants, memory, stance, old torch."""

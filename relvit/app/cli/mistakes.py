@@ -201,7 +201,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         return f"{shown}: its name in configurations is {long}"
     # The user may have typed the argument's name in another library.
     meant = [last or group, *SYNONYMS.get(last or group, [])]
-    if of_fit and group != "data" and not DECIDED.isdisjoint(meant):
+    if of_fit and group != "data" and name not in INSTEAD and not DECIDED.isdisjoint(meant):
         return f"{shown}: {_BY_DATA}"
     models = timm.list_models("relvit*_small")
     of_models = {each for model in models for each in model_arguments(model)} - {*OF_THE_DATA}

@@ -1,5 +1,6 @@
 """Trainings on two processes of which one fails or is killed: one message, its status, and files that are whole."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -46,8 +47,12 @@ def wait_for_checkpoint(folder, runs_on):
 def second_process(process):
     """The process that another one has started; None where there is none yet."""
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
-    named = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children.split()}
-    return next((child for child, variables in named.items() if b"LOCAL_RANK=1" in variables), None)
+    for child in children.split():
+        # Other children, such as a compiler, may end before they are read.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return int(child)
+    return None
 
 
 # Each process validates every second image.

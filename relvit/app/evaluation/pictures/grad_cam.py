@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from relvit.app.evaluation.pictures.positions import NotApplicableError, chosen_layer
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.models import lack, patch_grid
+from relvit.utils.eagerly import eagerly
 
 
 def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: int = -1) -> Tensor:
@@ -65,7 +66,7 @@ def grad_cam(model: nn.Module, image: Tensor, label: int | None = None, layer: i
     try:
         for parameter, _, _ in parameters:
             parameter.requires_grad_(False)
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.enable_grad(), eagerly():
             found = cam(image[None].detach().clone().requires_grad_(), [ClassifierOutputTarget(label)])
         if not any(gradient.any() for gradient in cam.activations_and_grads.gradients):
             raise NotApplicableError(

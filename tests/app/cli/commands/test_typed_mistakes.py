@@ -20,7 +20,7 @@ from relvit_start import COMMANDS
 # Command -> what a user types -> the option of the hint; None where a hint would be a guess.
 MISTAKES = {
     "fit": {
-        "train_set": "--root", "channels": "--model.in_chans", "resize": "--img_size", "cpu": "--accelerator",
+        "train_set": "--root", "channels": None, "resize": "--img_size", "cpu": "--accelerator",
         "learningrate": "--lr", "learning-rate": "--lr", "lr0": "--lr", "base_lr": "--lr", "lrate": None,
         "epoch": "--epochs", "num_epochs": "--epochs", "num_train_epochs": "--epochs", "maxepochs": "--epochs",
         "batch": "--batch_size", "batchsize": "--batch_size", "batch-size": "--batch_size",
