@@ -30,7 +30,7 @@ class TransformersModel(OwnPositions):
             # `save_pretrained` writes the name of the class into config.json, and looks up by this name which names the
             # weights have in files. So take the name of the original class. Pickles are not affected, because they
             # find a class by its `__qualname__`.
-            cls.__name__ = cls.__bases__[-1].__name__
+            type.__setattr__(cls, "__name__", cls.__bases__[-1].__name__)
 
     @classmethod
     def is_custom_code(cls) -> bool:
