@@ -160,8 +160,9 @@ def test_folders_stay_small():
 
 
 def test_fast_backends_never_import_the_reference():
-    for path in (ROOT / "ops" / "backends").rglob("*.py"):
-        assert not any("reference" in module for module in imported_modules(path)), path
+    for path in (ROOT / "ops").rglob("*.py"):
+        if path.parent.stem != "reference" and path != ROOT / "ops" / "attention.py":
+            assert not any("reference" in module for module in imported_modules(path)), path
 
 
 def test_files_have_names_of_their_own():

@@ -253,8 +253,8 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             raise ValueError(f"reversible must be True or False, got {reversible!r}")
         if not 0 <= patch_drop_rate < 1:
             raise ValueError(f"patch_drop_rate must be in 0 <= x < 1, got {patch_drop_rate}")
-        for name in {"img_size", "patch_size"} & kwargs.keys():
-            if kwargs[name] is not None:
+        for name in ("img_size", "patch_size"):
+            if kwargs.get(name) is not None:
                 int_pair(name, kwargs[name], 1)
         check_choice("pos_embed", pos_embed, POS_EMBEDS)
         check_choice("global_pool", global_pool, POOLS)

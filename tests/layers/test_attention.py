@@ -103,7 +103,7 @@ def test_windows_take_no_memory():
 def test_causal_tokens_see_the_memory():
     torch.manual_seed(0)
     layer = RelativeAttention(12, num_heads=2, position=RelativePosition2d(6, 2, "kvb", init_std=1.0)).double()
-    # A text of 7 tokens, of which the first 4 are a memory.
+    # The text has 7 tokens, and the first 4 of them are the memory.
     text, x = make_grid(1, 7), torch.randn(2, 7, 12, dtype=torch.float64)
     last = make_grid(1, 7, coords=torch.tensor([[0, 4], [0, 5], [0, 6]]))
     got = layer(x[:, 4:], last, is_causal=True, memory=x[:, :4], key_grid=text)

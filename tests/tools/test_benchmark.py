@@ -228,6 +228,6 @@ def test_memory_counters():
 @pytest.mark.parametrize("name", peers.CLASSES)
 def test_layers_of_other_authors_where_they_are_installed(name):
     if not peers.installed(name):
-        pytest.skip(f"tools/peers.py says how to install {name}")
+        pytest.skip(f"{name} is not installed; tools/peers.py says how to install it")
     layer, shape, others = benchmark.competitor("layer", name, 64)
     assert layer(torch.randn(2, *shape), *others).shape == (2, *shape)

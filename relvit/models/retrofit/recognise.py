@@ -37,7 +37,8 @@ _SWIN = (
     "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
     "Swin, which retrofit takes, gains no time by it"
 )
-# For the plain Vision Transformers of `transformers`, by folder, the names of timm's models with the same weights.
+# This table maps folders of plain Vision Transformers in `transformers` to the names of timm's models with the same
+# weights.
 _PLAIN = {
     "vit": "vit_*",
     "vit_mae": "vit_*.mae",

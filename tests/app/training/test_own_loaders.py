@@ -108,7 +108,7 @@ def test_names_in_an_array_and_one_mean_for_all_channels(tmp_path):
 
 
 def test_arguments_of_numpy_are_in_the_checkpoint_as_plain_values(tmp_path):
-    """A checkpoint with others could be read by nobody after the training."""
+    """`relvit.load` could not read a checkpoint that holds objects of NumPy."""
     names = np.array(NAMES)
     module = build(class_names=list(names), lr=np.float64(0.01), warmup_epochs=0, class_weights=torch.ones(7))
     pairs = [(Image.new("RGB", (12, 8)), label) for label in range(7)]

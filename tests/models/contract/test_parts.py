@@ -84,7 +84,7 @@ def test_checkpointing_changes_neither_outputs_nor_gradients(part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_batch_without_images_has_no_outputs_and_gradients_of_zero(part):
-    """As with timm's models, for crops of an image in which nothing has been detected."""
+    """timm's models take such a batch, too, for example the crops of an image in which nothing was detected."""
     model = small(**{"depth": 2, **PARTS[part]}).train()
     out = model(images(16, 40, batch=0))
     assert out.shape == (0, 5)

@@ -148,7 +148,7 @@ def test_a_size_that_leaves_a_remainder_stays_the_one_the_model_was_made_for():
 
 
 def test_convolutional_stems():
-    # A small form of the stem of `vit_small_r26_s32_224`, a ResNet, which also has a module named `blocks`.
+    # The stem of `vit_small_r26_s32_224` is a larger ResNet, which also has a module named `blocks`.
     shape = {"layers": (1,), "channels": (8,), "stem_chs": 6, "norm_layer": BatchNormAct2d}
     stem = ResNetV2(**shape, num_classes=0, global_pool="", preact=False)
     arguments = {"img_size": (24, 16), "patch_size": 2, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5}

@@ -86,7 +86,7 @@ def test_tables_that_layers_share_are_saved_and_averaged_once(kind, tmp_path):
     save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(again(x), model(x))
-    # Within another model, too.
+    # The same holds if the model is a part of another model.
     fresh = relvit.retrofit(timm.create_model("test_vit_relpos", **arguments)).eval()
     torch.nn.Sequential(fresh).load_state_dict(torch.nn.Sequential(model).state_dict())
     assert torch.equal(fresh(x), model(x))

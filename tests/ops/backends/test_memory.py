@@ -63,7 +63,8 @@ def test_a_checkpoint_around_attention_keeps_its_own_inputs_alone(backend, layou
     def attend(x):
         return relative_attention(x + 1, x + 2, x + 3, terms, grid, backend=backend)
 
-    whole = attend(x)  # caches the indices of the raster
+    # The first call also caches the indices of the raster, so do not measure it.
+    whole = attend(x)
     assert sum(allocations(lambda: out.append(checkpoint(attend, x, use_reentrant=False)))) < 1.1 * x.nbytes
     got, expected = (torch.autograd.grad(part.square().sum(), x) for part in (out[0], whole))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -158,7 +158,7 @@ def test_without_a_test_folder_val_is_named(best, photos, tmp_path, fails):
 
 @pytest.mark.parametrize("name", ["test", "new"])
 def test_a_part_of_the_images_that_are_named_is_not_suggested(name, best, photos, tmp_path, fails):
-    """Of class folders without a split, val would be a tenth."""
+    """Without folders of splits, val would be a tenth of the images."""
     root = shutil.copytree(photos / "test", tmp_path / "photos" / name)
     message = fails(["test", best, f"--root={root}", f"--runs={tmp_path / 'runs'}", *QUIET])
     assert ("the folder that holds it" if name == "test" else f"into {root}/test, or") in message

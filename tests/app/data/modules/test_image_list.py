@@ -100,7 +100,7 @@ def test_parquet(root, monkeypatch):
     parquet.write_table(pa.table({"label": ["ant", None], "path": list(paths[:2])}), file)
     with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
         ImageListData(file)
-    # As pandas writes whole numbers beside a missing one.
+    # pandas writes whole numbers as floating point if one of them is missing.
     parquet.write_table(pa.table({"label": [1.0, float("nan")], "path": list(paths[:2])}), file)
     with pytest.raises(ValueError, match=r"1 wrong row: line 2: no label for train/ant/001.png"):
         ImageListData(file)

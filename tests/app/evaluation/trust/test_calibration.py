@@ -225,7 +225,7 @@ def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
 def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path, capsys):
     lines = [f"{path},{path.parent.name}" for path in sorted((photos / "test").glob("*/*.jpg"))]
     (tmp_path / "my list.csv").write_text("\n".join(["path,label", *lines]))
-    # An image with a wrong label, as a temperature needs.
+    # A temperature can only be fitted if a label is wrong.
     shutil.copy(photos / "test" / "dog" / "1.jpg", tmp_path / "dog.jpg")
     with open(tmp_path / "my list.csv", "a") as file:
         file.write(f"\n{tmp_path / 'dog.jpg'},cat\nbroken.jpg,cat\n")
