@@ -96,7 +96,7 @@ def relative_attention(
         attn_mask: broadcastable to (B, heads, Nq, Nk): booleans, True where attention is allowed, or numbers that are
             added to the scaled logits. For padding use `Grid.valid`, which takes less memory.
         is_causal: allow query i only the keys 0 ... i, also with a `key_grid`; not together with `attn_mask`.
-        dropout_p: dropout on the attention weights, which the value term shares. Pass 0 in evaluation.
+        dropout_p: dropout on the attention weights, also in the value term. Pass 0 in evaluation.
         scale: factor on content and relative logits alike; None: head_dim ** -0.5.
         trained_keys: number of keys in training, 2 or more: all logits, the bias included, are multiplied by log(n) /
             log(trained_keys), with n the number of keys that are not padding; see `relvit.ops.log_n_scaling`.
@@ -104,9 +104,9 @@ def relative_attention(
             and v, in O(N (H + W)) memory where PyTorch has a fused kernel; N x N with `dropout_p` > 0 on the CPU, in
             float64 on a GPU, or for a joint bias); 'lean' (as 'fused', in the fewest operations, for one grid without
             `coords` or padding, with tables per axis, without mask or dropout); 'tiled' (tiles of queries, recomputed
-            in backward); 'gathered' (tiles in which each pair looks up its table entries: slower, but takes all joint
-            tables, of which 'fused', 'tiled' and 'triton' take only a bias of grids without `coords`, has second
-            derivatives, and works in `torch.func`); 'triton' (GPU kernels without augmented vectors: keys without
+            in backward); 'gathered' (tiles in which each pair looks up its table entries: slower, but has second
+            derivatives, works in `torch.func`, and takes all joint tables; 'fused', 'tiled' and 'triton' take only a
+            joint bias of grids without `coords`); 'triton' (GPU kernels without augmented vectors: keys without
             `coords`, no query term, mask or dropout); 'reference' (the paper's formula, in O(N^2 head_dim) memory).
             'lean', 'tiled' and 'triton' have no second derivatives, and cannot be part of compiled or exported graphs;
             'fused' has second derivatives only where PyTorch may take no flash kernel.
@@ -166,8 +166,8 @@ def attend_projected(
         return None
     tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
     if eager:
-        # `key` identifies a cached decision. Reading an attribute of a tensor takes as long as a view, so the key holds
-        # only the shapes of tables: `lean` casts them to one dtype when it joins them, and PyTorch checks devices.
+        # `key` identifies a cached decision. Of tables the key holds only shapes, because reading an attribute takes as
+        # long as making a view; `lean` casts tables to one dtype, and PyTorch checks devices.
         of_mask = None if attn_mask is None else _SIGN(attn_mask)
         of_prefix = None if prefix_bias is None else prefix_bias.shape
         signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
@@ -330,7 +330,7 @@ def _choose(inputs: AttentionInputs, device: torch.device | str | None = None) -
         return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
-        # `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled` measures this.
+        # `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled` compares both.
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)

@@ -17,8 +17,8 @@ from relvit.utils.old_torch import compiled_replace
 class Grid(NamedTuple):
     """The layout of a token sequence: `prefix` tokens without coordinates, then patch tokens, each at (row, column).
 
-    A model builds the grid once, where the image becomes patches, and passes it from block to block. It is a plain
-    tuple of integers and optional tensors, so it passes through tracing, checkpointing, compilation and export.
+    A model builds the grid once, where the image becomes patches, and passes it from block to block. A `Grid` is a
+    plain tuple of integers and optional tensors, so it passes through tracing, checkpointing, compilation and export.
     `make_grid` checks its arguments; building a `Grid` directly checks nothing.
 
     Examples:
@@ -240,7 +240,7 @@ def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
 
 
 def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache `make(grid, *arguments)`, which reads no `grid.valid`, for grids without `coords`: all blocks need it."""
+    """Cache `make(grid, *arguments)`, which reads no `valid`, for grids without `coords`: blocks share the result."""
     remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
 
     @wraps(make)

@@ -80,7 +80,7 @@ def checked(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def completed(inputs: AttentionInputs) -> AttentionInputs:
-    """Fill in the defaults of inputs that are right."""
+    """Fill in the defaults of inputs that fit together."""
     query, key, grid, mask = inputs.query, inputs.key, inputs.grid, inputs.attn_mask
     key_grid = grid if inputs.key_grid is None else inputs.key_grid
     scale = query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale
@@ -143,7 +143,7 @@ def with_axis_factor(terms: RelativeTerms, factor: Tensor | float) -> RelativeTe
 
 
 def with_channels(inputs: AttentionInputs) -> AttentionInputs:
-    """Append the free channels to queries and keys, in their dtype; position queries and keys stay as they are.
+    """Append the free channels to queries and keys, in the queries' dtype; position queries and keys do not change.
 
     In half precision, large products that nearly cancel, such as squared coordinates, would lose all bits. So in half
     precision each number is split into a high and a low part, and each channel becomes three channels, for the products

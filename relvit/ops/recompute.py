@@ -63,8 +63,8 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if is_compiling():
         return checkpoint(function, *args, **options)
-    # PyTorch's checkpoint saves tensors among its arguments as autograd saves any tensor: autograd notices if they are
-    # modified in place, and an outer checkpoint need not keep them. It does neither for tensors within tuples.
+    # PyTorch's checkpoint saves its tensor arguments as autograd saves any tensor: autograd notices if they are
+    # modified in place, and an outer checkpoint need not keep them. Tensors within tuples lack both, so flatten `args`.
     leaves, structure = tree_flatten(args)
     return checkpoint(lambda *leaves: function(*tree_unflatten(leaves, structure)), *leaves, **options)
 
@@ -73,12 +73,12 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
 def recompute_saved(
     tensors: list[Tensor], function: Callable[..., list[Tensor]], inputs: list[Tensor | None]
 ) -> Iterator[None]:
-    """Context in which operations do not save `tensors` for backward, but recompute them there with `function`.
+    """Context in which operations do not save `tensors` for backward, in which `function` computes them again.
 
     Autograd's saved-tensor hooks replace `tensors`, so gradients of any order work, and operations call the same
     kernels as without the context. In graphs and inside `torch.func`, which forbid such hooks, the context does
-    nothing. It also does nothing where hooks of the user, or of an outer checkpoint, decide what to do with saved
-    tensors.
+    nothing. The context also does nothing where hooks of the user, or of an outer checkpoint, decide what to do with
+    saved tensors.
 
     Args:
         tensors: the operands of operations in the context.

@@ -198,9 +198,9 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
     short.
     """
     if relies_on_strides():
-        # A view with exchanged dimensions is contiguous only for one image, which a graph exported with two would
-        # refuse, so compute the logits in the order (B, heads, N, entries). Read the sizes from `query`, because
-        # `torch.onnx.export(dynamo=False)` writes the sizes of computed tensors as constants.
+        # A view with exchanged dimensions is contiguous for one image and not for two: a graph exported with two images
+        # would refuse one. So compute the logits in the order (B, heads, N, entries). Read the sizes from `query`,
+        # because `torch.onnx.export(dynamo=False)` writes the sizes of computed tensors as constants.
         per_entry = query @ table.transpose(-2, -1)
         return gather(per_entry, index.expand(query.shape[0], query.shape[1], -1, -1))
     per_entry = _entry_logits(query, table)

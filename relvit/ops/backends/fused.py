@@ -198,8 +198,8 @@ def _augment(
         queries.append(query_hot)
         keys.append(key_logits)
     if valid is not None:
-        # In the channel that hides padding, the product of query and key is -1e30, or -3.6e9 in float16, whose products
-        # are computed in float32: finite, but far below all logits.
+        # In the channel that hides padding, the product of query and key is finite, but far below all logits: -1e30
+        # (-3.6e9 in float16, whose products are computed in float32).
         size = 6e4 if query.dtype == torch.float16 else 1e15
         queries.append(query.new_full((), size).expand(*query.shape[:-1], 1))
         keys.append(torch.where(valid[:, None, :, None], 0.0, -size).to(key.dtype))

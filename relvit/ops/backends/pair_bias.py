@@ -148,7 +148,7 @@ def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix
         by_head = by_head.float()
     if is_compiling():
         # Inductor computes the index of a pair in the kernel that looks the entry up. If pairs had one axis instead of
-        # two, it would need minutes to split that axis, because sizes are symbolic expressions in such a graph.
+        # two, Inductor would need minutes to split that axis, because sizes are symbolic expressions in such a graph.
         return by_head[:, index][None]
     return by_head.index_select(1, index.view(-1)).view(1, -1, *index.shape)
 

@@ -19,7 +19,7 @@ class Positions(NamedTuple):
     """Row and column of each token, counted from the first of `height` rows and `width` columns.
 
     Prefix tokens have the row `height` and the column `width`, beyond the last row and column. y and x are int64, (1 or
-    B, 1, N, 1) for queries and (1 or B, 1, 1, N) for keys. They are None for keys whose grid has no `coords`: first
+    B, 1, N, 1) for queries and (1 or B, 1, 1, N) for keys. Both are None for keys whose grid has no `coords`: first
     come `prefix` tokens, then all patches, row by row.
     """
 

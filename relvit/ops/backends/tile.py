@@ -12,7 +12,7 @@ from relvit.ops.grid import Grid
 
 
 class Operands(NamedTuple):
-    """The tensors that tiles are made of, all samples and queries; None where a term or mask is absent.
+    """The tensors of all samples and queries, from which tiles are cut; None where a term or mask is absent.
 
     Keys are on a grid of H x W patches, queries on a grid of H' x W'.
     """

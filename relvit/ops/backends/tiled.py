@@ -241,7 +241,7 @@ def _tiles(query: Tensor, config: TileConfig) -> Iterator[Tile]:
 
 
 def _new_workspace(operands: Operands, config: TileConfig) -> Tensor:
-    """Allocate memory for the weights of each tile in turn: fresh memory costs more than the arithmetic in it."""
+    """Allocate memory that tiles use in turn for their weights: fresh memory costs more time than the arithmetic."""
     shape = (min(most, size) for most, size in zip(config.size, operands.query.shape[:3], strict=True))
     return operands.query.new_empty(math.prod(shape) * operands.key.shape[2])
 
@@ -296,7 +296,7 @@ def _is_stock(operands: Operands, config: TileConfig) -> bool:
 
 
 def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
-    """Attend from a tile's queries by PyTorch's fused kernel, which passes once over logits, in its own order."""
+    """Attend from a tile's queries by PyTorch's fused kernel, which passes over logits once, in an order of its own."""
     query, (key, value) = tile.of(operands.query), map(tile.all_tokens, (operands.key, operands.value))
     shape = (1, *query.shape[1:3], key.shape[2])
     bias = workspace[: math.prod(shape)].view(shape)
@@ -331,7 +331,7 @@ def _add_by_axis(pairs: Tensor, config: TileConfig, tile: Tile, total: Tensor, i
 
 
 def _prepared(operands: Operands, config: TileConfig, scale: float) -> Operands:
-    """Write out the slices of a pair bias over the scale; set padding to zero, because zero times NaN would be NaN."""
+    """Write out the slices of a pair bias divided by the scale; set padding to zero, as zero times NaN would be NaN."""
     if operands.pair_bias is not None:
         slices = to_slices(operands.pair_bias / scale, config.grids[0].width, operands.query.dtype)
         operands = operands._replace(pair_bias=slices)

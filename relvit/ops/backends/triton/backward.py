@@ -39,7 +39,7 @@ def backward_tile(
     KEY_ENTRIES: tl.constexpr, VALUE_ENTRIES: tl.constexpr, PADDED: tl.constexpr, STRIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to the gradients of a block of queries and of their column logits, but for the scale."""
+    """Add one tile of keys to the gradients of a block of queries and of their column logits, before scaling."""
     tokens, keep = tile_keys(valid, top, left, first, height, width, ROWS, COLS, PADDED)
     k = load_tokens(key, tokens, key_stride, keep, DIM, BLOCK_DIM)
     v = load_tokens(value, tokens, value_stride, keep, VALUE_DIM, BLOCK_VALUE)

@@ -55,7 +55,7 @@ def sum_of_axes(rows, cols, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def log2(number, PRECISION: tl.constexpr):
-    """Logarithm in one instruction, to 22 bits after the point."""
+    """Compute the logarithm in base 2 by one instruction, exact to 22 bits after the point."""
     if PRECISION == "interpreted":
         return tl.log2(number)
     return tl.inline_asm_elementwise(
@@ -65,7 +65,7 @@ def log2(number, PRECISION: tl.constexpr):
 
 @triton.jit
 def place_of(item, heads, length, BLOCK_M: tl.constexpr):
-    """Return sample, head, both in one number, queries of a block and their slots in the program's workspace."""
+    """Return sample, head, their joint index, the queries of a block and the queries' slots in the workspace."""
     blocks = tl.cdiv(length, BLOCK_M)
     pair, block = (item // blocks).to(tl.int64), tl.arange(0, BLOCK_M)
     slots = tl.program_id(0) * BLOCK_M + block

@@ -125,7 +125,7 @@ def constants(
     """
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
-    # A matrix instruction takes at least 16 keys, so tiles have no fewer, even if the grid does.
+    # A matrix instruction takes at least 16 keys, so tiles have at least 16, even if the grid has fewer.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
     rows, cols = row_shape(keys, *size) if blocks.by_row else tile_shape(keys, *size)
     named = {}

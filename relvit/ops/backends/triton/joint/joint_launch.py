@@ -75,7 +75,7 @@ def tile_shape(patches: int, *sizes: tuple[int, int]) -> tuple[int, int]:
 
 
 def parts(dim: int) -> tuple[int, int]:
-    """Divide vectors into two parts of a power of two each, 16 or more, the second one 0 where one part is as short."""
+    """Return the widths of two parts of vectors, powers of two from 16 on; one width and 0 if two save nothing."""
     whole = max(16, triton.next_power_of_2(dim))
     rest = max(16, triton.next_power_of_2(dim - whole // 2))
     return (whole // 2, rest) if 16 < whole // 2 + rest < whole else (whole, 0)
@@ -99,7 +99,7 @@ def constants(
         named["ROWS"], named["COLS"] = tile_shape(blocks.queries, grid[:2], key_grid[:2])
     else:
         lengths = [num_tokens(tokens) for tokens in (grid, key_grid)]
-        # A matrix instruction takes at least 16 tokens, so blocks have no fewer, even if the grid does.
+        # A matrix instruction takes at least 16 tokens, so blocks have at least 16, even if the grid has fewer.
         queries, keys = (
             min(block, max(16, triton.next_power_of_2(length)))
             for block, length in zip(blocks[:2], lengths, strict=True)
@@ -115,8 +115,8 @@ class Operands(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor | None  # (B, Nk) bytes, zero for padding
-    # The table (heads, entries), float32, is the bias by offset, padded and ordered as `offsets.layout` describes. It
-    # is divided by the scale, because the kernels multiply all logits, the bias included, by the scale.
+    # The table (heads, entries), float32, is the bias by offset, padded and ordered as `offsets.layout` describes. The
+    # table is divided by the scale, because the kernels multiply all logits, the bias included, by the scale.
     table: Tensor
 
 

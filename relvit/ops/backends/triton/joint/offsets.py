@@ -1,4 +1,4 @@
-"""Places of tokens in a flat table by offset, and sums by offset to sums by table entry, for a joint bias in Triton."""
+"""Places of tokens in a flat table by offset, and sums of offsets by table entry, for a joint bias in Triton."""
 
 from __future__ import annotations
 

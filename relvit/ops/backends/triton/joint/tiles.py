@@ -99,7 +99,7 @@ def kept_keys(valid, tokens, keys, PADDED: tl.constexpr):
 
 @triton.jit
 def place_of_block(item, heads, length, BLOCK: tl.constexpr):
-    """Return sample, head, both in one number, and the tokens of a block."""
+    """Return sample, head, their joint index, and the tokens of a block."""
     blocks = tl.cdiv(length, BLOCK)
     pair = item // blocks
     return (
