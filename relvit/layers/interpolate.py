@@ -56,8 +56,8 @@ def resample_embedding(
 def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute the weights that resample `old` points to the first `wanted` of `new` points; each row sums to 1.
 
-    The kernel is the cubic kernel of Keys (1981, with a = -1/2). Its unit is the distance between two old points or
-    between two new points, whichever is larger, as in PyTorch with `antialias=True`.
+    The kernel is the cubic kernel of Keys (1981, with a = -1/2). The unit of length is the distance between two old
+    points or between two new points, whichever is larger, as in PyTorch with `antialias=True`.
     """
     ours, theirs = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
     # Compute the numerator in integers, so that the weights are exactly the identity matrix if `new` equals `old`.

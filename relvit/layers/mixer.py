@@ -18,7 +18,7 @@ class LayerPlan(NamedTuple):
     Attributes:
         layer: name of the module.
         position: class of the position module, '' for none; for attention-free mixers, the class of the mixer.
-        terms: letters as in `rel_terms`, and 'c' for free channels.
+        terms: letters as in `rel_terms`, and 'c' for `relvit.ops.Channels`.
         backend: name of the backend, '' for mixers without a choice of backends.
         reason: why this backend is chosen.
         width: width of a head's vectors, before and after the backend 'fused' adds channels to them; 0 for mixers
@@ -73,7 +73,7 @@ class Mixer(FillConstants, Leaf):
         return LayerPlan(name, kind, "", "", reason, (self.head_dim,) * 2, "", count_parameters(self))
 
     def position_terms(self, grid: Grid) -> RelativeTerms | None:
-        """Return the terms of the mixer's `position` on a grid; None: it has none, or its terms depend on tokens."""
+        """Return the terms of the mixer's `position` on a grid; None: there is none, or its terms depend on tokens."""
         return None
 
     def learned_bias(self, grid: Grid) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Patch embedding for images of any size; other sides than multiples of the patch are refused, the nearest named."""
+"""Patch embedding for images of any size; sides must be multiples of the patch, and errors name the nearest."""
 
 from __future__ import annotations
 

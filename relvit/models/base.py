@@ -146,8 +146,8 @@ class GridForward(AbsoluteEmbedding):
                 raise ValueError(
                     f"keep is for whole images; this model computes in parts ({name}): call {self.recurrence.undo}"
                 )
-            # An exported graph serves all sizes, so the number of parts is not known. Instead of parts it computes the
-            # whole image under a mask that gives the same outputs.
+            # An exported graph serves all sizes, so the number of parts is not known. Instead of parts the graph
+            # computes the whole image under a mask that gives the same outputs.
             if not is_exporting():
                 return self.recurrence.features(self, x, attn_mask, is_causal)
             attn_mask = self.recurrence.mask(self, x, attn_mask, is_causal)
@@ -343,7 +343,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         return super().prune_intermediate_layers(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as `nn.Module.compile`, and the parts that no graph of the whole model holds."""
+        """Compile the model as `nn.Module.compile` does, and the parts that no graph of the whole model holds."""
         super().compile(*args, **kwargs)
         self.depth_plan.compile(self, *args, **kwargs)
 

@@ -67,7 +67,7 @@ class RelVisionTransformer(GridVisionTransformer):
         ValueError: `backend` is given with a `mixer`, or `prefix_bias` is given, and there is neither a class token nor
             a register.
         ValueError: in `forward`, a side of an image is not a multiple of the patch.
-        TypeError: an argument is unknown, or `position` makes no modules.
+        TypeError: an argument is unknown, or `position` returns something other than a module.
     """
 
     recurrence: Recurrence | None

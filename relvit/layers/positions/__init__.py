@@ -1,4 +1,4 @@
-"""Position modules, a paper is a file, with their names; axial and rotary embeddings."""
+"""Position modules, one file for each paper, with their names; axial and rotary embeddings."""
 
 from collections.abc import Callable
 from functools import partial

@@ -92,7 +92,7 @@ def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> Rela
     """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`.
 
     Raises:
-        ValueError: see `refuse_mixed_sizes`; a position that is given tokens knows the places in each image.
+        ValueError: see `refuse_mixed_sizes`; positions that need tokens pass, as they know each image's places.
     """
     if key_grid.valid is not None and needs_extent(position) and not needs_tokens(position):
         refuse_mixed_sizes(position, key_grid)

@@ -145,8 +145,8 @@ class AnySizeRopeCat(AnySizeRope, RotaryEmbeddingCat):
     """timm's `RotaryEmbeddingCat` for every size, see `AnySizeRope`."""
 
     def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        # Before 1.0.31 timm's class has another method for this, and no `bands` if it stores an embedding, so call that
-        # method.
+        # Before 1.0.31 timm's class makes the embedding in another method, and has no `bands` if it stores an
+        # embedding, so call the other method.
         if not hasattr(self, "_build_embed_cat"):
             return self._get_pos_embed_values(shape, self.pos_embed.device, self.pos_embed.dtype)
         return self._build_embed_cat(shape, self.bands, dtype=dtype, augment=self.training and self.aug_active)

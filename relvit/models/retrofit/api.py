@@ -83,7 +83,7 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is not a module, `position` makes no modules, or an argument is unknown.
+        TypeError: `model` is not a module, `position` returns something other than a module, or an argument is unknown.
         ValueError: the model, or a module in it, which the message names, is of a class that cannot be retrofitted.
         ValueError: `position` or an argument of tables is given for a model that keeps its own relative positions.
         ValueError: `abs_pos` is given for a model without absolute embedding, or `max_grid` is given for another model

@@ -97,8 +97,8 @@ class OwnPositions(Retrofitted):
     """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
 
     Attributes:
-        built_with: the argument with which the original model has relative positions, by default 'its own'. It is the
-            end of the error 'build the model with ...' about a model without relative positions.
+        built_with: the argument with which the original model has relative positions, by default 'its own'; the error
+            about a model without relative positions ends with 'build the model with' and this text.
     """
 
     own_positions: ClassVar[bool] = True
@@ -106,7 +106,7 @@ class OwnPositions(Retrofitted):
 
     @classmethod
     def has_positions(cls, model: nn.Module, attn: nn.Module) -> bool:
-        """Return whether an attention of the original model has relative positions; every source has an answer."""
+        """Return whether an attention of the original model has relative positions; sources implement the method."""
         raise NotImplementedError
 
     @classmethod

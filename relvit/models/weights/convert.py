@@ -270,7 +270,7 @@ def _trained_grid(model: VisionTransformer, kernel: Tensor | None) -> tuple[int,
     if kernel is None or kernel.ndim != 4:
         return None
     # If timm loads a model from a saved folder, `pretrained_model_args` holds the arguments that the folder records,
-    # which may differ from the size in `pretrained_cfg`: take the former.
+    # which may differ from the size in `pretrained_cfg`: take the folder's size.
     recorded = getattr(model, "pretrained_model_args", {}).get("img_size")
     size = recorded or cfg_of(model).get("input_size", ())[-2:]
     if not size:

@@ -247,7 +247,7 @@ def _fit_classifier(
     theirs: Sequence[str] | None,
     ours: Sequence[str] | None,
 ) -> bool:
-    """Leave out a classifier of other classes; put the rows of the same classes in order. Return if a row moved."""
+    """Leave out a classifier of other classes; put the rows of the same classes in order. Return whether rows moved."""
     heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
     heads = heads if isinstance(heads, tuple) else (heads,)
     parts = {id(parameter) for head in heads for parameter in head.parameters()}

@@ -1,4 +1,4 @@
-"""timm's `MultiScaleVit` (MViTv2) after `relvit.retrofit`: tables per axis, met by pooled queries."""
+"""timm's `MultiScaleVit` (MViTv2) after `relvit.retrofit`: tables per axis, multiplied by pooled queries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pooling(NamedTuple):
         return cls(*(to_2tuple(part) for part in (module.kernel_size, module.stride, module.padding)))
 
     def size(self, size: Size) -> Size:
-        """Return the rows and columns that are left of so many."""
+        """Return the rows and columns after the pooling."""
         rows, columns = (
             (n + 2 * padding - kernel) // stride + 1 for n, kernel, stride, padding in zip(size, *self, strict=True)
         )

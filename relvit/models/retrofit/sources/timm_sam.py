@@ -1,4 +1,4 @@
-"""timm's `VisionTransformerSAM` (Segment Anything) after `relvit.retrofit`: a table per axis, met by queries."""
+"""timm's `VisionTransformerSAM` (Segment Anything) after `relvit.retrofit`: a table per axis, multiplied by queries."""
 
 from __future__ import annotations
 
