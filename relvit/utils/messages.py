@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None:
-    """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as a guess misleads.
+    """Return the allowed name that ``name`` is likely a misspelling of; None if there is none, as guesses mislead.
 
     Case, spaces, hyphens and underscores do not count. In a word, one letter (in long words two, in short words often
     none, see `_most_edits`) may be missing, wrong, added or exchanged with its neighbour. With `parts`, one name may

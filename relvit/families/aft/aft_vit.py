@@ -117,7 +117,7 @@ class AFTVisionTransformer(GridVisionTransformer):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Make absolute embeddings and biases those of another image or patch size; None: as they are."""
+        """Interpolate absolute embeddings and biases for another image or patch size; None: the present size."""
         super().set_input_size(img_size, patch_size)
         for block in self.blocks:
             if isinstance(block.attn, AFTFull):

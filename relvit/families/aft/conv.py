@@ -73,7 +73,7 @@ def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
-    """Multiply a square matrix by each of B matrices x of as many rows; `matrix @ x` would ask a graph if B is 1."""
+    """Multiply a square matrix by B matrices x of as many rows; a graph of `matrix @ x` would depend on B being 1."""
     return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
 
 

@@ -209,7 +209,7 @@ class AFTLocal(AFTFull):
 class AFTConv2d(AFTSimple):
     """AFT-conv (arXiv 2105.14103, eq. 4): a learned bias per head by offset, zero outside a window; see `aft_conv`.
 
-    Each head learns a filter f of the window's size, and two numbers, gamma and beta. Its biases in the window are w =
+    Each head learns a filter f of the window's size, and two numbers, gamma and beta. The biases in the window are w =
     gamma (f - mean(f)) / std(f) + beta. As gamma and beta start at zero, the mixer starts as AFT-simple. A token's key
     is one number per head. The mixer takes any grid; a grid of one row gives the paper's form for sequences.
 

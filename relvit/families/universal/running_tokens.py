@@ -16,7 +16,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> Tensor:
-    """Put M tokens of each sample, (B, M, ...), at the indices (B, M) of x (B, N, ...), or add them to those there.
+    """Put M tokens of each sample, (B, M, ...), at the indices (B, M) of x (B, N, ...), or add them to x.
 
     Without gradients x itself is changed, because copying all tokens at every step would take as much time as halting
     saves.
@@ -30,7 +30,7 @@ def put_tokens(x: Tensor, index: Tensor, tokens: Tensor, add: bool = False) -> T
 
 
 def _flat(x: Tensor, index: Tensor) -> Tensor:
-    """Turn indices of M tokens of each sample of x (B, N, ...), (B, M), into those of all B N tokens, (B M,)."""
+    """Turn indices of M tokens of each sample of x (B, N, ...), (B, M), into indices of all B N tokens, (B M,)."""
     return (index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
 
 
