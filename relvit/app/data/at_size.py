@@ -45,7 +45,7 @@ def at_size(
     if split not in data._datasets:
         data.prepare_data()
     # For train, `data.dataset` would build the augmented dataset, and with `cache` decode all images. So do not call
-    # it, and share this dataset only if it is built already.
+    # `data.dataset`, and share the dataset of train only if it is built already.
     known = data._datasets.get(split) if split == "train" else data.dataset(split)
     own._datasets = {}
     if known is not None:

@@ -41,7 +41,7 @@ def classes_of(labels: Iterable[str]) -> list[str]:
 
 
 def positions(labels: Iterable[str], class_names: Sequence[str]) -> dict[str, int]:
-    """Map labels to indices of classes: by name, or by number where all labels are numbers and no class name is."""
+    """Map labels to indices of classes: by name, or by number where all labels are numbers and no class name is one."""
     known = {name: position for position, name in enumerate(class_names)}
     if not any(map(_is_number, class_names)) and all(map(_is_number, labels)):
         return {str(position): position for position in known.values()}
@@ -116,7 +116,7 @@ _RARER, _COMPARED = 20, 50
 
 
 def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
-    """Describe classes that may be one, written in two ways: names that differ in case or spaces, rare near names."""
+    """Describe likely spellings of one class: names that differ in case or spaces, rare names near frequent ones."""
     alike = defaultdict(list)
     for name in counts:
         words = re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", name).casefold())

@@ -27,7 +27,7 @@ class BatchMix(nn.Module):
 
     The labels are smoothed as in Szegedy et al. 2016 (arXiv 1512.00567), whether the batch is mixed or not: the share
     `label_smoothing` is spread over all classes. torchvision mixes the images, on their device; random numbers come
-    from PyTorch's CPU generator. The defaults are the same as in DeiT. Use this in training only.
+    from PyTorch's CPU generator. The defaults are the same as in DeiT. Use `BatchMix` in training only.
 
     Examples:
         >>> mix = BatchMix(num_classes=10)
@@ -76,8 +76,8 @@ class BatchMix(nn.Module):
             )
         mixed, which = torch.rand(2).tolist()
         if mixed < self.prob:
-            # torchvision mixes each image with the image before it in the batch. With repeated augmentation this is
-            # often a copy of the same image, so shuffle the batch first. The order comes from the CPU's generator, as
+            # torchvision mixes each image with the image before it in the batch, which with repeated augmentation is
+            # often a copy of the same image. So shuffle the batch first. The order comes from the CPU's generator, as
             # do all other random numbers here.
             order = torch.randperm(len(images)).to(images.device)
             back = order.argsort()

@@ -80,11 +80,11 @@ class HuggingFace(Reader):
         return Content(images, *self._labels(datasets, table)) if labelled else Content(images)
 
     def key(self, image: RowImage) -> str:
-        """Name an image by its file, where the dataset has its name, or by the number of its row."""
+        """Name an image by its file, if the dataset has the file's name, or by the number of its row."""
         return image.key
 
     def sizes(self, images: Sequence[RowImage]) -> Iterator[int | None]:
-        """Yield the sizes by the offsets of the column of bytes, which is not read, or by the files that rows name."""
+        """Yield the sizes from the offsets of the column of bytes, without reading it, or of the files in rows."""
         if not images:
             return
         import pyarrow.compute as compute

@@ -39,5 +39,5 @@ class Reader(ABC):
         """Name one of these images uniquely, without the location of the data."""
 
     def sizes(self, images: Sequence[Any]) -> Iterable[int | None]:
-        """Give the size of each of the images of one split in bytes, None where only reading the image would tell."""
+        """Give the size of each image of one split in bytes, None where only reading the image would tell its size."""
         return (image.size for image in images)

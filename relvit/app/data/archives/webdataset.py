@@ -115,7 +115,7 @@ class Shards(Reader):
         return {}
 
     def _samples(self, file: str) -> tuple[list[dict[str, Member]], int]:
-        """Find the parts of each sample that has an image, and count the other samples."""
+        """Find the parts (files) of each sample that has an image, and count the other samples."""
         samples = _samples(file)
         without = {name: parts for name, parts in samples.items() if parts.keys().isdisjoint(self.endings)}
         if without:
@@ -172,7 +172,7 @@ def expand_braces(pattern: str, most: int = MOST_ARCHIVES) -> list[str]:
 
 
 def _samples(file: str) -> dict[str, dict[str, Member]]:
-    """Find the parts of each sample by its name, a part by its ending, in lower case, without the dot."""
+    """Map the name of each sample to its parts: files by their endings, in lower case, without the dot."""
     samples: dict[str, dict[str, Member]] = {}
     for member in members(file):
         folder, slash, base = member.name.rpartition("/")

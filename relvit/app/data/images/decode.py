@@ -207,7 +207,7 @@ class _RefusedError(Exception):
 
 
 class _TimedFile(BytesIO):
-    """A file in memory from which nothing is read after its time, as nothing else can stop a decoder."""
+    """A file in memory that refuses reads after some seconds, as nothing else can stop a decoder."""
 
     def __init__(self, content: bytes, seconds: float) -> None:
         super().__init__(content)
@@ -227,7 +227,7 @@ def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.I
         file, size = BytesIO(content), len(content)
     else:
         found = os.stat(source)
-        # Do not open a pipe: this would wait until something is written to the pipe, maybe for ever.
+        # Do not open a pipe: opening would wait until something is written to the pipe, maybe for ever.
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise _RefusedError("it is not a file but a pipe, a socket or a device")
         file, size = source, found.st_size

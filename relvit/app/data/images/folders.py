@@ -198,14 +198,14 @@ def labelled_files(folder: str, labels: Mapping[str, int], every: bool = False) 
 
 
 def _images_and_others(folder: str) -> tuple[list[str], list[str]]:
-    """Images below a folder that can be read, and those of other formats, by their endings."""
+    """Images below a folder in formats that relvit reads, and images of other formats, by their endings."""
     found = files_below(folder, IMAGE_ENDINGS + OTHER_ENDINGS)
     images = [path for path in found if path.lower().endswith(IMAGE_ENDINGS)]
     return images, [path for path in found if not path.lower().endswith(IMAGE_ENDINGS)]
 
 
 def _matching(pattern: str) -> list[str]:
-    """Images that match a pattern, and all images below folders that do."""
+    """Images that match a pattern, and all images below folders that match it."""
     matches = sorted(glob.glob(pattern, recursive=True))
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])

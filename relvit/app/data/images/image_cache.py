@@ -82,7 +82,7 @@ class StackedImages(ImagesInMemory):
         return self.pixels[index].numpy()
 
     def at_once(self) -> "InMemoryBatches | None":
-        """Return the batches, transformed at once; None where their transform has no form for that."""
+        """Return the batches, transformed at once; None for grey images, or where no `BatchTransform` is equivalent."""
         size, colour = tuple(self.pixels.shape[1:3]), self.pixels.ndim == 4
         transform = BatchTransform.like(self.transform, size) if colour else None
         return None if transform is None else InMemoryBatches(self, transform)

@@ -1,4 +1,4 @@
-"""List the images of a split with sizes and labels; `training/run/images_csv.py` writes it and compares it."""
+"""List the images of a split with sizes and labels; `training/run/images_csv.py` writes and compares such lists."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ class ListedImage(NamedTuple):
 
 
 def file_size(path: str) -> int | None:
-    """Return the size of a file in bytes, None of a file that cannot be read."""
+    """Return the size of a file in bytes, or None if the file cannot be read."""
     try:
         return os.stat(path).st_size
     except OSError:

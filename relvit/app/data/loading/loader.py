@@ -42,7 +42,7 @@ class SignalSafeDataLoader(DataLoader[Any]):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         # A forked worker must not free garbage that it inherits from this process: freeing an onnxruntime session would
         # wait for threads that exist only in this process. So workers start without garbage collection, and
-        # `_begin_worker` freezes what they have inherited. Freezing it here would also freeze this process's garbage.
+        # `_begin_worker` freezes the garbage that they inherit. Freezing here would freeze this process's garbage, too.
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""Training at several image sizes: one size per optimiser step, with as many images as keep the number of tokens."""
+"""Training at several image sizes: one size per optimiser step, with about the same number of tokens in each batch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

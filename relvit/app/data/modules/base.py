@@ -64,8 +64,8 @@ class ImageData(RecordedArguments, ABC):
     split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, takes the keyword arguments below as ``**options`` and
-    passes them to this class. A simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which already does
-    this for any datasets.
+    passes them to this class. A simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which already
+    implements both for any datasets.
 
     Args:
         class_names: Name of each class; the label of a class is its index in this list.

@@ -25,8 +25,8 @@ class DatasetData(ImageData):
     (H, W, 3) or (H, W), a tensor (3, H, W) or (1, H, W), uint8 or floating point in 0..1. Images may have any size;
     this class augments and normalises them. A label is the index of the class in `class_names`, or, with `multi_label`,
     a tensor bool (num_classes,). If a dataset has the attribute `targets` (its labels in order, as in torchvision), or
-    is a `Subset` of such a dataset, the labels are known without loading images. `balance` needs this, and a resumed
-    training then checks that the labels are still the same.
+    is a `Subset` of such a dataset, the labels are known without loading images. `balance` needs known labels, and a
+    resumed training checks that known labels are still the same.
 
     A checkpoint stores all arguments except the datasets. `relvit predict` and `relvit.load` do not need the datasets.
     All other commands do: write a subclass whose constructor makes the datasets, and pass `--data module.Class`.

@@ -346,7 +346,7 @@ def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]
     for number, values in enumerate(zip(*columns, strict=True), start=1):
         # NaN, which alone differs from itself, is a missing number in tables of pandas.
         cells = ["" if value is None or value != value else value for value in values]
-        # Lists, bytes and other values would become names of classes such as "['cat', 'dog']".
+        # Refuse lists, bytes and other values, which would become names of classes such as "['cat', 'dog']".
         fault = ""
         if others := [reprlib.repr(cell) for cell in cells if not isinstance(cell, str | Number)]:
             fault = f"{others[0]} is neither text nor a number: write it as text, several labels as 'cat;dog'"

@@ -64,7 +64,7 @@ class RobustnessData(ImagePathsData):
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of all images; looks for the files."""
         sets = folders_of_classes(self.root)
-        # Other folders may be splits of one data set, such as train and test, whose images must not be mixed.
+        # Folders not named as severities may be splits, such as train and test, whose images must not be mixed.
         if others := [folder for folder in sets if folder != self.root and not Path(folder).name.isdigit()]:
             raise ValueError(
                 f"{others[0]} holds class folders, but its name is not a severity (a number): give a folder that "
