@@ -253,7 +253,7 @@ class ImageClassifier(BaseClassifier):
         return loss
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add none, and refuse what does not go with relvit; Lightning calls this hook before all others."""
+        """Refuse a trainer that does not fit the classifier, and add no callbacks; Lightning calls this hook first."""
         check_trainer(self.trainer, self.hparams.ema_decay)
         return []
 
@@ -333,7 +333,7 @@ class ImageClassifier(BaseClassifier):
         self.log("grad_norm", norm, on_step=True, on_epoch=False)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the optimiser and the average; Lightning does not call this for batches that only accumulate."""
+        """Step the optimiser and the average; Lightning skips this hook for batches that only accumulate."""
         super().optimizer_step(*args, **kwargs)
         if self.average is not None:
             self.average.update(self.net, self.global_step + 1)

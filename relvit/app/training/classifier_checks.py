@@ -79,7 +79,7 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
     """Refuse data whose labels mean something else than the model's outputs.
 
     Raises:
-        ValueError: The data have one label per image and the model is for several, or the other way round.
+        ValueError: The data have one label per image and the model is for several, or the reverse.
         ValueError: The data have other classes than the model, or the same classes in another order.
     """
     if stage == "predict":

@@ -94,7 +94,7 @@ class Labels(Protocol):
     def predicted(
         self, probabilities: Tensor, names: Sequence[str], top: int | None = None
     ) -> list[list[tuple[str, float]]]:
-        """List names and probabilities of classes of images (B, classes): those of `classes`, or the first `top`."""
+        """List names and probabilities of the `top` classes of images (B, classes), or of the classes in `classes`."""
         most = min(top or TOP, len(names))
         chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
         rows = zip(probabilities.tolist(), chosen, strict=True)

@@ -41,8 +41,7 @@ class History(Callback):
         self.rows: list[dict[str, float]] = []
         self.tensorboard = tensorboard
         self._writer: SummaryWriter | None = None
-        # This is the legend of the training curve. It stays None in all processes but the main one, which alone draws
-        # curves.
+        # This is the legend of the training curve, None in all processes but the main one, which alone draws curves.
         self._legend: str | None = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Checkpoint:
             ) from error
 
     def data_of_root(self, root: str | None) -> type[ImageData] | None:
-        """Return what a folder alone means where the file names no images: class folders; None if it names images."""
+        """Return `ImageFolderData` if there is a root and the file names no images: root then holds class folders."""
         return ImageFolderData if root is not None and self.data["class_path"] in UNNAMED else None
 
     def unknown_data(self) -> str:

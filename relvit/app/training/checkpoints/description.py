@@ -60,9 +60,9 @@ def images_of_module(data: ImageData) -> dict[str, Any]:
 def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | None) -> dict[str, Any]:
     """Return the classes and the transforms, as far as they are known, of images from other loaders than relvit's.
 
-    A LightningDataModule may have the attributes `class_names`, `mean`, `std` and `crop_pct`. If it lacks `mean`, `std`
-    or `crop_pct`, the value is not known: it comes from timm's description of the model, and the entry 'assumed' lists
-    the names of such values.
+    A LightningDataModule may have the attributes `class_names`, `mean`, `std` and `crop_pct`. If `mean`, `std` or
+    `crop_pct` is missing, its value is assumed to be as in timm's description of the model, and the entry 'assumed'
+    lists its name.
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans

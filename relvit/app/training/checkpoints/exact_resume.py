@@ -61,10 +61,10 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # This is the point in the checkpoint from which the training resumes. It is None for a new training, and as
-        # soon as a resumed training has started.
+        # This is the point in the checkpoint from which the training resumes; None in a new training, and after a
+        # resumed training has started.
         self._resumed: ResumePoint | None = None
-        # These are the arguments of the classifier that wrote this checkpoint.
+        # These are the arguments of the classifier that wrote the checkpoint.
         self._arguments: Mapping[str, Any] = {}
 
     def note_validation(self, trainer: Trainer) -> None:
@@ -143,13 +143,13 @@ class Progress:
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # `restarting` tells Lightning that the epoch was interrupted. But this epoch begins anew, so switch it off.
+            # `restarting` tells Lightning that the epoch was interrupted. This epoch begins anew, so set it to False.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
         if validation_due(trainer):
-            # The loop begins with this validation, and then counts the optimiser step before it a second time. So
-            # subtract one step from the counter.
+            # The loop begins with the validation that is due, and then counts the optimiser step before the validation
+            # a second time. So subtract one step from the counter.
             state = loop.on_save_checkpoint()
             loop.on_load_checkpoint(state | {STEPS_KEY: state[STEPS_KEY] - 1})
 

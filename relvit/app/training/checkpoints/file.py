@@ -36,7 +36,7 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.remote import local_file
 from relvit.utils.messages import nearest
 
-# A checkpoint holds the averaged weights under this key. They have the same names as the raw weights, which are under
+# A checkpoint holds the averaged weights under this key, with the same names as the raw weights, which are under
 # 'state_dict'.
 AVERAGE_KEY = "ema_state_dict"
 # timm reads the weights under this key, if there are some, instead of 'state_dict'. Under this key the weights have the
@@ -213,7 +213,7 @@ def _named(value: Any) -> bool:
 
 
 def _are_arguments(value: Any) -> bool:
-    # The arguments become options of the command line. Its parser reads a dot in a name as a nested option, and fails
+    # The arguments become options of the command line, whose parser reads a dot in a name as a nested option, and fails
     # at other names that are not identifiers.
     return _named(value) and all(name.isidentifier() for name in value)
 
@@ -255,7 +255,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             OSError: The folder cannot be written to, or the disk is full; the message names the last checkpoint.
         """
         # If a user's own callback saves a checkpoint, the path may be a remote address, to which Lightning can write:
-        # leave the writing to it.
+        # let Lightning write.
         if is_address(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -291,7 +291,7 @@ def check_disk_space(folder: Path, trainer: Trainer) -> None:
     module = trainer.lightning_module
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
     # The average of the weights does not exist yet: Lightning calls `ImageClassifier.on_fit_start`, which makes it,
-    # after this function. So add the space that it is going to take.
+    # after this function. So add the space that the average is going to take.
     average = 0 if module.hparams.get("ema_decay") is None else weights
     trained = sum(p.nbytes for group in trainer.optimizers[0].param_groups for p in group["params"])
     # Estimate the optimiser's state by Adam's state, which has two numbers for each weight.

@@ -29,7 +29,7 @@ class DataRecord(Callback):
 
     - `images.csv.gz` (split, name, content, label) lists all images of train and val, if the data module can list them.
     - `val_split.csv` (path, label) lists images of train that are held out for validation, if there are some.
-    - `unreadable.csv` (split, path, reason) lists images that were skipped, if there are some. Their number is printed.
+    - `unreadable.csv` (split, path, reason) lists skipped images, if there are some; their number is printed.
 
     Checkpoints hold digests of the images of train and val. A training resumes only with the same images: the same
     names, labels and contents (size in bytes, or hash of the pixels, see `ListedImage`), in the same order. The images
@@ -102,8 +102,8 @@ class DataRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write `images.csv.gz`."""
-        # Write the file only in this hook. When Lightning calls `on_load_checkpoint`, which compares the images with
-        # the old file, depends on the strategy, but it is always before this hook.
+        # Write the file only in this hook: with every strategy Lightning calls `on_load_checkpoint`, which compares the
+        # images with the old file, at some time before this hook.
         data = trainer.datamodule
         if self.folder is None or not isinstance(data, ImageData) or not trainer.is_global_zero:
             return

@@ -17,7 +17,7 @@ from relvit.app.utils.files import atomic_write
 from relvit.utils.messages import listing
 
 FILE = "images.csv.gz"
-# A run records the images of these splits. It does not record test, whose images take no part in the training.
+# A run records the images of these splits, but not of test, whose images take no part in the training.
 SPLITS: tuple[Split, ...] = ("train", "val")
 # File names need not be UTF-8, so 'surrogateescape' keeps their bytes.
 _TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}

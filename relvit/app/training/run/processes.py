@@ -120,7 +120,7 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
     # In a job of Slurm, Lightning by default waits for all tasks of the job, even if this process is the only one. With
-    # `LightningEnvironment` it does not wait.
+    # `LightningEnvironment`, Lightning does not wait.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 
