@@ -115,8 +115,8 @@ class PredictionTable(BasePredictionWriter):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._part is not None:
-            # Closing writes the last rows, which fails on a full disk. Ignore this, because the exception that ended
-            # the run is reported.
+            # Closing writes the last rows, which fails on a full disk. Ignore this error, because the exception that
+            # ended the run is reported.
             with suppress(OSError):
                 self._part.close()
             self._part_of(trainer.global_rank).unlink(missing_ok=True)

@@ -34,9 +34,9 @@ class EvaluationReport(Callback):
     - `classes.csv`: number of images, precision, recall and F1 of each class (see `class_metrics`); with several labels
       per image also average precision and threshold (see `multi_label_metrics`). A cell is empty if a metric is
       undefined;
-    - `confusion.csv`, `confusion.png`: images of each class (rows) by predicted class (columns); with more than 1,000
-      classes the CSV has a row for each pair of classes that occurs. With several labels per image these files are not
-      written;
+    - `confusion.csv`, `confusion.png`: numbers of images by true class (rows) and predicted class (columns); with more
+      than 1,000 classes the CSV has a row for each pair of classes that occurs. With several labels per image these
+      files are not written;
     - `mistakes.csv`: path as in `predictions.csv`, true class, predicted class and its probability, the most confident
       first, at most 10,000; with several labels per image: all true and all predicted classes (joined by ';') and the
       binary cross-entropy of each image with a wrong or missing class, the highest first;

@@ -12,8 +12,8 @@ import numpy as np
 def accuracy_error(accuracy: float, images: int) -> float:
     """Compute the standard error of an accuracy p on n images, the binomial distribution's sqrt(p (1 - p) / n).
 
-    The standard error tells how much the accuracy may differ on other images of the same kind. It does not tell how
-    much it may differ after another training.
+    The standard error tells how much the accuracy may differ on other images of the same kind, but not how much the
+    accuracy may differ after another training.
     """
     return math.sqrt(accuracy * (1 - accuracy) / images)
 

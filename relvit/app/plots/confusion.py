@@ -23,7 +23,7 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
     are visible, too. Cells show counts for up to 20 classes; rows and columns have names for up to 60 classes.
 
     Args:
-        confusion: images of each class (rows) by predicted class (columns), (classes, classes).
+        confusion: numbers of images by true class (rows) and predicted class (columns), (classes, classes).
         class_names: the name of each class.
         target: the PNG, between 600 and 1,800 pixels wide, so that each of 1,000 classes has at least a pixel.
     """

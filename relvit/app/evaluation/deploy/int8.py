@@ -47,7 +47,7 @@ def quantise(
     # in batches, have more dimensions.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
-    # Silence onnxruntime's advice to preprocess the model: a model with symbolic shapes does not need this.
+    # Silence onnxruntime's advice to preprocess the model: a model with symbolic shapes needs no preprocessing.
     logging.disable(logging.WARNING)
     try:
         # Quantise weights to 7 bits instead of 8: processors without instructions for int8 add two products in 16 bits,

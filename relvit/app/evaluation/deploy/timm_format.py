@@ -136,7 +136,7 @@ def save_model(
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
             mode. Its `pretrained_cfg` describes the images: `input_size`, `mean`, `std`, `crop_pct`. If the model was
-            made with `img_size`, which some names imply, that is written as its `input_size`.
+            made with `img_size`, which some names imply, `img_size` is written as its `input_size`.
         folder: the folder to write to. Existing files with the same names are replaced in one step; all other files
             stay.
         class_names: name of each class; the label of a class is its index in this list.
@@ -165,7 +165,7 @@ def save_model(
         KEY: {"version": __version__} if about is None else about,
     }
     if about is not None and "thresholds" in about:
-        # Otherwise the pipeline of `transformers` computes softmax probabilities, and its Trainer the cross-entropy.
+        # Without `problem_type`, `transformers` would compute softmax probabilities, and the cross-entropy in training.
         config["problem_type"] = labels_of(about["thresholds"]).problem_type
     # Make all tensors contiguous, because safetensors only takes contiguous ones.
     model.eval().to("cpu", memory_format=torch.contiguous_format)
@@ -185,7 +185,7 @@ def save_model(
             raise PublishError(f"timm could not save the model and build it again: {one_line(error)}") from error
         input_size = again.pretrained_cfg["input_size"]
         images = torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0))
-        # timm builds models in float32, also from weights of another dtype.
+        # timm builds models in float32, also from weights of another dtype, so convert the new model.
         dtype = next(model.parameters()).dtype
         try:
             with torch.no_grad():

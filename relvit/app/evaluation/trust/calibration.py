@@ -136,7 +136,7 @@ def calibrate(
     the temperature was fitted.
 
     Args:
-        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; if it already has a temperature, this is ignored.
+        ckpt_path: a checkpoint of `relvit fit` or `relvit average`; its earlier temperature is ignored.
         output: the file to write, which ends in .ckpt and does not exist yet.
         split: images that the model was not trained on; 'train' is for comparison.
         root: the folder of the data; needed if it is no longer the folder that the checkpoint records.
