@@ -42,7 +42,7 @@ SKIPPING = ("fit", "validate", "test", "predict")
 
 def describe(error: Exception, command: str = "fit") -> str:
     """Describe what went wrong, without what jsonargparse and the workers of data loaders put around a message."""
-    # Import this only here: it takes seconds, and every command imports the present file.
+    # Import this class only here: the import takes seconds, and every command imports the present file.
     from relvit.app.data.images.decode import UnreadableImageError
 
     # If a constructor raises an exception, jsonargparse raises an error of its own, which lists all types that it has

@@ -251,8 +251,8 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # Compare the typed name also with names of options in other libraries. If one of these is exactly the typed name,
-    # it is not misspelt: leave out all others. Leave out names of up to three letters, too, since many are similar.
+    # Compare the typed name also with names of options in other libraries: if one is exactly the typed name, with this
+    # one alone, else with all names of more than three letters, since many shorter names are similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]

@@ -20,7 +20,7 @@ def hub_access() -> Iterator[None]:
     """Keep the hub's library silent, and offline if the hub does not answer.
 
     Without this function, huggingface_hub would try again and again for 23 seconds without a network, for each
-    requested file, even if the file is in the cache. huggingface_hub has no option to change this.
+    requested file, even if the file is in the cache. huggingface_hub has no option to shorten that time.
 
     Raises:
         DownloadError: The hub does not answer, and a file is not in the cache.

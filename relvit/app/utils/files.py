@@ -254,9 +254,9 @@ def from_here(path: str) -> str:
 def absolute(path: str) -> str:
     """Return the absolute path of the same file.
 
-    The file system resolves the part of a path up to the last `..`. The text alone is not enough for this: after a link
-    to a folder, `..` is the parent of the folder that the link leads to. If there is no such folder, `..` stays, and
-    opening the path fails.
+    The file system resolves the part of a path up to the last `..`. The text alone is not enough to resolve the path:
+    after a link to a folder, `..` is the parent of the folder that the link leads to. If there is no such folder, `..`
+    stays, and opening the path fails.
     """
     # `abspath` would make the `//` of an address a single slash, and the code that hides passwords in addresses would
     # no longer recognise the address.

@@ -17,8 +17,8 @@ def printable(name: str) -> str:
 
 
 # This pattern finds characters that a terminal executes instead of showing: C0 and C1 control characters (ESC begins
-# commands), line separators, and Unicode's marks that reverse the direction of text. It also finds surrogates, by which
-# Python represents bytes that are not UTF-8.
+# commands), line separators, Unicode's marks that reverse the direction of text, and surrogates, by which Python
+# represents bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

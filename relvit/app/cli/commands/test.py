@@ -106,7 +106,7 @@ def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
 
 
 def print_corruptions(corruptions: Corruptions) -> None:
-    """Print the accuracy of each corruption by severity, and what is the mean of all."""
+    """Print the accuracy of each corruption by severity, and the mean errors over all corruptions."""
     print_table(*corruptions.table(), "accuracy by corruption and severity")
     results = corruptions.results
     line = f"mean corruption error {results['test/mean_corruption_error']:.4f} (not normalised)"

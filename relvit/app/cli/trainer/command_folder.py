@@ -32,7 +32,7 @@ SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 def new_folder(runs: str, name: str) -> Iterator[Path]:
     """Make a new folder for a run in the main process; remove the folder at the end if it is still empty.
 
-    All other processes get `runs`. They need no folder, because the main process sends them the paths of checkpoints.
+    All other processes get `runs` and need no folder, because the main process sends them the paths of checkpoints.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -53,7 +53,7 @@ def new_folder(runs: str, name: str) -> Iterator[Path]:
 
 
 def check_runs(runs: str | None, root: str | None) -> None:
-    """Refuse a remote address, and Lightning's own option for the folder beside relvit's."""
+    """Refuse a remote address in `runs`, and Lightning's `default_root_dir` (`root`), which `runs` replaces."""
     if root is not None:
         raise UsageError(
             f"--trainer.default_root_dir {root}: relvit writes runs into another folder: give --runs DIR instead"

@@ -294,8 +294,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     """
     for name, allowed in RANGES.items():
         number = options.get(name)
-        # -1 means no limit. It is allowed for the number of epochs or of steps, but not for both, since the learning
-        # rate's schedule needs an end.
+        # -1, which means no limit, is allowed for the number of epochs or of steps, but not for both, since the
+        # learning rate's schedule needs an end.
         ends = name == "trainer.max_steps" or (options.get("trainer.max_steps") or -1) > 0
         endless = name in ("trainer.max_epochs", "trainer.max_steps") and number == -1 and ends
         if isinstance(number, int | float) and not isinstance(number, bool) and number not in allowed and not endless:
