@@ -87,8 +87,7 @@ class NativeShapes(ImageShape):
         img_size: (height, width) of the images that models are built for: the given size; or, if `max_tokens` was given
             instead, the size of the largest grid of n x n patches with n * n <= `max_tokens`.
         patch_size: (height, width) of a patch.
-        max_tokens: The largest number of patches of an image. If it was not given, the number of whole patches in
-            `img_size`.
+        max_tokens: The largest number of patches of an image, by default the number of whole patches in `img_size`.
     """
 
     patch_size: tuple[int, int]

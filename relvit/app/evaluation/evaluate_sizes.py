@@ -124,7 +124,7 @@ def evaluate_sizes(
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
     # `of_first` says for each size whether the first checkpoint classifies each image right. The other checkpoints are
-    # compared with it.
+    # compared with the first.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)

@@ -48,8 +48,8 @@ class EpochMetrics(LightningModule):
     """A LightningModule whose metrics count every image once on any number of devices.
 
     All processes compute a metric at the same point, and log the result as a plain number. If a process logged the
-    metric object itself, Lightning would compute the metric only when something reads it. A progress bar reads it on
-    the main process alone, and the main process would wait for the other processes for ever.
+    metric object itself, Lightning would compute the metric only when something reads it. A progress bar reads metrics
+    on the main process alone, which would wait for the other processes for ever.
 
     Attributes:
         labels: The labels of the images, one per image or several.
@@ -138,8 +138,8 @@ class EpochMetrics(LightningModule):
         self.labels.choose_thresholds(self.test_metrics, choose=False)
 
     # Log the metrics after the last batch of an epoch, because callbacks read them, and at the end of the epoch
-    # Lightning calls callbacks before the module. Log them again at the end of the epoch: if a training stops early or
-    # the data have no length, no batch counts as the last.
+    # Lightning calls callbacks before the module. Log the metrics again at the end of the epoch: if a training stops
+    # early or the data have no length, no batch counts as the last.
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer

@@ -42,7 +42,7 @@ def available_memory(root: str | os.PathLike[str] = "/") -> int | None:
     """Return the bytes that this process can take without swapping; None where the system does not report them.
 
     On Linux the result is the kernel's MemAvailable, or less if a container or a cluster's job has a limit. On other
-    systems it is the memory of free pages, if the system reports them.
+    systems the result is the memory of free pages, if the system reports them.
 
     Args:
         root: The folder whose subfolders proc and sys are read; only tests need another one than '/'.

@@ -143,7 +143,7 @@ def decode_into_memory(
         splits: The files of each split, by its name.
         one_size: Height and width; if all images of a split have this size, they are stacked, so batches of them can be
             transformed at once.
-        skip: Whether a file that cannot be read is only recorded in the result. Otherwise it raises an error.
+        skip: Whether a file that cannot be read is only recorded in the result. Otherwise the file raises an error.
         copies: Number of processes that decode these images on this machine, and so share its memory and cores.
         progress: A function that shows progress: it takes the iterable of results, their number and a description, and
             yields the results.

@@ -84,7 +84,7 @@ class History(Callback):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # On a full disk, closing the log raises an OSError. Suppress it, so that other callbacks still save a
+        # On a full disk, closing the log raises an OSError. Suppress this error, so that other callbacks still save a
         # checkpoint.
         with suppress(OSError):
             self._close()

@@ -36,7 +36,7 @@ class ResumePoint(NamedTuple):
         batch: The number of batches of this epoch that each device has done.
         layout: Four numbers: batches of an epoch on each device, images in a batch, batches in an optimiser step, and
             devices.
-        validated: Whether a validation was complete at this point; False also if none is due here.
+        validated: Whether a validation was complete at this point; False also if no validation is due here.
     """
 
     epoch: int
@@ -139,11 +139,11 @@ class Progress:
         if isinstance(scheduler := module.lr_schedulers(), LambdaLR):
             update_rates(scheduler)
         loop = trainer.fit_loop.epoch_loop
-        # A checkpoint holds the counters of early stopping, but not whether the training has to stop: decide it again.
+        # A checkpoint holds the counters of early stopping, but not whether the training has to stop, so decide again.
         if any(callback.wait_count >= callback.patience for callback in trainer.early_stopping_callbacks):
             trainer.should_stop = True
         if point.batch == 0:
-            # `restarting` tells Lightning that the epoch was interrupted. This epoch begins anew, so set it to False.
+            # `restarting` tells Lightning that the epoch was interrupted; this epoch begins anew, so set it to False.
             loop.restarting = False
             return
         loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches

@@ -9,8 +9,8 @@ from relvit.version import __version__
 
 # Under this key a checkpoint holds the description of model and data, see `description.py`.
 KEY = "relvit"
-# This is the format that this version writes. Increase it when a change makes `read_checkpoint` unable to read earlier
-# checkpoints.
+# This is the format that this version writes. Increase the number when a change makes `read_checkpoint` unable to read
+# earlier checkpoints.
 FORMAT = 1
 # For each earlier format, a function changes the content of a checkpoint, in place, to the next format. To rename an
 # argument of the model or of a data module, change the description, `content[KEY]`. To rename parameters, change

@@ -80,9 +80,8 @@ class FiniteCheck:
 def average_accumulated(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients at an optimiser step the mean over the batches that were accumulated for this step.
 
-    Lightning divides every loss by `accumulate_grad_batches`, but the last step of an epoch may have fewer batches, and
-    gradients that are too small. This function corrects such gradients at the step, when the number of batches is
-    known.
+    Lightning divides every loss by `accumulate_grad_batches`, but the last step of an epoch may have fewer batches, so
+    that its gradients are too small. At that step, when the number is known, this function corrects the gradients.
     """
     planned = trainer.accumulate_grad_batches
     accumulated = trainer.fit_loop.epoch_loop.batch_idx % planned + 1

@@ -49,8 +49,8 @@ class ClassificationLoss(KeepConstants):
     lowered by the margin 0.05.
 
     With class weights w_c, the cross-entropy of an image with targets t_c and probabilities p_c is
-    `-sum_c w_c t_c log p_c`. The sum over the images is divided by their number. (PyTorch divides it by the sum of the
-    weights, if targets are labels.) So the mean over the batches of several devices, or over accumulated batches,
+    `-sum_c w_c t_c log p_c`. The sum over the images is divided by their number. (PyTorch divides the sum by the sum of
+    the weights, if targets are labels.) So the mean over the batches of several devices, or over accumulated batches,
     equals the loss of one larger batch.
 
     Args:

@@ -25,8 +25,8 @@ CLEAR = 5.0
 class FindLearningRate(LearningRateFinder):
     """Set the learning rate to the result of `steepest_fall` after a range test before the training.
 
-    The test tries rates from 1e-7 to 1 in 100 steps, then restores weights and random state. If it finds no rate above
-    `min_lr`, the configured rate stays. The rate that it finds is for the present batch size; if `lr_base_batch` is
+    The test tries rates from 1e-7 to 1 in 100 steps, then restores weights and random state. If the test finds no rate
+    above `min_lr`, the configured rate stays. The rate found is for the present batch size; if `lr_base_batch` is
     given, `lr` becomes the rate for `lr_base_batch` images. During the test all layers have the same rate, whatever
     `layer_decay` and `position_lr_scale` are.
 
