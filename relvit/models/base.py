@@ -102,7 +102,7 @@ class GridForward(AbsoluteEmbedding):
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.embed_tokens(x)
         # As in timm's `VisionTransformer`, this method applies `pos_drop` only if there is an absolute embedding.
-        # Otherwise `embed` applies it.
+        # Otherwise `embed` applies `pos_drop`.
         return x if self.pos_embed is None else self.pos_drop(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:

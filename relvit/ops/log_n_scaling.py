@@ -15,7 +15,7 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here also used with fewer keys than in
     training.
 
-    `inputs` are a result of `relvit.ops.inputs.checked`. This function returns them with multiplied queries, position
+    `inputs` are a result of `relvit.ops.inputs.checked`. The result is `inputs` with multiplied queries, position
     queries, position keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
 
     Raises:

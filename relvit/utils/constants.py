@@ -13,8 +13,8 @@ class FillConstants:
     """Mixin before a module that computes constants when `load_state_dict(assign=True)` takes it off the meta device.
 
     A state dict does not contain non-persistent buffers, so after loading they would still be on the meta device. This
-    class computes them for the module and its parts, on the device of the loaded weights (without weights, on PyTorch's
-    default device).
+    class computes the buffers for the module and its parts, on the device of the loaded weights (without weights, on
+    PyTorch's default device).
     """
 
     def _load_from_state_dict(

@@ -15,8 +15,8 @@ _STANCE = RLock()
 def eagerly() -> Iterator[None]:
     """Run compiled models eagerly in this context, which other threads cannot enter meanwhile.
 
-    PyTorch has one stance for all threads. If two threads changed it at once, the one that ends last would restore the
-    stance that the other one had set, and the process would never run compiled code again.
+    PyTorch has one stance for all threads. If two threads changed the stance at once, the thread that ends last would
+    restore what the other thread had set, and the process would never run compiled code again.
     """
     with _STANCE, torch.compiler.set_stance("force_eager"):
         yield

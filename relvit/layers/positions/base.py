@@ -41,10 +41,10 @@ class Position(KeepConstants):
 
     Attributes:
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
-            the grid alone determines. A position with `terms` and without `forward` need not set it.
+            the grid alone determines. A position with `terms` and without `forward` need not set this attribute.
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
-            alone: `relvit.families.transformer_xl.set_bands` refuses such positions. Native batches refuse them, too,
-            unless the position needs tokens.
+            alone: `relvit.families.transformer_xl.set_bands` refuses such positions, and so do native batches, unless
+            the position needs tokens.
         stretchable: whether the position reads `trained_grid`.
         trained_grid: rows and columns of patches in training. In images of another size, offsets are then divided by
             the ratio of their size to this size, see `relvit.models.set_reach`. None: offsets count patches.

@@ -15,8 +15,8 @@ from relvit.ops.checks import check_model
 from relvit.utils.messages import part_of
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-# `relvit.models.set_reach` and users set these attributes after a retrofit. `restore` removes them, because the
-# original classes do not read these attributes.
+# `relvit.models.set_reach` and users set these attributes after a retrofit. `restore` removes these attributes, because
+# the original classes do not read them.
 LATER = ("trained_keys", "window", "trained_grid", "recurrence", "mirrored_grid")
 RECORD = "_before_retrofit"
 
@@ -60,7 +60,7 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     record, after = {}, snapshot(model)
     for name, then in before.items():
         # Compare a module that the retrofit has removed with itself, so that it has no changes: its own record holds at
-        # most `values`. The module that contained it records the removal, among its `members`.
+        # most `values`. Its parent module records the removal, among the parent's `members`.
         now = after.get(name, then)
         values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)
@@ -74,10 +74,10 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
 def restore(model: nn.Module) -> nn.Module:
     """Give a model that brought relative positions its original classes and tables back, in place.
 
-    This undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library again. Where
-    nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes compute the
-    same outputs from the trained tables at the training size. Hooks, the training mode and all other modules stay. If
-    an error is raised, the model is not changed.
+    The function undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library
+    again. Where nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes
+    compute the same outputs from the trained tables at the training size. Hooks, the training mode and all other
+    modules stay. If an error is raised, the model is not changed.
 
     Examples:
         >>> beit = timm.create_model("beit_base_patch16_224", img_size=64, depth=1)

@@ -18,8 +18,8 @@ from relvit.ops import Grid
 class GridArgument(NamedTuple):
     """A grid together with the argument of a timm block, `attn_mask` or `rope`, for which it is passed.
 
-    relvit calls timm's blocks with a `GridArgument` in place of this argument. The blocks pass it on unchanged, so the
-    grid reaches every attention although relvit replaces no block.
+    relvit calls timm's blocks with a `GridArgument` in place of this argument. The blocks pass on the `GridArgument`
+    unchanged, so the grid reaches every attention although relvit replaces no block.
     """
 
     grid: Grid

@@ -103,7 +103,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     - If `weights` and `net` have the same class names, the rows of the last layer are put into the order of `net`'s
       classes. If the names differ, `net`'s last layer stays as initialised. If `weights` or `net` has no names, the
       rows are loaded in their order, or, if the numbers of classes differ, `net`'s last layer stays as initialised.
-    - Relative tables that the checkpoint lacks are zero in relvit's models. In retrofitted models they are as
+    - Relative tables that the checkpoint lacks are zero in relvit's models. In retrofitted models such tables are as
       initialised, or zero if the checkpoint has tables for other terms.
 
     Examples:
@@ -149,8 +149,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"({shapes}); build the model that the weights were trained in"
         )
     # Find out which tensors of the checkpoint the filter used, and which tensors it added. A tensor that the filter
-    # only renamed is still the same object. A tensor that it added is a tensor of the model, or holds equal numbers,
-    # such as zeros.
+    # only renamed is still the same object. A tensor that the filter added is a tensor of the model, or holds equal
+    # numbers, such as zeros.
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:

@@ -115,7 +115,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             *augmented,
             attn_mask=mask,
             dropout_p=inputs.dropout_p,
-            # `torch.onnx.export(dynamo=False)` passes defaults, such as the model's `is_causal=False`, as tensors.
+            # `torch.onnx.export(dynamo=False)` passes the model's default `is_causal=False` as a tensor, so convert it.
             is_causal=bool(inputs.is_causal),
             # PyTorch's default scale would depend on the augmented width.
             scale=inputs.scale,

@@ -25,9 +25,9 @@ PROGRAMS = 4
 class Blocks(NamedTuple):
     """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads.
 
-    The keys of a tile are a rectangle of patches. With `by_row` it has as few rows of the grid as possible, a single
-    row if the grid is more than `keys` / 2 patches wide. Without `by_row` it has the shape with which the fewest tiles
-    cover the grid.
+    The keys of a tile are a rectangle of patches. With `by_row` the rectangle has as few rows of the grid as possible,
+    a single row if the grid is more than `keys` / 2 patches wide. Without `by_row` the rectangle has the shape with
+    which the fewest tiles cover the grid.
     """
 
     queries: int
