@@ -56,9 +56,9 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=self.value.to(dtype), **positions)
 
 
-# `Projected` is queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, it may also
-# be one tensor (B, N, 3 heads, head_dim), as the projection returns it, which saves the operations that would split
-# this tensor.
+# `Projected` is queries, keys and values, (B, heads, N, head_dim) each. If no norm follows the projection, `Projected`
+# may also be one tensor (B, N, 3 heads, head_dim), as the projection returns it, which saves the operations that would
+# split this tensor.
 Projected = Tensor | tuple[Tensor, Tensor, Tensor]
 
 

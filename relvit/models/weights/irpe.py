@@ -74,8 +74,8 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]
-        # In relvit an offset is key minus query. In the authors' code this is so only in the table of the query term,
-        # 'q'; in the other tables an offset is query minus key, so reverse these tables.
+        # In relvit an offset is key minus query. In the authors' code only the table of the query term, 'q', has such
+        # offsets; in the other tables an offset is query minus key, so reverse these tables.
         tables[letter] = table if letter == "q" else table.flip(1, 2)
         if letter != "k":
             if f"{layer}.qkv.bias" not in state:

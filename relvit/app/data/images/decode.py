@@ -49,8 +49,8 @@ OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if end
 # variable.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
-# libjpeg refuses longer sides. Decoders of some other formats, such as PNG and TIFF, would accept them and could take
-# gigabytes for one row of pixels, so longer sides are refused in all formats.
+# libjpeg refuses longer sides. Decoders of some other formats, such as PNG and TIFF, would accept such sides and could
+# take gigabytes for one row of pixels, so longer sides are refused in all formats.
 _LONGEST_SIDE = 65_500
 # Each scan of a progressive JPEG passes over all pixels, and files of cameras and editors have about ten scans. A file
 # is refused if it has more than `_MOST_SCANS` scans, or if scans times pixels exceeds `_SCANS_OF_MOST_PIXELS` times the

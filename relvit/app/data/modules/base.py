@@ -105,8 +105,8 @@ class ImageData(RecordedArguments, ABC):
             class is named twice.
     """
 
-    # This is the mean and the standard deviation of each channel of the data, used if `mean` or `std` is None. None:
-    # they are not known.
+    # These are the mean and the standard deviation of each channel of the data, if known, for a `mean` or `std` of
+    # None.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
     # This says whether the option `--data` offers a class of relvit. The option offers a user's class in any case.
     chosen_by_name: ClassVar[bool] = True

@@ -255,7 +255,7 @@ def first_kinds(model: nn.Module) -> list[Kind]:
 
 
 def _number(subject: Subject, layer: int) -> int:
-    # Models of transformers have other names for their blocks; each block has one mixer.
+    # Models of transformers have other names for their blocks, so count mixers: each block has one.
     blocks = getattr(subject.model, "blocks", None) or [m for m in subject.model.modules() if isinstance(m, Mixer)]
     return layer % len(blocks)
 
