@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from relvit.layers.positions.by_name import position_factory
 from relvit.models.base import GridVisionTransformer
 from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.recognise import TIMM, refusal_of, source_of
-from relvit.models.retrofit.source import Retrofitted
+from relvit.models.retrofit.source import SHARED_MODULES, Retrofitted
+from relvit.models.weights.convert import cfg_of
 from relvit.ops.attention import BACKENDS
 from relvit.ops.checks import check_backend, check_model, int_pair
 from relvit.utils.messages import an, check_choice, part_of, with_near_names
@@ -129,6 +131,8 @@ def retrofit(
     before = snapshot(model)
 
     # All checks have passed: nothing fails from here on, so an error never leaves the model half changed.
+    uses = Counter(module for modules in layers.values() for module in modules.values())
+    shared: dict[str, nn.Module] = {}
     for path, modules in layers.items():
         attn = model.get_submodule(path)
         attn.__class__ = becomes.attention_classes[type(attn)]
@@ -139,7 +143,15 @@ def retrofit(
             if hasattr(attn, name):
                 setattr(attn, name, None)
         for name, module in modules.items():
-            setattr(attn, name, module.train(attn.training))
+            module.train(attn.training)
+            if becomes.own_positions and uses[module] > 1:
+                # The model holds a module that layers share, and the layers have it as a plain attribute: if each layer
+                # held it, `torch.func.functional_call` would leave its arguments in the module, instead of the weights.
+                vars(attn)[name] = shared[name] = module
+            else:
+                setattr(attn, name, module)
+    if shared:
+        setattr(model, SHARED_MODULES, nn.ModuleDict(shared))
     for name in absolute if abs_pos != "keep" else ():
         owner, _, leaf = name.rpartition(".")
         if abs_pos == "freeze":
@@ -171,8 +183,8 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
 
     `timm.create_model` then loads the saved model through `relvit.models.retrofit.registered`.
     """
-    if hasattr(model, "_model_args"):
-        cfg = model.pretrained_cfg
+    # `set_input_size` and `reset_classifier` of timm also give `_model_args` to a model that its class has made.
+    if hasattr(model, "_model_args") and (cfg := cfg_of(model)):
         model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": chosen}
         # Set both attributes: some functions of timm read `pretrained_cfg`, and some read `default_cfg`.
         model.pretrained_cfg = model.default_cfg = {**cfg, "architecture": RETROFITTED_NAME}

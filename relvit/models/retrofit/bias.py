@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from timm.layers import RelPosMlp
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from relvit.layers.positions import ContinuousPosition2d, RelativePosition2d
 from relvit.layers.prefix_bias import PrefixBias
-from relvit.models.retrofit.source import Layers, OwnPositions
+from relvit.models.retrofit.source import SHARED_MODULES, Layers, OwnPositions
 
 TABLE = "relative_position_bias_table"
 # If the model has a class token, a bias table has this number of entries for it, as `PrefixBias` has.
@@ -61,45 +61,32 @@ class BiasPositions(OwnPositions):
                 layers[path] = next(iter(layers.values()))
             else:
                 layers[path] = nn.ModuleDict(modules_for(attn, cls.source_of(model, attn))).to(attn.proj.weight)
-        state = cls.convert_tables(model.state_dict(), layers)
+        # Convert with gradients, so that each converted tensor says whether the original tensor is trainable.
+        with torch.enable_grad():
+            state = cls.convert_tables(model.state_dict(keep_vars=True), layers)
         for path in _with_own_tables(layers):
             layers[path].load_state_dict({key: state[f"{path}.{key}"] for key in layers[path].state_dict()})
-        for path, modules in layers.items():
-            # A frozen layer stays frozen as a whole, so freeze its new tables.
-            modules.requires_grad_(model.get_submodule(path).proj.weight.requires_grad)
+            for key, parameter in layers[path].named_parameters():
+                parameter.requires_grad_(state[f"{path}.{key}"].requires_grad)
         return layers
-
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Return the state dict, with tables that layers share once, under the names of the first layer.
-
-        safetensors takes no tensor twice, and timm's moving averages would average it twice.
-        """
-        state = super().state_dict(*args, **options)
-        for name in self._names_again():
-            state.pop(f"{options.get('prefix', '')}{name}")
-        return state
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
-        for name, first in self._names_again().items():
-            if f"{prefix}{first}" in state_dict:
-                state_dict.setdefault(f"{prefix}{name}", state_dict[f"{prefix}{first}"])
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def _names_again(self) -> dict[str, str]:
-        """Map further names of each shared parameter to its first name."""
-        first: dict[nn.Parameter, str] = {}
-        named = self.named_parameters(remove_duplicate=False)
-        return {name: first[table] for name, table in named if first.setdefault(table, name) != name}
 
     def position_layers(self) -> Layers:
         """Return the modules of each attention of a retrofitted model."""
         return {
-            path: {name: part for name, part in attn.named_children() if name in ("position", "prefix_bias")}
+            path: {
+                name: part for name in ("position", "prefix_bias") if (part := getattr(attn, name, None)) is not None
+            }
             for path, attn in self.named_attentions(self)
         }
 
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.convert_tables(state, self.position_layers())
+        layers = self.position_layers()
+        adapted = self.convert_tables(state, layers)
+        for name in getattr(self, SHARED_MODULES, ()):
+            first = f"{next(iter(layers))}.{name}."
+            for key in [key for key in adapted if key.startswith(first)]:
+                adapted[f"{SHARED_MODULES}.{name}.{key.removeprefix(first)}"] = adapted.pop(key)
+        return adapted
 
     @classmethod
     def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
@@ -142,8 +129,9 @@ class BiasPositions(OwnPositions):
                     "the original model again"
                 )
             taken |= {(layer, name) for name in names}
-            tensors = nn.ModuleDict(layers[layer]).state_dict()
-            found[key] = revert(leaf, {name: tensors[name] for name in names})
+            tensors = nn.ModuleDict(layers[layer]).state_dict(keep_vars=True)
+            with torch.enable_grad():
+                found[key] = revert(leaf, {name: tensors[name] for name in names})
         return found
 
 

@@ -19,6 +19,7 @@ MEMBERS = ("_parameters", "_buffers", "_modules")
 # the original classes do not read them.
 LATER = ("trained_keys", "window", "trained_grid", "recurrence", "mirrored_grid")
 RECORD = "_before_retrofit"
+WINDOWS = "_windows_before"
 
 
 class Absent:
@@ -69,6 +70,7 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
         if then.kind is not now.kind or attributes or any(members.values()) or values:
             record[name] = Before(then.kind, attributes, members, values)
     setattr(model, RECORD, record)
+    setattr(model, WINDOWS, model.windows())
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -99,6 +101,7 @@ def restore(model: nn.Module) -> nn.Module:
         ValueError: the retrofit has added a table that all blocks share to a block's own table, and only the sum is
             known.
         ValueError: the retrofit has removed the absolute embedding (`abs_pos='drop'`).
+        ValueError: after the retrofit timm's `set_input_size` has changed windows that have tables in the original.
     """
     check_model(model)
     if not isinstance(model, Retrofitted):
@@ -110,7 +113,13 @@ def restore(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be restored: the original has no place for the tables that retrofit added; "
             "build the original model again"
         )
-    record = vars(model)[RECORD]
+    record, windows = vars(model)[RECORD], vars(model)[WINDOWS]
+    for name, now in model.windows().items():
+        if now != windows[name]:
+            raise ValueError(
+                f"{type(model).__name__} cannot be restored: its tables are for {windows[name]} rows and columns of "
+                f"patches, and set_input_size has changed {name} to {now}: first set the former size"
+            )
     tables = model.original_tables(dict(_gone(record)))
 
     # All checks have passed: nothing fails from here on, so an error never leaves the model half changed.
@@ -136,6 +145,7 @@ def restore(model: nn.Module) -> nn.Module:
         renewed += [module] if then.members["_buffers"] else []
         values.append((module, then.values))
     delattr(model, RECORD)
+    delattr(model, WINDOWS)
     for module in renewed:
         # This method of timm computes the buffers that are not in a state dict, so call it where modules or buffers
         # have been made anew.
@@ -210,7 +220,7 @@ def _gone(record: Mapping[str, Before]) -> Iterator[tuple[str, Tensor]]:
 def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Module) -> Any:
     """Return a tensor or module of the original, which `_skeleton` has recorded, for its owner; anything else stays."""
     if isinstance(part, nn.Parameter):
-        return nn.Parameter(tables[path], part.requires_grad)
+        return nn.Parameter(tables[path].detach(), tables[path].requires_grad)
     if isinstance(part, nn.Module):
         state = {leaf: tables[f"{path}.{leaf}"] for leaf in part.state_dict()}
         like = next(iter(state.values()))
@@ -218,6 +228,8 @@ def _renewed(part: Any, tables: Mapping[str, Tensor], path: str, owner: nn.Modul
         # device from the tables.
         module = copy.deepcopy(part).to(like.dtype).to_empty(device=like.device).train(owner.training)
         module.load_state_dict(state)
+        for leaf, parameter in module.named_parameters():
+            parameter.requires_grad_(state[leaf].requires_grad)
         return module
     if isinstance(part, Tensor):
         like = next(owner.parameters())

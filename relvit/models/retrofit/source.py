@@ -20,6 +20,9 @@ Exchange = Mapping[type[nn.Module], type[nn.Module]]
 # `Layers` maps the path of each attention module to the submodules that it gets: 'position', 'prefix_bias',
 # 'attn_drop'.
 Layers = Mapping[str, Mapping[str, nn.Module]]
+# The model holds the modules that its layers share under this name. timm's BEiT puts parameters whose names begin with
+# `rel_pos_bias` into the group of the stem.
+SHARED_MODULES = "rel_pos_bias_shared"
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
 
@@ -132,12 +135,18 @@ class OwnPositions(Retrofitted):
             for path, attn in cls.named_attentions(model)
         }
 
+    def windows(self) -> dict[str, tuple[int, int]]:
+        """Return the rows and columns for which the original has tables, where timm's `set_input_size` changes them."""
+        return {}
+
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tables in a state dict of an original model, of any size, to tables of this model."""
         return dict(state)
 
     def original_tables(self, shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute tensors that only the original model has, from the tensors of the retrofitted model.
+
+        A tensor requires gradients if a tensor from which it is computed does.
 
         Args:
             shapes: names of these tensors -> tensors of the original shapes on the meta device.

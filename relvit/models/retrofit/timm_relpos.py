@@ -10,7 +10,7 @@ from timm.models.beit import Attention as BeitAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer_relpos import RelPosAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
 from relvit.ops import Grid
@@ -25,6 +25,10 @@ class TimmOwnRelative(TimmRelativeAttention):
     def head_dim(self) -> int:
         """Width of one head."""
         return self._modules["proj"].in_features // self.num_heads
+
+    def bias_of_prefix(self) -> nn.Module | None:
+        """Return the layer's `prefix_bias`, which is a plain attribute where layers share it."""
+        return super().bias_of_prefix() or getattr(self, "prefix_bias", None)
 
 
 class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):

@@ -87,7 +87,8 @@ def test_gradients_are_the_originals(case):
         torch.testing.assert_close(grads[1][name], grads[0][name], rtol=0, atol=1e-9)
     for name, grad in grads[0].items():
         if name.endswith(BIAS):
-            own = "blocks.0.attn" if name.startswith("shared") else name.removesuffix(BIAS).removesuffix(".rel_pos")
+            own = name.removesuffix(BIAS).removesuffix(".rel_pos")
+            own = "rel_pos_bias_shared" if name.startswith("shared") else own
             table = grads[1][f"{own}.position.bias_table"]
             patches = table[0].numel()
             torch.testing.assert_close(table.flatten(1).T.flip(0), grad[:patches], rtol=0, atol=1e-9)
@@ -137,9 +138,33 @@ def test_tables_of_sam_stay_at_the_scale_and_under_the_names_of_the_source():
     assert {"blocks.0.attn.rel_pos_h", "blocks.1.attn.rel_pos_w"} <= sam.no_weight_decay()
 
 
-def test_frozen_models_stay_frozen():
-    frozen = imported(build("beit").requires_grad_(False))
-    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+@pytest.mark.parametrize("trained", ["none", "tables", "others"])
+@pytest.mark.parametrize("case", ["beit", "srelpos", "srelpos mlp", "swinv2"])
+def test_tables_are_frozen_as_they_were_before_a_retrofit_and_before_a_restoration(case, trained):
+    def frozen(model, of_tables):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_((name in of_tables(model)) == (trained == "tables") and trained != "none")
+        return model
+
+    def originals(model):
+        return {name for name, _ in model.named_parameters() if BIAS in name or "rel_pos" in name or "cpb_mlp" in name}
+
+    original = frozen(build(case), originals)
+    model, trains = imported(original), {name for name, part in original.named_parameters() if part.requires_grad}
+    ours = {name for name, _ in model.named_parameters() if name not in dict(original.named_parameters())}
+    assert {model.get_parameter(name).requires_grad for name in ours} == {trained == "tables"}
+    restored = relvit.restore(frozen(relvit.retrofit(build(case)), lambda _: ours))
+    assert {name for name, part in restored.named_parameters() if part.requires_grad} == trains
+
+
+@pytest.mark.parametrize("case", ["srelpos", "srelpos mlp"])
+def test_functional_calls_leave_tables_that_layers_share(case):
+    model, x = imported(build(case)), images()
+    expected, weights = model(x), dict(model.named_parameters())
+    other = torch.func.functional_call(model, {name: 2 * part for name, part in weights.items()}, (x,))
+    assert (other - expected).abs().max() > 1e-3
+    assert torch.equal(model(x), expected)
+    assert all(part is weights[name] for name, part in model.named_parameters())
 
 
 def test_tables_networks_and_scales_take_no_weight_decay():

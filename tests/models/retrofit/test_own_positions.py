@@ -22,6 +22,7 @@ from own_positions import (
 from retrofit_cases import EACH, SWIN, build, fingerprint, images, retrofitted, with_exact_offsets
 from sam_cases import SAMS
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
+from timm_versions import needs_timm
 from torch import nn
 
 import relvit
@@ -186,6 +187,20 @@ def test_restored_models_have_the_buffers_that_timm_does_not_compute(computes, m
     assert kept <= {"attn_mask"}
     mask = next(tensor for name, tensor in relvit.restore(model.half()).named_buffers() if name.endswith("attn_mask"))
     assert mask.dtype == torch.float16
+
+
+@needs_timm("1.0.31")
+@pytest.mark.parametrize("case", ["beit", "srelpos mlp", "swin", "swinv2"])
+def test_models_with_other_windows_are_restored_only_at_the_former_size(case):
+    original, x = build(case), trained_images(case)
+    model, height, width = imported(original), *x.shape[2:]
+    model.set_input_size((2 * height, 2 * width))
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"tables are for \(3, \d\) rows .* set_input_size has changed .* to \(6, "):
+        relvit.restore(model)
+    assert fingerprint(model) == before
+    model.set_input_size((height, width))
+    assert_equal({"": relvit.restore(model)(x)}, {"": original(x)}, 1e-6)
 
 
 @pytest.mark.parametrize("case", ["sam", "beit"])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
+from timm.models import VisionTransformer, save_for_hf
 from timm.utils import ModelEmaV3
 from timm_versions import needs_timm
 
@@ -90,6 +90,13 @@ def test_tables_that_layers_share_are_saved_and_averaged_once(kind, tmp_path):
     fresh = relvit.retrofit(timm.create_model("test_vit_relpos", **arguments)).eval()
     torch.nn.Sequential(fresh).load_state_dict(torch.nn.Sequential(model).state_dict())
     assert torch.equal(fresh(x), model(x))
+
+
+@needs_timm("1.0.31")
+def test_models_made_by_their_class_and_resized_by_timm_have_no_description():
+    model = VisionTransformer(img_size=32, embed_dim=24, depth=1, num_heads=2)
+    model.set_input_size(48)
+    assert "retrofit" not in relvit.retrofit(model)._model_args
 
 
 def test_features_only_of_stages():

@@ -60,6 +60,9 @@ class GridInBias(BiasPositions, GridForward):
             if not hasattr(self, name):
                 setattr(self, name, value)
 
+    def windows(self) -> dict[str, tuple[int, int]]:
+        return {"blocks": tuple(self.patch_embed.grid_size)}
+
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if is_causal:
             raise ValueError(f"{type(self).__name__} has no causal attention: give a causal attn_mask")
@@ -126,6 +129,9 @@ class SwinWindows(BiasPositions, WholeImages):
             block.__class__ = SWIN_BLOCKS[type(block)]
             block.dynamic_mask, block.attn_mask = True, None
             block.attn.set_window_size(block.window_size)
+
+    def windows(self) -> dict[str, tuple[int, int]]:
+        return {name: tuple(block.window_size) for name, block in self.named_blocks(self)}
 
 
 class RetrofittedSwin(SwinWindows, SwinTransformer):
