@@ -168,7 +168,7 @@ class GridAttention(Mixer):
             query, key, value = separate(projected)
             projected = query[:, :, -x.shape[1] :], key, value
             if is_causal and attn_mask is None:
-                # `relative_attention` would allow query i the keys 0 ... i, but the keys of the memory come first.
+                # `is_causal` would give query i the keys 0 ... i, but the memory's keys come first: use a mask.
                 attn_mask = torch.ones(x.shape[1], key.shape[2], dtype=torch.bool, device=x.device)
                 attn_mask, is_causal = attn_mask.tril(memory.shape[1]), False
         return self.output(x, attend_with(self, x, projected, grid, key_grid, rotate, attn_mask, is_causal))

@@ -218,7 +218,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             other sizes), 'axial' (half a vector per row, half a vector per column) or 'axial-sum' (one vector per row
             plus one per column); see `AxialPositionEmbedding`. Only 'learn' has vectors for prefix tokens.
         class_token: whether to put a class token, which has no position, before the patches.
-        global_pool: 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
+        global_pool: timm's pooling 'avg', 'token' (needs a class token), 'max', 'avgmax', 'map', 'prr' or '' (none).
         patch_drop_rate: share of patches dropped in training; the other patches keep their coordinates.
         reversible: whether to train in memory that does not grow with the depth, see `relvit.families.reversible`.
         mlp_chunk: number of tokens for which the MLP is computed at a time; a small number saves memory, see

@@ -93,9 +93,9 @@ def multi_label_metrics(
     Args:
         probabilities: (N, classes).
         labels: Bool (N, classes).
-        thresholds: One threshold for each class. None takes, for each class, the threshold with the highest F1 on these
-            images; of equally good thresholds the highest, and 0.5 for a class without images. Such a threshold is
-            midway between the lowest probability that reaches it and the next lower probability (0 if there is none).
+        thresholds: One threshold for each class. None takes for each class the threshold with the highest F1 on these
+            images, the highest of several best ones; a class without images gets 0.5. Such a threshold is midway
+            between the lowest probability that reaches it and the next lower probability (0 if there is none).
     """
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
