@@ -20,7 +20,9 @@ _COMMANDS = "relvit.app.cli.commands"
 _DEPLOY = f"{_COMMANDS}.deploy"
 # Key: the command. Value: the module that runs it, and its line in `relvit --help`. The module has a function of the
 # command's name: its arguments are the options, and its docstring begins with the line of help. Only `fit` differs: it
-# is Lightning's command line. A new command also needs a line of use in `LINES` of tests/app/cli/test_usage.py.
+# is Lightning's command line. `relvit COMMAND --help` is made in `relvit/app/cli/help.py`, whose tables can shorten the
+# texts of options and name their values. A new command also needs a line of use in `LINES` of
+# tests/app/cli/test_usage.py.
 COMMANDS = {
     "fit": ("relvit.app.cli.fit.fit", "train a model on images; the run gets a folder of its own"),
     "validate": (f"{_COMMANDS}.validate", "validate a checkpoint, at any image size (--img_size)"),

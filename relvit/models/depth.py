@@ -82,7 +82,7 @@ def lack(model: nn.Module, need: str) -> str | None:
             N attention weights), 'rollout' (multiply the attention weights of all blocks), 'hooks' (call each block
             once for the whole image, so that a hook sees all tokens), 'checkpointing' (gradient checkpointing),
             'native' (take batches of images of any shapes), 'reach' (accept a call of `set_reach`, which changes how
-            the model treats sizes other than the trained one).
+            the model treats sizes other than the trained one), 'sizes' (be exported as one graph for all sizes).
     """
     for part in (getattr(model, "depth_plan", None), getattr(model, "recurrence", None)):
         if part is not None and need in part.lacks:

@@ -26,7 +26,8 @@ def explain(
 ) -> list[LayerPlan]:
     """Describe how each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
-    The function needs no images: it computes position tables, but no attention.
+    The function needs no images: it computes position tables, but no attention. Each layer's `plan` asks
+    `relvit.ops.choose`.
 
     Examples:
         >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]

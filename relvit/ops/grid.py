@@ -19,7 +19,9 @@ class Grid(NamedTuple):
 
     A model builds the grid once, where the image becomes patches, and passes it from block to block. A `Grid` is a
     plain tuple of integers and optional tensors, so it passes through tracing, checkpointing, compilation and export.
-    `make_grid` checks its arguments; building a `Grid` directly checks nothing.
+    `make_grid` checks its arguments; building a `Grid` directly checks nothing, and the results of backends differ if
+    keys are outside of the bounds. Models build a `Grid` directly for images (`relvit/models/base.py`) and for native
+    batches that have a 'grid_size' (`relvit/models/sizes/native.py`).
 
     Examples:
         >>> Grid(height=4, width=6, prefix=1)

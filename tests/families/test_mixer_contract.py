@@ -47,7 +47,7 @@ def test_shapes_gradients_and_names(name):
     own = {key for key, _ in mixer.named_parameters() if not key.startswith(("qkv", "qk_v", "proj", "position"))}
     assert own == (mixer.no_weight_decay() if hasattr(mixer, "no_weight_decay") else set())
     assert isinstance(mixer, Mixer)
-    assert mixer.lacks.keys() <= {"memory", "weights", "native"}
+    assert mixer.lacks.keys() <= {"memory", "weights", "native", "sizes"}
 
 
 @each_mixer

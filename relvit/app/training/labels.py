@@ -122,7 +122,7 @@ class Labels(Protocol):
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's description that belong to the labels."""
+        """Return the entries of a checkpoint's description (`checkpoints/description.py`) that belong to the labels."""
         return {}
 
     def columns(self, most: int) -> list[str]:
@@ -248,7 +248,9 @@ class SeveralLabels(Labels):
     """Images of any number of classes: a sigmoid gives each class a probability, and a threshold decides.
 
     Args:
-        thresholds: One threshold for each class, as a validation chooses them.
+        thresholds: One threshold for each class. Each validation of a training chooses the thresholds by
+            `multi_label_metrics` (see `EpochMetrics.on_validation_epoch_end`), and checkpoints hold the thresholds in
+            their description (see `record`).
     """
 
     thresholds: list[float]

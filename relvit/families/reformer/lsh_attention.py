@@ -58,7 +58,10 @@ class LSHAttention(Mixer, KeepConstants):
             position has other terms than a bias.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "forms no weights between all tokens"}
+    lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {
+        "weights": "forms no weights between all tokens",
+        "sizes": "has a number of buckets that depends on the number of tokens, which a graph fixes",
+    }
 
     def __init__(
         self,

@@ -51,7 +51,8 @@ class LookHerePosition2d(Position):
         head_dim, dtype: not used, see `Position`.
         num_heads: number of heads, at least 4.
         view: field of view of a directed head in degrees: 180, 90, or, with at least eight directed heads, 45.
-        layer: number of the layer, from 0 on, and number of all layers.
+        layer: number of the layer, from 0 on, and number of all layers. Models and `relvit.retrofit` give this
+            argument, by `relvit.layers.positions.by_name.numbered`.
 
     Raises:
         ValueError: `num_heads` is below 4 (below 12 with a view of 45 degrees), `view` is unknown, or `layer` is not

@@ -1,4 +1,8 @@
-"""`retrofitted`: the name under which timm builds and loads its own models after `relvit.retrofit`."""
+"""`retrofitted`: the name under which timm builds and loads its own models after `relvit.retrofit`.
+
+`retrofit` puts its arguments into the model (`_describe` in `api.py`), and timm's `save_for_hf` writes them. A reach or
+a backend that is set after the retrofit is not saved.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
         model: a timm `VisionTransformer` with relvit's `GridForward`.
         batch: timm's dictionary: 'patches' (B, N, height, width, C), or flattened, (B, N, height width C);
             'patch_coord' (B, N, 2) integers, rows and columns from 0 on; 'patch_valid' (B, N) booleans, False for
-            padding. The optional 'grid_size' holds a number of rows and a number of columns that no image exceeds; if
-            it is given, coordinates are not checked.
+            padding. The optional 'grid_size', which relvit's loaders give, holds a number of rows and a number of
+            columns that no image exceeds; if it is given, coordinates are not checked.
 
     Returns:
         Tokens (B, prefix + N, embed_dim), and their grid.

@@ -23,7 +23,11 @@ class Content(NamedTuple):
 
 
 class Reader(ABC):
-    """Finds the images of a dataset and their labels, without decoding any."""
+    """Finds the images of a dataset and their labels, without decoding any.
+
+    A new format is a subclass, with a subclass of `StoredImage` for its images; `_kind`, `_located` and `_reader` in
+    `modules/readers.py` choose the reader by the prefix of the data's name.
+    """
 
     @abstractmethod
     def find(self, split: str, labelled: bool) -> Content:

@@ -45,8 +45,8 @@ _DRAWN = (".cur", ".emf", ".eps", ".icns", ".ico", ".ps", ".psd", ".svg", ".wmf"
 _PIXELS = (".avif", ".dds", ".exr", ".hdr", ".heic", ".heif", ".jp2", ".jxl", ".mpo", ".pcx", ".pfm", ".qoi", ".tga")
 OTHER_ENDINGS = tuple(ending for ending in (*_CAMERAS, *_DRAWN, *_PIXELS) if ending not in IMAGE_ENDINGS)
 
-# This environment variable holds the largest number of pixels of an image (`--max_pixels`). Workers inherit the
-# variable.
+# This environment variable holds the largest number of pixels of an image. `relvit.app.cli.main` sets the
+# variable to the value of `--max_pixels`, and workers inherit the variable.
 MAX_PIXELS = "RELVIT_MAX_PIXELS"
 _DEFAULT_MAX_PIXELS = 250_000_000
 # libjpeg refuses longer sides. Decoders of some other formats, such as PNG and TIFF, would accept such sides and could

@@ -118,7 +118,7 @@ class SkipUnreadableLoader(SignalSafeDataLoader):
     """DataLoader of a `SkipUnreadable` dataset: yields readable images, and records path and reason of broken files.
 
     A batch without a readable image is left out. Path and reason are added to the dictionary `record` of the main
-    process.
+    process, in a training `ImageData.unreadable`, which the callback `DataRecord` writes as unreadable.csv.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

@@ -25,6 +25,7 @@ from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, move_complete
 from relvit.app.utils.shown_text import size_text
 from relvit.layers import AnySizePatchEmbed, whole_patches
+from relvit.models import lack
 
 # The file takes images with sides of at most this number of patches.
 MOST = 256
@@ -189,7 +190,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     # timm's blocks with windows divide an image into a number of windows that depends on its size, so the file takes
     # only one size.
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
-    if in_windows or not _takes_any_size(net):
+    if in_windows or lack(net, "sizes") or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
     patch = _patch_of(net)
     if any(side % p or side < 2 * p for side, p in zip((height, width), patch, strict=True)):

@@ -1,4 +1,4 @@
-"""Build the trained classifier that a checkpoint describes."""
+"""Build the trained classifier that a checkpoint describes; `relvit.load` makes a `Predictor` of it."""
 
 from __future__ import annotations
 

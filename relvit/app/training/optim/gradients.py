@@ -20,7 +20,7 @@ class FiniteCheck:
     """Check the losses since the last optimiser step and the gradients, with the same decision on all devices.
 
     If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do
-    not change.
+    not change. A skipped step counts as a step: schedule and averaged weights go on.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:

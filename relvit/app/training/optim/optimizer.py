@@ -34,7 +34,8 @@ def make_optimizer(
     Args:
         net: A timm model.
         opt, weight_decay, opt_kwargs: See `ImageClassifier`; `timm.optim.list_optimizers()` lists the names.
-        lr: The learning rate of the last layer; without a `layer_decay`, of all layers.
+        lr: The learning rate of the last layer; without a `layer_decay`, of all layers. `make_plan` in `schedule.py`
+            has scaled this rate to the batch.
         layer_decay: See `ImageClassifier`; above 0, up to 1. The network's `group_matcher` says which parameters belong
             to which layer (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
         position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.

@@ -264,6 +264,14 @@ def test_a_model_of_one_size_in_a_folder_that_is_made(best, tmp_path, capsys, fa
     torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_whose_graph_is_for_one_size(best, tmp_path):
+    kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "bucket_size": 1}
+    best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_relvit_lsh", kwargs)
+    export_model(relvit.load(best), tmp_path / "model.pt2")
+    torch.export.load(tmp_path / "model.pt2", extra_files=(found := {"relvit.json": ""}))
+    assert json.loads(found["relvit.json"])["input"] == ["batch", 3, 16, 16]
+
+
 @pytest.mark.slow
 def test_native_shapes_of_timms_model(best, photos, tmp_path):
     kwargs = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8}
