@@ -65,6 +65,6 @@ def explain(
         raise ValueError(f"{type(model).__name__} has no patch_embed, which gives the grid of an image{hint}")
     size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
     if not embed.dynamic_img_pad:
-        check_divisible(size, embed.patch_size)
+        check_divisible(size, embed.patch_size, getattr(embed, "cropped_size", None))
     grid = Grid(*embed.dynamic_feat_size(size), model.num_prefix_tokens)
     return [layer.plan(name, grid, training, device) for name, layer in found.items()]

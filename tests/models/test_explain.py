@@ -127,6 +127,9 @@ def test_retrofitted_models_and_what_has_no_plan():
     with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
         relvit.explain(vit)
     assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
+    # At its own size a retrofitted model leaves out the pixels beyond the last whole patch, as timm's model does.
+    cropped = relvit.retrofit(timm.create_model("test_vit", img_size=(36, 33), patch_size=8))
+    assert relvit.explain(cropped)[0].layer == "blocks.0.attn"
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
     with pytest.raises(ValueError, match="has no patch_embed, which gives the grid of an image: take a model"):
         relvit.explain(relvit.retrofit(naflex))

@@ -78,7 +78,8 @@ class AdaptiveHalting(KeepConstants, Leaf):
         self.threshold: float = 1 - epsilon
         self.bias_init = bias_init
         self.weight: nn.Parameter = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.bias: nn.Parameter = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        # PyTorch's `fully_shard` takes no parameter without an axis, so b has one.
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.init_weights()
 
     def init_weights(self) -> None:

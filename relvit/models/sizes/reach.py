@@ -87,7 +87,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             raise ValueError(f"{refused}, which has no patch_embed, so the size of its training is not known: {cure}")
         if own := getattr(model, "own_recurrence", None):
             raise ValueError(f"{refused}, which computes in parts already: leave it out ({own.undo} ends that)")
-        grid = embed.grid_size
+        # timm's `grid_size` leaves out the patches at the edges that `dynamic_img_pad` fills up.
+        grid = embed.dynamic_feat_size(embed.img_size) if embed.dynamic_img_pad else embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
         if "mirror" in reach:

@@ -68,7 +68,7 @@ def reference(model, x):
                     continue
                 state[i] = after[i]
                 steps[i] = step
-                probability = 0.0 if i < prefix else torch.sigmoid((halting.weight * inputs[i]).sum() + halting.bias)
+                probability = 0.0 if i < prefix else torch.sigmoid((halting.weight * inputs[i]).sum() + halting.bias[0])
                 if step == model.steps or total[i] + probability >= 0.99:
                     remainder[i] = 1 - total[i]
                     output[i] = output[i] + remainder[i] * after[i]
@@ -275,6 +275,10 @@ def test_in_training_the_cost_is_returned_beside_the_logits_in_single_precision(
 def test_errors(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(**kwargs)
+
+
+def test_no_parameter_is_a_scalar_which_fully_shard_refuses():
+    assert all(parameter.dim() for parameter in build().parameters())
 
 
 def test_errors_of_calls():

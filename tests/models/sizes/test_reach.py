@@ -86,6 +86,15 @@ def test_slopes_at_other_sizes_and_a_size_of_training_that_the_model_was_not_bui
     assert (set_reach(built, "stretch-logn")(x) - expected).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("reach", [*REACHES, "windows", "bands", "mirror"])
+def test_at_the_trained_size_nothing_changes_with_padded_patches(reach):
+    # 3 x 2 whole patches, and padded patches at the edges: 4 x 3 patches.
+    options = {"pos_embed": "learn"} if reach == "mirror" else {}
+    model, x = small(img_size=(27, 20), dynamic_img_pad=True, **options).eval(), images(27, 20)
+    expected = model(x)
+    assert_same(set_reach(model, reach)(x), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("reach", REACHES)
 def test_copies_and_gradients(reach):
     model = set_reach(small(rel_terms="qkvb", class_token=True, depth=1).eval(), reach)
