@@ -109,6 +109,8 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
         "epochs: 3": f"unknown option epochs in {config}: its name in configurations is trainer.max_epochs",
         "model: {in_chans: 4}": f"unknown option model.in_chans in {config}: the data decide it, so leave it out",
         "model: {img_size: 64}": f"unknown option model.img_size in {config}: the data decide it: give data.img_size",
+        "ckpt_path: last": f"ckpt_path last in {config} has no effect: take it out of the file, and give --ckpt_path",
+        "resume: runs/RUN": f"resume runs/RUN in {config} has no effect: take it out of the file, and give --resume",
         "": f"--config {config}: options go by name, such as 'trainer: {{max_epochs: 10}}', got nothing",
         "trainer: {typo: 3}": f"unknown option trainer.typo in {config}; relvit fit --help-all lists the options",
     }.items():

@@ -136,20 +136,29 @@ class FitCLI(RelvitCLI):
             parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
-        """Parse the command line, and remove the checkpoint that a configuration names from the configuration.
+        """Parse the command line, and remove its checkpoint from the parsed configuration.
 
-        Options of the model that the data decide are refused in a configuration, as on the command line.
+        Options of the model that the data decide, and a run or checkpoint to go on from, are refused in the files of
+        `--config`.
 
-        The run's `config.yaml` is written from this configuration. If `config.yaml` named the checkpoint, `relvit fit
+        The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit fit
         --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
         for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
-            model = read_config(config).get("model") if config else None
+            options = read_config(config) if config else {}
+            model = options.get("model")
             # The parser would silently drop these options of a configuration.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
                 raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
+            # A checkpoint is read before the options are parsed, since they are compared with it, so only the command
+            # line can name it.
+            for name in ("resume", "ckpt_path"):
+                if (value := options.get(name)) is not None:
+                    raise UsageError(
+                        f"{name} {value} in {config} has no effect: take it out of the file, and give --{name} {value} "
+                        "on the command line"
+                    )
         super().parse_arguments(parser, args)
-        self.resumed_file: str | None = self.config.ckpt_path
         self.config.ckpt_path = None
 
     def run(self, runs: str, save_every: int | None, patience: int | None, lr_find: bool, quiet: bool) -> None:
@@ -170,9 +179,7 @@ class FitCLI(RelvitCLI):
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()
             self.announcement: str = self._announced()
-            # `__init__` reads only a checkpoint that the command line names. If there is none, a configuration file may
-            # name one, `resumed_file`.
-            path = str(self.checkpoint_file) if self.checkpoint else self.resumed_file
+            path = str(self.checkpoint_file) if self.checkpoint else None
             # With `weights_only`, PyTorch reads only tensors and plain types from the file, and runs no code in it.
             trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
             self._report(start)
@@ -231,15 +238,21 @@ class FitCLI(RelvitCLI):
             self.checkpoint_file, note = other
             self.checkpoint = Checkpoint.read(self.checkpoint_file)
             text = f"{note}\n{text}"
-        finished = self.checkpoint.finished_epochs()
-        # If the resumed run was stopped after its last epoch but before its summary was written, only the test, the
-        # figures and the summary are left to do.
-        if self.resumes is not None and epochs == finished and not (self.resumes / "summary.json").exists():
-            text = f"The training is complete; its test, figures and summary are left.\n{text}"
-        elif epochs is not None and 0 <= epochs <= finished:
+        limits = {
+            "epochs": ("--epochs", epochs, self.checkpoint.finished_epochs()),
+            "steps": ("--trainer.max_steps", self.trainer.max_steps, self.checkpoint.finished_steps()),
+        }
+        for unit, (option, limit, done) in limits.items():
+            if limit is None or not 0 <= limit <= done:
+                continue
+            # If the resumed run was stopped at its end but before its summary was written, only the test, the figures
+            # and the summary are left to do.
+            if self.resumes is not None and limit == done and not (self.resumes / "summary.json").exists():
+                text = f"The training is complete; its test, figures and summary are left.\n{text}"
+                break
             raise UsageError(
-                f"the training of {self.checkpoint.path} has reached its {finished} epochs: to go on, give --epochs "
-                "with a larger number"
+                f"the training of {self.checkpoint.path} has reached its {done} {unit}: to go on, give {option} with a "
+                "larger number"
             )
         return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
 

@@ -101,6 +101,7 @@ class Checkpoint:
             thresholds.
         resumable: Whether the file has the state of an optimiser, so that the training can be resumed.
         epoch: The epoch in which the checkpoint was written, counted from 0.
+        step: The number of optimiser steps before the checkpoint was written.
         resume_point: The `ResumePoint` as stored. None in checkpoints that no training wrote, such as an average.
     """
 
@@ -115,6 +116,7 @@ class Checkpoint:
     images: dict[str, Any] = field(default_factory=dict)
     resumable: bool = False
     epoch: Any = None
+    step: Any = None
     resume_point: Any = None
 
     @classmethod
@@ -134,6 +136,7 @@ class Checkpoint:
             images=description.get("images") or {},
             resumable="optimizer_states" in content,
             epoch=content.get("epoch"),
+            step=content.get("global_step"),
             resume_point=content.get(POINT_KEY),
         )
 
@@ -265,6 +268,11 @@ class Checkpoint:
         point = self.point()
         with self._reading("the progress of its training"):
             return int(self.epoch + 1 if point is None else point.epoch)
+
+    def finished_steps(self) -> int:
+        """Return the number of optimiser steps."""
+        with self._reading("the progress of its training"):
+            return int(self.step)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

@@ -50,6 +50,10 @@ def test_a_finished_run_says_so(stopped, fails):
     last = stopped / "checkpoints" / "last.ckpt"
     message = f"the training of {last} has reached its 4 epochs: to go on, give --epochs with a larger number"
     assert message in fails(["fit", "--resume", stopped])
+    before = (stopped / "summary.json").read_text()
+    message = "has reached its 12 steps: to go on, give --trainer.max_steps with a larger number"
+    assert message in fails(["fit", "--resume", stopped, "--epochs", 9, "--trainer.max_steps", 12])
+    assert (stopped / "summary.json").read_text() == before
 
 
 @pytest.mark.parametrize(
