@@ -1,7 +1,9 @@
 """Versions of PyTorch and timm that relvit takes, and the answer where one is older."""
 
+import importlib.metadata
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from packaging.requirements import Requirement
 
-import relvit
+import relvit.app
 from relvit.version import OLDEST, __version__, check_versions
 
 ROOT = Path(relvit.__file__).parents[1]
@@ -48,3 +51,17 @@ def test_versions_are_compared_as_numbers(monkeypatch):
     needed = r"relvit needs torch>=2\.8 and timm>=1\.0\.26, got torch 2\.7\.1\+cu126 and timm 0\.9\.16"
     with pytest.raises(ImportError, match=rf'^{needed}: pip install --upgrade "torch>=2\.8" "timm>=1\.0\.26"$'):
         check_versions()
+
+
+def test_the_application_says_which_of_its_packages_is_too_old(monkeypatch):
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    needed = {found.name: found.specifier for found in map(Requirement, lines)}
+    for name, oldest in relvit.app.OLDEST.items():
+        assert f">={oldest}" in map(str, needed["scikit-learn" if name == "sklearn" else name])
+    installed = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.9" if name == "torchmetrics" else installed(name)
+    )
+    answer = 'relvit.app needs torchmetrics>=1.4, got torchmetrics 0.9: pip install --upgrade "torchmetrics>=1.4"'
+    with pytest.raises(ImportError, match=re.escape(answer)):
+        runpy.run_path(relvit.app.__file__)

@@ -1,9 +1,22 @@
 """Training, evaluation, plots, deployment and the command line, which `pip install "relvit[train]"` brings."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
+
+from packaging.version import Version
 
 from relvit.app.utils.exceptions import MissingPackageError
 
-for _package in ("lightning", "torchmetrics", "jsonargparse", "matplotlib", "sklearn"):
+# Key: the package. Value: the oldest version of it that pyproject.toml allows.
+OLDEST = {"lightning": "2.6.6", "torchmetrics": "1.4", "jsonargparse": "4.51", "matplotlib": "3.8", "sklearn": "1.4"}
+
+for _package, _oldest in OLDEST.items():
     if find_spec(_package) is None:
         raise MissingPackageError("relvit.app (training, evaluation and the command line)", _package)
+    # On the package index, only sklearn has another name than its package.
+    _project = "scikit-learn" if _package == "sklearn" else _package
+    if Version(version(_project)).release < Version(_oldest).release:
+        _needed = f"{_project}>={_oldest}"
+        raise ImportError(
+            f'relvit.app needs {_needed}, got {_project} {version(_project)}: pip install --upgrade "{_needed}"'
+        )

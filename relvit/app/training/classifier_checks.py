@@ -39,7 +39,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: `class_names` does not hold `num_classes` names; `min_lr` is not in 0 <= x <= lr; or `teacher` is
-            given with `multi_label`.
+            given with `multi_label`, or a class name contains ';'.
         ValueError: An option is given without the option that it belongs to, such as `distill` without `teacher`; or a
             name is unknown.
     """
@@ -49,6 +49,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     lr, min_lr = given["lr"], given["min_lr"]
     if not 0 <= min_lr <= lr:
         raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
+    if given["multi_label"] and (joined := [name for name in names or () if ";" in str(name)]):
+        raise ValueError(
+            f"the class name {joined[0]!r} contains ';', which stands between the classes of an image in the tables of "
+            "a model for several labels: rename it"
+        )
     if given["multi_label"] and given["teacher"]:
         raise ValueError("a teacher is for images of one label each: leave out teacher, or multi_label")
     mixup, cutmix = given["mixup"], given["cutmix"]

@@ -32,6 +32,11 @@ from relvit.app.training.class_metrics import (
 # A prediction for an image of one label names at most this number of classes, unless the user gives another number.
 TOP = 5
 
+NOT_FINITE = (
+    "the model computes probabilities that are not a number: check its weights and temperature, and mean and std of "
+    "the images, or compute in a higher precision"
+)
+
 # Labels of one class for each image may have any of these types.
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -273,11 +278,17 @@ class SeveralLabels(Labels):
         return classes_above(probabilities, self.thresholds)
 
     def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
-        hard = not labels.is_floating_point() or training or bool(((labels == 0) | (labels == 1)).all())
-        if hard and labels.shape[1:] == (num_classes,):
+        fits, values = labels.shape[1:] == (num_classes,), ""
+        # In a training on a GPU the comparison would wait for the device in every step, so leave it out.
+        if fits and labels.dtype != torch.bool and not (training and labels.device.type != "cpu"):
+            allowed = (labels == 0) | (labels == 1)
+            if training and labels.is_floating_point():
+                allowed = (labels >= 0) & (labels <= 1)
+            fits, values = bool(allowed.all()), f" with values from {labels.min():g} to {labels.max():g}"
+        if fits:
             return labels
         soft = ", or soft targets between them" if training else ""
-        raise ValueError(f"labels must be 0 or 1 for each class, (B, {num_classes}){soft}; {_got(labels)}")
+        raise ValueError(f"labels must be 0 or 1 for each class, (B, {num_classes}){soft}; {_got(labels)}{values}")
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
         """Create mean average precision 'map' and mean F1 'f1', see `MultiLabelScores`; a training has neither."""
@@ -352,10 +363,7 @@ def _at_least_single(logits: Tensor) -> Tensor:
 
 def _finite(probabilities: Tensor) -> Tensor:
     if not probabilities.isfinite().all():
-        raise ValueError(
-            "the model computes probabilities that are not a number: check its weights and temperature, and mean and "
-            "std of the images, or compute in a higher precision"
-        )
+        raise ValueError(NOT_FINITE)
     return probabilities
 
 

@@ -5,6 +5,7 @@ The metrics of each class, as a test reports them, are in `class_metrics.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,11 @@ States = dict[str, dict[str, Any]]
 
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
     """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
-    metrics = {"loss": MeanMetric(), **labels.metrics(num_classes, prefix == "train/", mixed)}
+    training = prefix == "train/"
+    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`). But an
+    # evaluation with a loss of NaN must not get the mean of its other batches, so replace NaN by NaN.
+    loss = MeanMetric() if training else MeanMetric(nan_strategy=math.nan)
+    metrics = {"loss": loss, **labels.metrics(num_classes, training, mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
 
 

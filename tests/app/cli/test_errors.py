@@ -85,6 +85,10 @@ def fit(copy, tmp_path):
             "trainer.callbacks.init_args must be name: value pairs, got 3",
         ),
         (["--config="], "--config needs a value"),
+        (
+            ["--data.patch_size=4"],
+            "--data.patch_size is for images of native shapes .*: leave it out; the",
+        ),
         (["--quiet=perhaps"], "--quiet must be true or false, got perhaps"),
         (["--model.lr.x=3"], "--model.lr must be a number, got a mapping"),
         (["--devices=3x", "--accelerator=cpu"], "--devices must be a number of processes or auto, got 3x"),

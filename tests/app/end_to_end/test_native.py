@@ -125,6 +125,14 @@ def test_another_budget_has_another_result(trained, predicted, shapes, tmp_path)
     assert len({tuple(row["probability"] for row in table) for table in tables}) == 2
 
 
+def test_an_image_size_in_place_of_the_budget(trained, capsys):
+    """The budget of the training gives way to it, as in Python."""
+    assert main(["validate", str(trained.best), "--img_size=32", *QUIET]) == 0
+    shape = relvit.load(trained.best, img_size=32).shape
+    assert shape.max_tokens == (32 // trained.side) ** 2 != trained.budget
+    assert f"images of val at {shape.words()}, accuracy" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["predict", "test"])
 def test_windows_are_for_images_of_one_size(trained, shapes, tmp_path, fails, command):
     images = [shapes / "test"] if command == "predict" else []

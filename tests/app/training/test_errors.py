@@ -56,6 +56,7 @@ class Balanced(Noise):
         # These arguments contradict each other.
         (build, {"multi_label": True, "teacher": "x"}, ["teacher", "multi_label"]),
         (build, {"loss": "asl"}, ["'asl'", "multi_label"]),
+        (build, {"multi_label": True, "class_names": [*"abcdef", "g;h"]}, ["class name 'g;h'", "rename it"]),
         (loss, {"threshold": 0.1}, ["bce_threshold", "'bce'"]),
         (
             loss,

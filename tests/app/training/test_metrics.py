@@ -8,6 +8,9 @@ from photos import TINY
 from processes import Ranks, as_torchrun
 from small_training import Noise, build, train
 
+from relvit.app.training.labels import OneLabel
+from relvit.app.training.metrics import count_batch, epoch_metrics
+
 BAR_OFF = "--trainer.enable_progress_bar=false"
 
 
@@ -100,3 +103,12 @@ def test_sums_are_float32_or_more_in_every_precision(precision):
     # Models in two-byte numbers round their logits by the batch.
     tolerance = 1e-6 if precision == "64-true" else 2e-3
     assert float(validated["val/loss"]) == pytest.approx(float(expected), rel=tolerance)
+
+
+@pytest.mark.parametrize(("split", "is_nan"), [("train", False), ("val", True), ("test", True)])
+def test_a_loss_of_nan_counts_in_an_evaluation(split, is_nan):
+    """A training leaves out the steps that it skips."""
+    metrics, labels = epoch_metrics(OneLabel(), 3, f"{split}/"), torch.tensor([0, 1])
+    for loss in (0.5, float("nan")):
+        count_batch(metrics, torch.tensor(loss), torch.zeros(2, 3), labels)
+    assert bool(metrics.compute()[f"{split}/loss"].isnan()) == is_nan

@@ -51,6 +51,10 @@ def test_several_labels_of_every_type_are_those_of_bool(dtype):
         ("one", HOT[:, :5].float(), LABELS, r"got float32 of shape \(4, 5\)"),
         ("several", LABELS, HOT, r"0 or 1 for each class, \(B, 7\), or soft .*; got int64 of shape \(4,\)"),
         ("several", HOT[:, :5], HOT, r"got int64 of shape \(4, 5\)"),
+        # Some datasets mark labels that are unknown by -1.
+        ("several", HOT * 2 - 1, HOT, r"got int64 of shape \(4, 7\) with values from -1 to 1"),
+        ("several", HOT, HOT * 2 - 1, r"got int64 of shape \(4, 7\) with values from -1 to 1"),
+        ("several", HOT * 1.5, HOT, r"or soft targets between them; got float32 .* from 0 to 1\.5"),
         ("several", HOT, HOT * 0.9, r"0 or 1 for each class, \(B, 7\); got float32 of shape \(4, 7\)"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning import Trainer
 
 from relvit.app.cli.errors import UsageError
@@ -9,6 +11,7 @@ from relvit.app.cli.trainer.command_folder import SCORES, baseline, class_counts
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
+from relvit.app.training.labels import NOT_FINITE
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import Reach
 
@@ -35,11 +38,14 @@ def report(trainer: Trainer) -> None:
 
     Raises:
         UsageError: no image could be read.
+        ValueError: the loss is not finite.
     """
     data, score = trainer.datamodule, trainer.lightning_module.score
     images, name = trainer.lightning_module.evaluated_images, f"val/{score}"
     if not images:
         raise UsageError("none of the images of val could be read: relvit check-data says why")
+    if not math.isfinite(trainer.callback_metrics["val/loss"]):
+        raise ValueError(NOT_FINITE)
     found = with_errors({name: float(trainer.callback_metrics[name])}, images)
     text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
     rank_zero_print(text + baseline(class_counts(trainer, "val")))

@@ -141,8 +141,8 @@ class FitCLI(RelvitCLI):
         Options of the model that the data decide, and a run or checkpoint to go on from, are refused in the files of
         `--config`.
 
-        The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit fit
-        --config config.yaml` would resume from the checkpoint instead of training from the start.
+        The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit
+        fit --config config.yaml` would resume from the checkpoint instead of training from the start.
         """
         for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
             options = read_config(config) if config else {}

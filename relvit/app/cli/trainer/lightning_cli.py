@@ -129,6 +129,11 @@ class RelvitCLI(LightningCLI):
         self.model: BaseClassifier = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
             raise UsageError("--data.max_tokens sets the size of the images: give no --img_size beside it")
+        if "data.patch_size" in self.given.values and not self.datamodule.native:
+            raise UsageError(
+                "--data.patch_size is for images of native shapes (--data.native true): leave it out; the patches of a "
+                "model are --model.model_kwargs.patch_size"
+            )
         arguments = self.config.data.get("init_args", {})
         self.normalisation: str = set_normalisation(self.datamodule, arguments, self.checkpoint, self.model.pretrained)
         if self.checkpoint is not None:
@@ -176,14 +181,17 @@ class Evaluation(RelvitCLI):
     def __init__(
         self, function: Callable[..., None], given: Arguments, checkpoint: Checkpoint, file: Path, asked: str | None
     ) -> None:
+        # With native shapes, --img_size sets the number of patches, as `img_size` of `Predictor` does, so leave out the
+        # checkpoint's number.
+        without = ["data.max_tokens"] if "data.img_size" in given.values else []
         if is_exported(file):
             self.weights: str | None = None
-            known = values_of(checkpoint, asked, [f"model.{name}" for name in checkpoint.model])
+            known = values_of(checkpoint, asked, [*without, *(f"model.{name}" for name in checkpoint.model)])
             known["model.path"], known["trainer.accelerator"] = str(file), "cpu"
             super().__init__(function, given, checkpoint, known, model_class=ExportedClassifier)
         else:
             self.weights = str(file)
-            super().__init__(function, given, checkpoint, values_of(checkpoint, asked))
+            super().__init__(function, given, checkpoint, values_of(checkpoint, asked, without))
 
     def before_instantiate_classes(self) -> None:
         """Refuse other options of the model than the training's."""

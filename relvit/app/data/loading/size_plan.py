@@ -42,10 +42,11 @@ class SizePlan:
         images: Images per epoch of one device.
         accumulated: Batches per optimiser step; all batches of a step have the same image size.
         seed: Another seed gives another order of sizes.
-        epochs: Epochs of the training; only 'progressive' needs it.
+        epochs: Epochs of the training; None or -1: no limit.
+        steps: Optimiser steps of the training; None or -1: no limit. Only 'progressive' needs one of the limits.
 
     Raises:
-        ValueError: `schedule` is 'progressive', and `epochs` is None or below 1.
+        ValueError: `schedule` is 'progressive', and there is no limit.
     """
 
     def __init__(
@@ -58,28 +59,33 @@ class SizePlan:
         accumulated: int = 1,
         seed: int = 0,
         epochs: int | None = None,
+        steps: int | None = None,
     ) -> None:
-        if schedule == "progressive" and (epochs is None or epochs < 1):
-            raise ValueError(
-                "size_schedule 'progressive' divides the epochs among the sizes: give max_epochs, 1 or more"
-            )
         self.sizes: list[Size] = sorted(sizes, key=lambda size: (math.prod(size), size))
         self.schedule = schedule
         self.batch_size = batch_size
         self.accumulated = accumulated
         self.seed = seed
-        self.epochs = epochs
         area = batch_size * math.prod(img_size)
         self.images: list[int] = [max(1, round(area / math.prod(size))) for size in self.sizes]
         self.batches: int = max(1, round(images * len(self.sizes) / sum(self.images)))
+        # These are the batches of the training, for each limit.
+        ends = [epochs * self.batches] if epochs and epochs > 0 else []
+        if steps and steps > 0:
+            whole, rest = divmod(steps, math.ceil(self.batches / accumulated))
+            ends.append(whole * self.batches + rest * accumulated)
+        if schedule == "progressive" and not ends:
+            raise ValueError(
+                "size_schedule 'progressive' divides the training among the sizes: give max_epochs or max_steps"
+            )
+        self.total: int | None = min(ends, default=None)
 
     def epoch(self, epoch: int) -> list[tuple[Size, int]]:
         """Return the size and the number of images of each batch of an epoch, for one device."""
         count, steps = len(self.sizes), math.ceil(self.batches / self.accumulated)
         if self.schedule == "progressive":
             first = epoch * self.batches
-            total = self.epochs * self.batches
-            chosen = [min(count - 1, (first + step * self.accumulated) * count // total) for step in range(steps)]
+            chosen = [min(count - 1, (first + step * self.accumulated) * count // self.total) for step in range(steps)]
         else:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             rows = [torch.randperm(count, generator=generator) for _ in range(math.ceil(steps / count))]

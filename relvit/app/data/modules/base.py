@@ -324,11 +324,11 @@ class ImageData(RecordedArguments, ABC):
         return self._loader("train", sampler=sampler, drop_last=alone)
 
     def _size_plan(self, images: int) -> SizePlan:
-        accumulated, epochs = 1, None
-        if self.trainer is not None:
-            accumulated, epochs = self.trainer.accumulate_grad_batches, self.trainer.max_epochs
+        accumulated, limits, trainer = 1, (None, None), self.trainer
+        if trainer is not None:
+            accumulated, limits = trainer.accumulate_grad_batches, (trainer.max_epochs, trainer.max_steps)
         sizes = self.train_sizes, self.size_schedule, self.img_size, self.batch_size
-        return SizePlan(*sizes, images, accumulated, run_seed(), epochs)
+        return SizePlan(*sizes, images, accumulated, run_seed(), *limits)
 
     def val_dataloader(self) -> DataLoader[Any] | EvalShardLoader:
         """All validation images in order; on several devices the shard of this one."""

@@ -107,6 +107,10 @@ class ImageFilesData(ImageData):
         super().setup(stage)
         if stage != "fit":
             return
+        if self._has_own("val") and rank_zero_only.rank == 0:
+            for name, default in self.argument_defaults().items():
+                if name in ("val_fraction", "split_seed") and (given := getattr(self, name)) != default:
+                    warnings.warn(f"{name} {given} has no effect, since the data have their own val", stacklevel=2)
         for split in ("val", "test"):
             # Look for the images of test now, so that missing or misplaced files are reported before the training, not
             # after it.

@@ -1,7 +1,7 @@
 """ImageFolderData: images in one folder per class, in folders train, val and test or in one folder alone."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
     "val": ("val", "valid", "validation"),
     "test": ("test",),
+}
+# Folders beside train with one of these names, in lower or upper case, are meant as val or test, but are not used.
+_SIMILAR_NAMES: dict[Split, tuple[str, ...]] = {
+    "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
+    "test": ("test", "testing"),
 }
 
 
@@ -109,6 +114,17 @@ class ImageFolderData(ImageFilesData):
     def _name_in_split(self, path: str, split: Split) -> str:
         folder = self._folders[split if self._has_own(split) else "train"]
         return path.removeprefix(os.path.join(folder, ""))
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        doubts = super()._doubts(counts)
+        if self._classes_in_root():
+            return doubts
+        folders = look_into(self.root)[0]
+        for split, names in _SIMILAR_NAMES.items():
+            if not self._has_own(split) and (unused := [name for name in folders if name.casefold() in names]):
+                text = f"the folder {unused[0]} in {self.root} is not used: if it holds {split}, name it {split}"
+                doubts.append(text)
+        return doubts
 
     @property
     def place(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -165,6 +166,8 @@ def calibrate(
         changes = {"root": root, "batch_size": batch_size, **(data_args or {})}
         images = checkpoint.with_data(named_data_module(data)).data_module(**changes)
         checkpoint.check_data(images)
+        if root is not None and (note := images.part_note(split)):
+            warnings.warn(note, stacklevel=3)
         classifier = classifier_of(checkpoint).to(device)
         classifier.temperature = 1.0
         images.prepare_data()

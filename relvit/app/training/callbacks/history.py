@@ -75,10 +75,11 @@ class History(Callback):
             self._add(trainer, {name: float(v) for name, v in metrics.items() if name.startswith("val/")})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Call `compute` in every process, because it waits for all processes.
-        computed = pl_module.train_metrics.compute() | pl_module.step_metrics.compute()
-        row = {name: float(value) for name, value in computed.items()} | {"lr": current_lr(trainer)}
-        self._add(trainer, row | self.telemetry.measured(trainer))
+        metrics = (*pl_module.train_metrics.items(), *pl_module.step_metrics.items())
+        # Call `compute` in every process, because it waits for all processes. In all of them the same metrics have no
+        # value, such as the ponder cost of an epoch with a frozen backbone: leave these out.
+        row = {name: float(metric.compute()) for name, metric in metrics if metric.update_called}
+        self._add(trainer, row | {"lr": current_lr(trainer)} | self.telemetry.measured(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()

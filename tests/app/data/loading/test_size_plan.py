@@ -52,8 +52,19 @@ def test_progressive_sizes_grow_in_equal_parts():
     sizes = [math.prod(size) for epoch in range(4) for size, _ in plan.epoch(epoch)]
     assert sizes == sorted(sizes)
     assert Counter(sizes) == {256: 20, 512: 20, 1024: 20}
-    with pytest.raises(ValueError, match="'progressive' divides the epochs among the sizes: give max_epochs"):
-        plan_of(schedule="progressive")
+    with pytest.raises(ValueError, match="'progressive' divides the training among the sizes: give max_epochs or max"):
+        plan_of(schedule="progressive", epochs=-1, steps=-1)
+
+
+@pytest.mark.parametrize(("accumulated", "steps"), [(1, 30), (5, 6)])
+def test_progressive_sizes_end_with_the_steps(accumulated, steps):
+    """An epoch has 15 batches."""
+    options = {"schedule": "progressive", "accumulated": accumulated, "steps": steps}
+    for epochs in (100, -1):
+        plan = plan_of(images=280, epochs=epochs, **options)
+        counts = Counter(size for epoch in range(2) for size, _ in plan.epoch(epoch))
+        assert counts == dict.fromkeys(SIZES, 10)
+    assert plan_of(images=280, epochs=1, **options).epoch(0)[-1][0] == (32, 32)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

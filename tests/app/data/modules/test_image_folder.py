@@ -41,6 +41,24 @@ def test_names_of_val(tmp_path, name):
     assert (len(data.dataset("train")), len(data.dataset("val"))) == (9, 3)
 
 
+@pytest.mark.parametrize(("name", "split"), [("Val", "val"), ("eval", "val"), ("TEST", "test")])
+def test_a_folder_that_is_meant_as_val_or_test_but_is_not_used_is_warned_of(tmp_path, name, split, recwarn):
+    data = data_of(make(tmp_path, train=3, **{name: 1}))
+    data.setup("fit")
+    text = f"the folder {name} in {tmp_path} is not used: if it holds {split}, name it {split}"
+    assert text in [str(warning.message) for warning in recwarn]
+    recwarn.clear()
+    data_of(make(tmp_path, **{split: 1})).setup("fit")
+    assert not recwarn
+
+
+def test_options_of_the_split_have_no_effect_where_there_is_a_val(tmp_path, recwarn):
+    data_of(make(tmp_path, train=2, val=1), val_fraction=0.5, split_seed=3).setup("fit")
+    assert [str(warning.message) for warning in recwarn] == [
+        f"{name} has no effect, since the data have their own val" for name in ("val_fraction 0.5", "split_seed 3")
+    ]
+
+
 def test_classes_right_in_the_root_are_the_training_images(tmp_path):
     root = make(tmp_path, photos=20) + "/photos"
     data = data_of(root, val_fraction=0.25)

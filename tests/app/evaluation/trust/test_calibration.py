@@ -1,5 +1,6 @@
 """Temperature scaling against SciPy's search, and the calibrated checkpoint in every command that takes one."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -267,3 +268,12 @@ def test_a_temperature_that_is_none(calibrated, tmp_path):
     assert Checkpoint.read(tmp_path / "right.ckpt").temperature == 1
     with pytest.raises(ValueError, match=r"relvit.temperature is missing or has a wrong value"):
         Checkpoint.read(tmp_path / "wrong.ckpt")
+
+
+def test_of_named_images_without_a_val_a_warning_says_that_val_is_a_part(best, photos, tmp_path, recwarn):
+    for root, notes in ((photos / "train", 1), (photos, 0)):
+        recwarn.clear()
+        # With so few images there may be no temperature, which is another matter.
+        with contextlib.suppress(ValueError):
+            calibrate(best, tmp_path / f"{notes}.ckpt", root=str(root))
+        assert sum("so val is a part of them" in str(warning.message) for warning in recwarn) == notes

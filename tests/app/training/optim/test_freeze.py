@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from small_training import Record, assert_close, build, record_steps, train
+from small_training import HALTING, Record, assert_close, build, record_steps, train
+
+from relvit.app.training import History, Telemetry
 
 OPTIONS = {"lr": 0.05, "warmup_epochs": 0, "min_lr": 0.05, "freeze_epochs": 2}
 
@@ -45,3 +47,13 @@ def test_frozen_blocks_are_in_evaluation_mode_through_validation():
     record_steps(module, lambda *_: modes.append((module.net.blocks[0].drop_path1.training, module.net.head.training)))
     train(module, max_epochs=2, val_check_interval=0.5)
     assert modes == [(False, True)] * 6 + [(True, True)] * 6
+
+
+def test_a_frozen_epoch_has_no_ponder_cost(tmp_path, monkeypatch, recwarn):
+    """Frozen parts are in evaluation mode, in which a model returns no further losses."""
+    monkeypatch.setattr("relvit.app.training.callbacks.history.plot_curves", lambda *_: None)
+    history = History(tmp_path, Telemetry(), tensorboard=False)
+    train(build(freeze_epochs=1, **HALTING), max_epochs=2, callbacks=[history], **FEW)
+    assert ["train/ponder_cost" in row for row in history.rows] == [False, True]
+    assert all("train/grad_norm" in row for row in history.rows)
+    assert not any("before the ``update``" in str(warning.message) for warning in recwarn)
