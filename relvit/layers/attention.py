@@ -102,6 +102,12 @@ def attend_with(
     return attend(inputs, layer.backend).transpose(1, 2).flatten(2)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module would call a user's hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
 def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
     """Return whether a module is exactly of this class of PyTorch, and has no hooks."""
     return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks

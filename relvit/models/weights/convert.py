@@ -42,6 +42,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
       outermost row (exact). Tables of a larger clip distance are cut (exact for offsets within the model's clip
       distance). Tables that the checkpoint's heads share are repeated for every head, and row and column tables are
       added up if the model has joint tables (both exact).
+    - Prefix biases that the checkpoint lacks are zero (exact). Learned frequencies of a rotary embedding that it lacks
+      keep the model's values (an approximation).
     - Tables of iRPE's DeiT become joint tables (exact), see `relvit.models.weights.irpe`.
     - An absolute embedding is resampled to the model's grid (an approximation at another size). If the model has no
       absolute embedding, the part for prefix tokens is added to these tokens, and the rest is left out (an
@@ -291,7 +293,7 @@ def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
-    """Convert the relative tables of a state dict to tables of a relvit or retrofitted model, in place.
+    """Convert the relative tables of a state dict to those of a relvit or retrofitted model in place; add missing ones.
 
     Args:
         state: the state dict, in the model's names.
@@ -318,6 +320,9 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
             # checkpoint's model computes. For other positions such values are not known, so they keep the model's
             # values.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
+    for part, fill in ((".prefix_bias.weight", torch.zeros_like), (".rope.frequencies", torch.Tensor.detach)):
+        if not any(key.endswith(part) for key in state):
+            state.update({key: fill(tensor) for key, tensor in own.items() if key.endswith(part)})
 
 
 def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2d, own: dict[str, Tensor]) -> None:

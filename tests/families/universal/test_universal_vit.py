@@ -215,6 +215,13 @@ def test_intermediates_with_halting_are_the_states_and_their_weighted_sum():
     assert_same(stopped, model.forward_features(x), atol=1e-12)
 
 
+def test_backward_hooks_of_the_block_are_called():
+    model, grads = build(), []
+    model.blocks[0].register_full_backward_hook(lambda _module, _inputs, outputs: grads.append(outputs[0]))
+    model(doubles()).sum().backward()
+    assert len(grads) == STEPS
+
+
 def test_windows_masks_and_hooks_compute_all_tokens():
     model = build()
     x = doubles(48, 32)

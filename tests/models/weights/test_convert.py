@@ -237,6 +237,20 @@ def test_terms_that_the_checkpoint_has_not_are_zero():
         load(broken, rel_terms="k")
 
 
+def test_prefix_biases_and_learned_rotations_that_the_checkpoint_has_not():
+    options = {"class_token": True, "num_heads": 3}
+    source = small(**options).double().eval()
+    model = load(source.state_dict(), prefix_bias=True, **options)
+    assert_same(model(wide(16, 40)), source(wide(16, 40)))
+    rotating = load(source.state_dict(), rope="mixed", **options).state_dict()
+    assert all(torch.equal(rotating[name], tensor) for name, tensor in source.state_dict().items())
+    assert rotating["blocks.1.attn.rope.frequencies"].abs().max() > 0.1
+    broken = model.state_dict()
+    del broken["blocks.1.attn.prefix_bias.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.attn.prefix_bias.weight"):
+        load(broken, prefix_bias=True, **options)
+
+
 def test_slopes_take_any_plain_weights():
     plain = foreign()
     model = load(plain.state_dict(), position="slopes", **VIT)

@@ -18,7 +18,7 @@ from timm.models.mvitv2 import (
 )
 from torch import Tensor, nn
 
-from relvit.layers.attention import GridAttention, attend_with, relative_terms
+from relvit.layers.attention import GridAttention, attend_with, has_hooks, relative_terms
 from relvit.layers.patch_embed import PatchSizes, check_images
 from relvit.layers.positions.tables import LayerTables
 from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, WholeImages, declare_any_size
@@ -199,12 +199,6 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
             for part in grids
         )
         return AttentionInputs(query, key, key, relative_terms(self, query, *grids), *grids)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module would call a user's hooks."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
