@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ class PredictionTable(BasePredictionWriter):
         self.path = Path(trainer.strategy.broadcast(str(self.path)))
         part = self._part_of(trainer.global_rank)
         try:
-            self._part = open(part, "w", newline="", encoding="utf-8")  # noqa: SIM115 (closed at the end)
+            self._part = open(part, "w", encoding="utf-8")  # noqa: SIM115 (closed at the end)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no folder {part.parent} on this machine: give a folder that all machines see (--runs)"
@@ -85,11 +86,13 @@ class PredictionTable(BasePredictionWriter):
         batch: tuple[ImageBatch, list[str]],
         *_: Any,
     ) -> None:
-        names, writer = prediction["names"], csv.writer(self._part)
+        names = prediction["names"]
         rows = self._labels.predicted(prediction["probabilities"], self.class_names)
         steps = self._draw_steps(trainer, pl_module, batch) if self.step_maps and names else [[]] * len(names)
         for name, found, extra in zip(names, rows, steps, strict=True):
-            writer.writerow([printable(name), *self._labels.cells(found), *extra])
+            # Write lines of JSON, since `csv.reader` would refuse cells of more than 131,072 characters, such as the
+            # names of thousands of classes.
+            self._part.write(json.dumps([printable(name), *self._labels.cells(found), *extra]) + "\n")
 
     def _draw_steps(
         self, trainer: Trainer, pl_module: LightningModule, batch: tuple[ImageBatch, list[str]]
@@ -129,7 +132,7 @@ class PredictionTable(BasePredictionWriter):
         parts = [self._part_of(rank) for rank in range(processes)]
         with atomic_write(self.path) as path, ExitStack() as stack:
             table = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
-            rows = [csv.reader(stack.enter_context(open(part, newline="", encoding="utf-8"))) for part in parts]
+            rows = [map(json.loads, stack.enter_context(open(part, encoding="utf-8"))) for part in parts]
             table.writerow(header)
             for row in _in_order(dataset, rows):
                 table.writerow(row)

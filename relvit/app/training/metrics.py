@@ -167,6 +167,8 @@ class EpochMetrics(LightningModule):
         self._log(self.val_metrics.compute())
         self.evaluated_images = int(self._images.compute())
         if self._is_fitting and not self.trainer.sanity_checking:
+            if not self.evaluated_images:
+                raise ValueError("none of the images of val could be read: relvit check-data says why")
             self.labels = self.labels.chosen(self.val_metrics)
 
     def on_test_epoch_end(self) -> None:

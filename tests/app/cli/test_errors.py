@@ -86,6 +86,10 @@ def fit(copy, tmp_path):
         ),
         (["--config="], "--config needs a value"),
         (
+            ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=best"],
+            "ModelCheckpoint with filename best would replace the best.ckpt that relvit writes: give it another",
+        ),
+        (
             ["--data.patch_size=4"],
             "--data.patch_size is for images of native shapes .*: leave it out; the",
         ),

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
+from relvit.app.training.checkpoints.file import EPOCH_NAME
 from relvit.app.training.lightning_options import check_callback
 from relvit.app.training.run.processes import as_list
 from relvit.app.utils.masks import fields_of
 
 # For a value that YAML cannot hold, jsonargparse writes this text, followed by the value's `str`.
 LOST = "Unable to serialize instance "
+
+# These are the names of relvit's own checkpoints, without their ending.
+OWN = ("best", "last", Path(EPOCH_NAME).stem)
 
 # For each of these options of the Trainer, one value is refused, for a reason.
 REFUSED: dict[str, tuple[bool, str]] = {
@@ -36,7 +41,8 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
     Raises:
         UsageError: `enable_checkpointing` is false or `barebones` true; or `gradient_clip_algorithm` is given without
             `gradient_clip_val`.
-        UsageError: a plugin is a `CheckpointIO`, or a callback is an `OnExceptionCheckpoint`.
+        UsageError: a plugin is a `CheckpointIO`, a callback is an `OnExceptionCheckpoint`, or a `ModelCheckpoint` would
+            write one of relvit's own checkpoints.
         ValueError: A callback is one that `check_callback` refuses.
     """
     for name, (refused, reason) in REFUSED.items():
@@ -64,6 +70,11 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
                 "Lightning's OnExceptionCheckpoint cannot be used here: the next training would go on from its file "
                 "unasked; leave it out: if an error ends a run, relvit writes last.ckpt, and relvit fit --resume RUN "
                 "goes on from there"
+            )
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None and callback.filename in OWN:
+            raise UsageError(
+                f"ModelCheckpoint with filename {callback.filename} would replace the {callback.filename}.ckpt that "
+                "relvit writes: give it another filename, or a dirpath"
             )
         check_callback(callback, bool(options["logger"]))
 

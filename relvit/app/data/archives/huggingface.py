@@ -100,7 +100,9 @@ class HuggingFace(Reader):
         saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(self.path, name))]
         try:
             if not saved:
-                return datasets.load_dataset(self.path, split=split, cache_dir=self.cache)
+                table = datasets.load_dataset(self.path, split=split, cache_dir=self.cache)
+                self.splits = list(table.info.splits or ())
+                return table
             found = datasets.load_from_disk(self.path)
         except MemoryError:
             raise
@@ -109,6 +111,7 @@ class HuggingFace(Reader):
         except Exception as error:
             raise ValueError(f"cannot load the split {split!r} of hfds/{self.path}: {one_line(error)}") from error
         splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or "train"): found}
+        self.splits = list(splits)
         if split not in splits:
             known = sorted(map(str, splits))
             hint = did_you_mean(split, known)

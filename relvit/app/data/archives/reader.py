@@ -27,7 +27,12 @@ class Reader(ABC):
 
     A new format is a subclass, with a subclass of `StoredImage` for its images; `_kind`, `_located` and `_reader` in
     `modules/readers.py` choose the reader by the prefix of the data's name.
+
+    Attributes:
+        splits: The names of the splits that the data have, as far as `find` has seen them.
     """
+
+    splits: Sequence[str] = ()
 
     @abstractmethod
     def find(self, split: str, labelled: bool) -> Content:

@@ -145,6 +145,10 @@ class TarFolders(Reader):
             if not found:
                 raise ValueError(none_in(self.place, files))
             self._check_all_are(split, [folders for _, folders in found])
+        # Of archives that are not read, only the names are known.
+        names = {name for file in files for name in _folders(f"{self._relative(file)}/")}
+        read = (image for images in self._members.values() for image in images)
+        self.splits = sorted(names.union(*(_folders(self.key(image))[:-1] for image in read)))
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
             raise ValueError(

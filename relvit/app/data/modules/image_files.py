@@ -23,6 +23,12 @@ from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
 from relvit.utils.messages import check_choice, listing
 
+# The names, in lower or upper case, of what is meant as val or test.
+MEANT_AS: dict[Split, tuple[str, ...]] = {
+    "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
+    "test": ("test", "testing"),
+}
+
 
 class ImageFilesData(ImageData):
     """Images from files, or stored images, read as RGB by :func:`relvit.app.data.load_rgb`.
@@ -195,6 +201,11 @@ class ImageFilesData(ImageData):
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
         """Describe likely mistakes in the classes of train by their numbers of images."""
         return doubtful_classes(counts)
+
+    def _unused(self, names: Iterable[str]) -> dict[Split, str]:
+        """Return, for val and test, one of the names of splits in the data that is meant as it, if it is not used."""
+        found = {split: sorted(name for name in names if name.casefold() in MEANT_AS[split]) for split in MEANT_AS}
+        return {split: meant[0] for split, meant in found.items() if meant and not self._has_own(split)}
 
     @cached_property
     def _divided(self) -> tuple[list[tuple[ImageSource, Label]], list[tuple[ImageSource, Label]]]:

@@ -24,11 +24,6 @@ _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
     "val": ("val", "valid", "validation"),
     "test": ("test",),
 }
-# Folders beside train with one of these names, in lower or upper case, are meant as val or test, but are not used.
-_SIMILAR_NAMES: dict[Split, tuple[str, ...]] = {
-    "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
-    "test": ("test", "testing"),
-}
 
 
 class ImageFolderData(ImageFilesData):
@@ -116,15 +111,12 @@ class ImageFolderData(ImageFilesData):
         return path.removeprefix(os.path.join(folder, ""))
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
-        doubts = super()._doubts(counts)
-        if self._classes_in_root():
-            return doubts
-        folders = look_into(self.root)[0]
-        for split, names in _SIMILAR_NAMES.items():
-            if not self._has_own(split) and (unused := [name for name in folders if name.casefold() in names]):
-                text = f"the folder {unused[0]} in {self.root} is not used: if it holds {split}, name it {split}"
-                doubts.append(text)
-        return doubts
+        # Beside class folders there are no splits: each folder is a class.
+        unused = {} if self._classes_in_root() else self._unused(look_into(self.root)[0])
+        return super()._doubts(counts) + [
+            f"the folder {name} in {self.root} is not used: if it holds {split}, name it {split}"
+            for split, name in unused.items()
+        ]
 
     @property
     def place(self) -> str:

@@ -1,8 +1,9 @@
 """ReaderData: images in Hugging Face datasets, WebDataset shards and tar archives, named as for timm."""
 
 import os
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from relvit.app.data.archives.huggingface import HuggingFace
@@ -147,6 +148,15 @@ class ReaderData(ImageFilesData):
         if split == "train" and content.declared is None:
             check_every_class((label for _, label in samples), self.class_names, self.place)
         return samples
+
+    def _doubts(self, counts: Mapping[str, int]) -> list[str]:
+        # A split may be named by a path, an archive or a part, such as 'photos/val', 'val.tar' or 'test[:50%]'.
+        given = (self.train_split, self.val_split, self.test_split)
+        used = {word for name in given if name for word in re.split(r"[/.\[]", name)}
+        return super()._doubts(counts) + [
+            f"the split {name!r} of {self.place} is not used: if it holds {split}, give --data.{split}_split {name}"
+            for split, name in self._unused(set(self._reader.splits) - used).items()
+        ]
 
     def _paths_to_predict(self) -> list[ImageSource]:
         if self.predict is None:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 # The folder of a run that ends without one of these files or folders is removed.
-ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "summary.json", "unreadable.csv")
+ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "classes.csv", "summary.json", "unreadable.csv")
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:

@@ -180,3 +180,10 @@ def test_another_split(best, photos, tmp_path, capsys):
     assert (ours.pop("split"), theirs.pop("split")) == ("train", "test")
     assert ours.pop("img_size") == theirs.pop("img_size")
     assert ours == pytest.approx(theirs)
+
+
+def test_tables_stay_where_a_figure_fails(best, photos, tmp_path, monkeypatch, fails):
+    monkeypatch.setattr("relvit.app.evaluation.report.plot_confusion", lambda *_: 1 / 0)
+    message = fails(["test", best, f"--data.root={photos}", f"--runs={tmp_path}", *QUIET], 1)
+    assert "ZeroDivisionError" in message
+    assert {"classes.csv", "confusion.csv"} <= {path.name for path in only(tmp_path).iterdir()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import QUIET, fit, only, rows
 from grey_folders import GREY, data_of, make, spoil
+from photos import TINY
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
@@ -184,6 +185,16 @@ def test_a_validation_without_a_readable_image_is_an_error(skipping, tmp_path, f
     spoil(*tmp_path.rglob("*.jpg"))
     best = skipping[1] / "checkpoints" / "best.ckpt"
     assert "none of the images of val could be read" in fails(["validate", best, f"--data.root={tmp_path}", *QUIET])
+
+
+def test_so_is_it_in_a_training(photos, tmp_path, fails):
+    """Its score would be 0 in each epoch, and the first checkpoint the best."""
+    root = shutil.copytree(photos, tmp_path / "photos")
+    for image in (root / "val").rglob("*.jpg"):
+        image.write_bytes(b"x")
+    options = [f"--data.root={root}", "--data.on_error=skip", f"--runs={tmp_path / 'runs'}"]
+    message = fails(["fit", "--data=ImageFolderData", *options, *TINY, "--trainer.max_epochs=1"])
+    assert "none of the images of val could be read: relvit check-data says why" in message
 
 
 def test_validate_and_predict_report_it(skipping, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 
 import pytest
 from command_line import QUIET, rows
@@ -32,6 +33,26 @@ def test_labels_splits_and_names(kind, tmp_path):
     assert len(set(names)) == 6
     assert all(str(tmp_path) in name and name.endswith(".png") for name in names)
     assert names == [str(image) for image, _ in data.dataset("test").samples]
+
+
+@EACH
+def test_a_split_that_is_meant_as_val_or_test_but_is_not_used_is_warned_of(kind, tmp_path):
+    places = write(kind, tmp_path, {"train": grey_files(3), "validation": grey_files(1), "test": grey_files(1)})
+
+    def notes(**named):
+        with warnings.catch_warnings(record=True, action="always") as found:
+            data_of(**places, **named).dataset("train")
+        return [text for warning in found if "is not used" in (text := str(warning.message))]
+
+    place = data_of(**places).place
+    of_val, of_test = (
+        f"the split '{name}' of {place} is not used: if it holds {split}, give --data.{split}_split {name}"
+        for split, name in (("val", "validation"), ("test", "test"))
+    )
+    assert notes() == [of_val, of_test]
+    assert notes(val_split="validation") == [of_test]
+    assert notes(val_split="test") == []
+    assert notes(val_split="validation", test_split="test") == []
 
 
 @EACH
