@@ -286,6 +286,10 @@ class ImageData(RecordedArguments, ABC):
         """Resume a training in that epoch, after so many of its batches (of each device)."""
         self._begin = (epoch, batch)
 
+    def teardown(self, stage: str | None = None) -> None:
+        """Forget where a training has resumed: the next one with this data module has all batches of that epoch."""
+        self._begin = (0, 0)
+
     def state_dict(self) -> dict[str, int]:
         """Return the epoch of a training and the number of its batches that are done."""
         epoch, batch = training_position(self.trainer)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from grey_folders import GREY, data_of, make
 from lightning import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from sklearn.utils.class_weight import compute_class_weight
-from small_training import NoiseImages
+from small_training import NoiseImages, build, train
 from torch.utils.data import Dataset
 
 from relvit.app.data import TrainSampler
@@ -124,6 +125,17 @@ def test_a_resumed_training_begins_with_the_first_batch_that_is_left(tmp_path):
         assert torch.equal(labels, names)
     loader.sampler.set_epoch(2)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(loader, epochs[2], strict=True))
+
+
+def test_another_training_of_the_same_data_has_all_batches(tmp_path):
+    def save(trainer, *_):
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(tmp_path / "second_epoch.ckpt")
+
+    data = NoiseImages(23)
+    train(build(warmup_epochs=0), max_epochs=2, data=data, callbacks=[LambdaCallback(on_train_batch_end=save)])
+    train(build(warmup_epochs=0), max_epochs=2, data=data, ckpt_path=tmp_path / "second_epoch.ckpt")
+    assert train(build(warmup_epochs=0), max_epochs=2, data=data).global_step == 2 * 6
 
 
 class Dice(Dataset):
