@@ -122,3 +122,9 @@ def entry_point(
     # This annotation tells other code the model's class, and thereby its arguments, before the model is built.
     create.__annotations__["return"] = model_class
     return register_model(create)
+
+
+def record_arguments(model: GridVisionTransformer, **arguments: Any) -> None:
+    """Record arguments that a call has changed in a model, since timm saves a model with the arguments that made it."""
+    if hasattr(model, "_model_args"):
+        model._model_args = {**model._model_args, **arguments}

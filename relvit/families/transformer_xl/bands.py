@@ -21,6 +21,7 @@ from relvit.layers.attention import GridAttention
 from relvit.layers.patch_embed import check_divisible
 from relvit.layers.positions.base import needs_extent
 from relvit.models.depth import lack
+from relvit.models.entry_points import record_arguments
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair
 
@@ -139,6 +140,7 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
     model.recurrence = model.own_recurrence = bands
+    record_arguments(model, band_rows=bands and bands.rows, memory_rows=bands and bands.memory_rows)
     return model
 
 

@@ -20,7 +20,7 @@ from relvit.families.universal.signals import PositionStepSignals
 from relvit.layers import RelativeAttention
 from relvit.layers.attention import has_hooks
 from relvit.models.depth import Depth
-from relvit.models.entry_points import default_cfgs_of, entry_point
+from relvit.models.entry_points import default_cfgs_of, entry_point, record_arguments
 from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
@@ -165,6 +165,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
         self.steps: int = int(steps)
         self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * self.steps
+        record_arguments(self, depth=self.steps)
 
     def set_training_losses(self, enable: bool = True) -> None:
         """Let `forward` return `Pondered` in training mode instead of the logits alone; this needs halting.

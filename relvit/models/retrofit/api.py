@@ -46,8 +46,7 @@ def retrofit(
     are multiplied by queries and keys after the norms and before the rotation. The model then takes images of every
     size whose sides are multiples of the patch: absolute embeddings are interpolated as in timm, and rotary embeddings
     are computed for the size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of
-    timm work as before, except that `set_input_size` leaves relative positions as they are: it does not interpolate
-    tables, and does not divide the offsets of networks (Swin V2) by another window size.
+    timm work as before. Only `set_input_size` interpolates tables that the model has brought with it, as in timm.
 
     Models that already have relative positions keep their tables, and relvit's modules read these tables: at the
     training size outputs stay as they are, and at other sizes offsets beyond a table use the table's outermost entry.

@@ -5,12 +5,13 @@ In timm an offset is query minus key, in relvit key minus query, so tables are r
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from timm.layers import RelPosMlp
+from timm.layers import RelPosMlp, resize_rel_pos_bias_table
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from torch import Tensor, nn
 
@@ -180,6 +181,30 @@ def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensor
     patches = tensors["position.bias_table"].flatten(1).T.flip(0)
     return torch.cat((patches, *(part for name, part in tensors.items() if name.startswith("prefix_bias"))))
+
+
+def set_window(position: nn.Module, old: tuple[int, int], new: tuple[int, int]) -> None:
+    """Change the window, (rows, columns), for which a position of `modules_for` is made, as timm's `set_input_size`.
+
+    timm interpolates tables, and divides the offsets of networks by the new window size, but not those of mode 'cr'.
+    """
+    if new == old or getattr(position, "mode", None) == "cr":
+        return
+    if isinstance(position, ContinuousPosition2d):
+        position.window = (max(new[0], 2), max(new[1], 2))
+    else:
+        table = position.bias_table
+        given = revert(TABLE, {"position.bias_table": table.detach()})
+        shape = (math.prod(2 * size - 1 for size in new), given.shape[1])
+        # Before 1.0.31 timm's function takes no `old_window_size`, and takes all tables to be square.
+        takes = inspect.signature(resize_rel_pos_bias_table).parameters
+        options = {"old_window_size": old} if "old_window_size" in takes else {}
+        resized = resize_rel_pos_bias_table(given, new, shape, **options)
+        position.max_distance = (new[0] - 1, new[1] - 1)
+        converted = convert(TABLE, resized.to(table.dtype), {"position": position})
+        position.bias_table = nn.Parameter(converted["position.bias_table"], table.requires_grad)
+    if position.trained_grid is not None:
+        position.trained_grid = new
 
 
 def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:

@@ -18,6 +18,8 @@ MEMBERS = ("_parameters", "_buffers", "_modules")
 # `relvit.models.set_reach` and users set these attributes after a retrofit. `restore` removes these attributes, because
 # the original classes do not read them.
 LATER = ("trained_keys", "window", "trained_grid", "recurrence", "mirrored_grid")
+# These are the names that a retrofit adds to the arguments that timm saves with a model.
+DESCRIPTION = ("model", "retrofit")
 RECORD = "_before_retrofit"
 WINDOWS = "_windows_before"
 
@@ -117,10 +119,11 @@ def restore(model: nn.Module) -> nn.Module:
     for name, now in model.windows().items():
         if now != windows[name]:
             raise ValueError(
-                f"{type(model).__name__} cannot be restored: its tables are for {windows[name]} rows and columns of "
-                f"patches, and set_input_size has changed {name} to {now}: first set the former size"
+                f"{type(model).__name__} cannot be restored: since the retrofit set_input_size has changed the windows "
+                f"of {name} from {windows[name]} to {now} patches; call relvit.restore before set_input_size"
             )
     tables = model.original_tables(dict(_gone(record)))
+    arguments = {name: given for name, given in vars(model).get("_model_args", {}).items() if name not in DESCRIPTION}
 
     # All checks have passed: nothing fails from here on, so an error never leaves the model half changed.
     for module in model.modules():
@@ -144,6 +147,9 @@ def restore(model: nn.Module) -> nn.Module:
             renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
         renewed += [module] if then.members["_buffers"] else []
         values.append((module, then.values))
+    if hasattr(model, "_model_args"):
+        # timm may have recorded changes since the retrofit, such as that of `reset_classifier`.
+        model._model_args = {**model._model_args, **arguments}
     delattr(model, RECORD)
     delattr(model, WINDOWS)
     for module in renewed:

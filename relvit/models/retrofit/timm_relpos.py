@@ -12,6 +12,7 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
 
+from relvit.models.retrofit.bias import set_window
 from relvit.models.retrofit.timm_attention import GridArgument, TimmRelativeAttention
 from relvit.ops import Grid
 from relvit.ops.checks import int_pair
@@ -61,9 +62,12 @@ class TimmRelativeWindows(TimmOwnRelative):
         return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
 
     def set_window_size(self, window_size: int | Sequence[int]) -> None:
-        """Change the size of the windows; offsets beyond a table, which stays as it is, use its outermost entry."""
-        self.window_size: tuple[int, int] = int_pair("window_size", window_size, 1)
-        self.block_window: tuple[int, int] | None = self.window_size
+        """Change the size of the windows and the position as timm does, but not by a fixed `pretrained_window_size`."""
+        new = int_pair("window_size", window_size, 1)
+        if not any(getattr(self, "pretrained_window_size", ())):
+            set_window(self.position, self.window_size, new)
+        self.window_size: tuple[int, int] = new
+        self.block_window: tuple[int, int] | None = new
 
     def _init_buffers(self) -> None:
         """Set the bias of keys, which timm does not train, to zero."""

@@ -7,6 +7,7 @@ import timm
 import torch
 from own_positions import imported
 from retrofit_cases import OWN, build, images, naflex_batch, with_exact_offsets
+from timm.models import SwinTransformerV2
 from timm.models._features import FeatureGetterNet
 from timm_versions import needs_timm, since
 
@@ -196,14 +197,33 @@ def test_what_timm_offers_for_vits_works():
     together = beit(batch)
     alone = beit({name: part[1:, :8] for name, part in batch.items()})
     torch.testing.assert_close(together[1:], alone, rtol=0, atol=1e-10)
-    since("1.0.31")
-    beit.set_input_size((48, 16))
-    torch.testing.assert_close(beit.forward_features(x), features)
     beit.init_weights()
-    swin = imported(build("swin"))
-    swin.set_input_size((36, 24))
-    assert torch.isfinite(swin(images(36, 24))).all()
-    swin.init_weights()
+    imported(build("swin")).init_weights()
+
+
+@needs_timm("1.0.31")
+@pytest.mark.parametrize("case", [case for case in OWN if not case.startswith("sam")])
+def test_set_input_size_does_what_timm_does(case):
+    original = build(case)
+    model, (height, width) = imported(original), trained_size(case)
+    reaching = model if case in SWINS else set_reach(imported(original), "stretch")
+    for size in ((2 * height, width), (2 * height, 3 * width)):
+        for net in (model, original, reaching):
+            net.set_input_size(size)
+        # timm computes the coordinates of networks in single precision.
+        torch.testing.assert_close(model(images(*size)), original(images(*size)), rtol=1e-5, atol=1e-5)
+    # The call does not change the offsets of mode 'cr', so this network is still stretched from its own size.
+    same = torch.allclose(reaching(images(*size)), model(images(*size)), rtol=0, atol=1e-10)
+    assert same == (case != "relpos mlp")
+
+
+@needs_timm("1.0.31")
+def test_a_fixed_window_of_the_pretraining_stays_the_unit_of_offsets():
+    original = SwinTransformerV2(**OWN["swinv2"][1], pretrained_window_sizes=(5, 5))
+    model = imported(original.eval())
+    for net in (model, original):
+        net.set_input_size((48, 80))
+    torch.testing.assert_close(model(images(48, 80).float()), original(images(48, 80).float()), rtol=1e-4, atol=1e-5)
 
 
 def test_reaches_leave_windows_of_blocks_alone():

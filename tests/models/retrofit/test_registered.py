@@ -93,6 +93,28 @@ def test_tables_that_layers_share_are_saved_and_averaged_once(kind, tmp_path):
 
 
 @needs_timm("1.0.31")
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "vit_srelpos_small_patch16_224", "swinv2_tiny_window8_256"])
+def test_models_of_another_size_are_saved_and_restored_ones_keep_their_description(name, tmp_path):
+    stages = {"depths": (1, 1), "num_heads": (1, 2), "window_size": 3, "img_size": 24}
+    options = stages if name.startswith("swin") else {"depth": 2, "num_heads": 2, "img_size": 48}
+    model = timm.create_model(name, embed_dim=16, num_classes=5, **options).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    restored = relvit.restore(_changed(relvit.retrofit(copy.deepcopy(model))))
+    assert restored._model_args == _changed(copy.deepcopy(model))._model_args
+    side, x = 2 * options["img_size"], torch.randn(2, 3, 96, 96)
+    relvit.retrofit(model).set_input_size((side, side))
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(x), model(x))
+
+
+def _changed(model):
+    model.reset_classifier(3, "token" if "Beit" in type(model).__name__ else "avg")
+    return model
+
+
+@needs_timm("1.0.31")
 def test_models_made_by_their_class_and_resized_by_timm_have_no_description():
     model = VisionTransformer(img_size=32, embed_dim=24, depth=1, num_heads=2)
     model.set_input_size(48)

@@ -11,6 +11,7 @@ from timm.models import _hub
 from timm_versions import needs_timm
 from vits import SMALL, assert_same, images, small
 
+from relvit.families.transformer_xl import set_bands
 from relvit.layers import RelativePosition2d
 
 # Only since 1.0.31 timm records the arguments of models.
@@ -56,6 +57,28 @@ def test_what_changed_after_construction_is_saved_too(folder):
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     for size in ((40, 16), (16, 24)):
         assert_same(again(images(*size)), model(images(*size)), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: small("test_relvit_universal", depth=4), lambda model: model.set_steps(2)),
+        (
+            lambda: small("test_relvit_universal", depth=4),
+            lambda model: model.prune_intermediate_layers([1], False, False),
+        ),
+        (lambda: small(position="xl"), lambda model: set_bands(model, 1, 0)),
+        (lambda: small(position="xl", band_rows=1, memory_rows=0), lambda model: set_bands(model, None)),
+    ],
+    ids=["steps", "pruned", "bands", "no bands"],
+)
+def test_changes_without_weights_are_saved_too(make, change, folder):
+    model, x = make().eval(), images(24, 16)
+    before = model(x)
+    change(model)
+    assert (model(x) - before).abs().max() > 1e-4
+    timm.models.save_for_hf(model, folder, safe_serialization=True)
+    assert_same(timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(x), model(x), atol=0)
 
 
 def test_other_arguments_than_the_saved_ones_convert_the_weights(folder):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from relvit.layers.patch_embed import GridPatchEmbed
 from relvit.models.base import GridForward
-from relvit.models.retrofit.bias import BiasPositions
+from relvit.models.retrofit.bias import BiasPositions, set_window
 from relvit.models.retrofit.source import Classes, Exchange, WholeImages, open_patch_embed
 from relvit.models.retrofit.timm_attention import GridArgument
 from relvit.models.retrofit.timm_relpos import (
@@ -53,12 +53,21 @@ class GridInBias(BiasPositions, GridForward):
             setattr(self, name, None)
         for block in self.blocks:
             # timm's `Beit.set_input_size` resizes the tables of each attention that has a `window_size`. Set
-            # `window_size` to None, so that the tables stay.
+            # `window_size` to None, because the tables have other names here.
             block.attn.window_size = None
         absent = {"pos_embed": None, "pos_drop": nn.Identity(), "patch_drop": nn.Identity(), "norm_pre": nn.Identity()}
         for name, value in absent.items():
             if not hasattr(self, name):
                 setattr(self, name, value)
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Set another size of images or patches as timm does, which resizes relative positions, too."""
+        old = tuple(self.patch_embed.grid_size)
+        super().set_input_size(img_size, patch_size)
+        for position in dict.fromkeys(block.attn.position for block in self.blocks):
+            set_window(position, old, tuple(self.patch_embed.grid_size))
 
     def windows(self) -> dict[str, tuple[int, int]]:
         return {"blocks": tuple(self.patch_embed.grid_size)}
