@@ -112,7 +112,7 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
     check_format(output)
     columns: dict[str, list[str]] = {"path": [printable(path) for path in embeddings.paths]}
     if any(embeddings.classes):
-        columns["class"] = embeddings.classes
+        columns["class"] = [printable(name) for name in embeddings.classes]
     features = embeddings.features
     match Path(output).suffix:
         case ".npz":

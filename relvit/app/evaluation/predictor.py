@@ -141,7 +141,9 @@ class Predictor:
     @property
     def num_features(self) -> int:
         """The length of the feature vectors."""
-        return self.model.num_features
+        # timm's `num_features` is the length before the pooling, and some models have a pooling or a layer before the
+        # last layer that changes the length. Models that are not of timm may lack `head_hidden_size`.
+        return getattr(self.model, "head_hidden_size", self.model.num_features)
 
     @property
     def thresholds(self) -> list[float] | None:

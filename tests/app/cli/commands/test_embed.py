@@ -1,6 +1,7 @@
 """`relvit embed`: every format against features computed image by image."""
 
 import csv
+import os
 import re
 import shutil
 import sys
@@ -11,10 +12,12 @@ import torch
 from photos import CLASSES
 from PIL import Image
 from pyarrow import parquet
+from small_training import train_and_save
 
+import relvit
 from relvit.app.cli import main
 from relvit.app.data import ImageFolderData
-from relvit.app.training import load_classifier
+from relvit.app.training import ImageClassifier, load_classifier
 
 
 def embed(best, root, output, *arguments):
@@ -104,6 +107,35 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
     assert f"error: none of the images could be read; the first: {root}/0.jpg: the file is empty" in printed.err
     assert (printed.out + printed.err).count("none.unreadable.csv") == 1
     assert not (tmp_path / "none.npz").exists()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])
+def test_a_class_whose_name_is_not_utf8(best, photos, tmp_path, suffix):
+    folder = os.fsencode(tmp_path / "photos") + b"/caf\xe9"
+    os.makedirs(folder)
+    shutil.copy(photos / "test" / "cat" / "0.jpg", os.fsdecode(folder))
+    assert embed(best, tmp_path / "photos", tmp_path / f"e.{suffix}") == 0
+    paths, classes, _ = read(tmp_path / f"e.{suffix}")
+    assert (paths, classes) == ([rf"{tmp_path}/photos/caf\xe9/0.jpg"], [r"caf\xe9"])
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"), [("test_mambaout", None), ("test_resnet", {"global_pool": "catavgmax"})]
+)
+def test_a_classifier_with_a_layer_or_pooling_before_its_last_layer(model, arguments, photos, tmp_path):
+    """Its features have another length than those before the pooling, timm's `num_features`."""
+    train_and_save(tmp_path / "a.ckpt", ImageClassifier(model, 7, 3, (64, 64), model_kwargs=arguments), fast_dev_run=1)
+    clf = relvit.load(tmp_path / "a.ckpt")
+    assert embed(tmp_path / "a.ckpt", photos / "test" / "cat", tmp_path / "e.npz") == 0
+    features = np.load(tmp_path / "e.npz")["features"]
+    paths = sorted((photos / "test" / "cat").iterdir())
+    found = clf.embed(paths)
+    np.testing.assert_allclose(features, found, rtol=1e-5, atol=1e-6)
+    assert found.shape == (6, clf.num_features)
+    assert clf.num_features != clf.model.num_features
+    logits = clf.model.get_classifier()(found)
+    probabilities = [prediction.probability for prediction in clf.predict(paths)]
+    np.testing.assert_allclose(logits.softmax(1).amax(1).detach(), probabilities, rtol=1e-5)
 
 
 def test_mistakes(best, photos, tmp_path, monkeypatch, fails):
