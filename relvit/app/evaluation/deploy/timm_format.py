@@ -21,6 +21,7 @@ from torch import nn
 from relvit.app.data.class_labels import names_in
 from relvit.app.evaluation.deploy.card import model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
+from relvit.app.models import patch_size_of
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_folder, is_address, parse_json
@@ -77,7 +78,7 @@ def publish_model(
     else:
         check_folder(to)
     predictor = Predictor(ckpt_path)
-    rows = read_curve(ckpt_path, curve)
+    rows = read_curve(predictor.checkpoint.path, curve)
     with TemporaryDirectory() if hub else atomic_folder(to) as folder:
         save_folder(predictor, folder, license)
         name = f"{FOLDER}{Path(to).absolute().name}"
@@ -131,7 +132,7 @@ def save_model(
 
     `publish_model` publishes a checkpoint of `relvit fit`; this function saves a model that was trained in another way,
     such as a model with merged adapters. timm's `save_for_hf` writes the files, `timm.create_model` loads them, and the
-    outputs are compared bit by bit.
+    outputs are compared bit by bit, for a model of any size also at another size.
 
     Args:
         model: a model of timm or relvit, also after `relvit.retrofit`; it is moved to the CPU and put into evaluation
@@ -183,23 +184,40 @@ def save_model(
         # raises an error of its own, so the message does not blame the model.
         except Exception as error:
             raise PublishError(f"timm could not save the model and build it again: {one_line(error)}") from error
-        input_size = again.pretrained_cfg["input_size"]
-        images = torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0))
-        # timm builds models in float32, also from weights of another dtype, so convert the new model.
-        dtype = next(model.parameters()).dtype
+        _compare(model, again)
+
+
+def _compare(model: nn.Module, again: nn.Module) -> None:
+    """Compare the outputs of a model with those of the model that timm built from its files, bit by bit.
+
+    Raises:
+        PublishError: the outputs differ, or the model does not take images of its `input_size`.
+    """
+    channels, *size = again.pretrained_cfg["input_size"]
+    # timm builds models in float32, also from weights of another dtype, so convert the new model.
+    dtype = next(model.parameters()).dtype
+    again.to(dtype)
+    sizes = [size]
+    # A reach hardly changes the outputs at the size of the training, so compare at another size, too.
+    if getattr(model, "dynamic_img_size", False):
+        (height, width), (rows, columns) = size, patch_size_of(model)
+        sizes.append([(height // rows + 1) * rows, (width // columns + 3) * columns])
+    for height, width in sizes:
+        images = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0)).to(dtype)
         try:
             with torch.no_grad():
-                expected, found = (net(images.to(dtype)) for net in (model, again.to(dtype)))
+                expected, found = model(images), again(images)
         except Exception as error:
             raise PublishError(
-                f"the model does not take images of model.pretrained_cfg['input_size'], which is {tuple(input_size)}: "
+                f"the model does not take images of model.pretrained_cfg['input_size'], which is {(channels, *size)}: "
                 f"{one_line(error)}; set it to (channels, height, width) of the training's images"
             ) from error
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise PublishError(
-                f"the model that timm builds from the files has outputs that differ by {difference:.1e}: nothing is "
-                "published"
+                f"the model that timm builds from the files has outputs that differ by {difference:.1e} for images of "
+                f"{height} x {width} pixels: nothing is published; if the model has a reach, which timm's format does "
+                "not hold, call relvit.models.set_reach(model, 'trained') first, and set the reach again after loading"
             )
 
 

@@ -24,7 +24,7 @@ from relvit.app.data import ImageData, ImageFilesData, ImageFolderData, parse_si
 from relvit.app.data.registry import class_path_of, imported_data_module
 from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
-from relvit.app.training.checkpoints.file import read_checkpoint
+from relvit.app.training.checkpoints.file import BEST, read_checkpoint
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.utils.files import is_exported
 from relvit.app.utils.masks import MASK, masked
@@ -122,6 +122,9 @@ class Checkpoint:
     @classmethod
     def read(cls, path: str | os.PathLike[str], file: Path | None = None) -> Checkpoint:
         """Read a checkpoint; for arguments and errors see `read_checkpoint`."""
+        # Results of the run are looked up beside the checkpoint, so replace the folder of a run by its best checkpoint.
+        best = Path(path) / BEST
+        path = best if best.is_file() else path
         content = read_checkpoint(path, file)
         description = content[KEY]
         return cls(

@@ -13,6 +13,7 @@ import yaml
 
 import relvit
 from relvit.app.cli import main
+from relvit.app.evaluation.deploy import publish_model
 
 
 def published(*arguments):
@@ -72,6 +73,11 @@ def test_the_results_of_the_run_with_their_standard_errors(card, photos):
     assert f"- test/acc1: {summary['test/acc1']:.4f} ± {summary['test/acc1_se']:.4f}\n" in card.text
     assert "_se" not in card.text
     assert f"- val/images: {len(list((photos / 'val').rglob('*.jpg')))}" in card.text
+
+
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(card):
+    publish_model("run", "from_folder")
+    assert (card.place / "from_folder" / "README.md").read_text() == card.text.replace("owls", "from_folder")
 
 
 def test_the_table_of_sizes(card):

@@ -23,7 +23,7 @@ from relvit.app.evaluation.deploy import PublishError, export_model, publish_mod
 from relvit.app.evaluation.deploy.timm_format import save_folder
 from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.pretrained import Pretrained
-from relvit.models import transfer_weights
+from relvit.models import set_reach, transfer_weights
 
 # timm's configurations have other values.
 OWN = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
@@ -158,6 +158,18 @@ def test_a_model_that_does_not_take_the_size_of_its_description(tmp_path):
     model.pretrained_cfg["input_size"] = (3, 161, 160)
     with pytest.raises(PublishError, match=r"\['input_size'\], which is \(3, 161, 160\): .*; set it to \(channels"):
         save_model(model, tmp_path / "model", ["no", "yes"])
+
+
+@pytest.mark.parametrize("reach", ["stretch", "logn", "windows", "mirror"])
+def test_a_reach_is_not_lost_unsaid(reach, tmp_path):
+    """At the size of the training it changes no output."""
+    model = timm.create_model("test_relvit", num_classes=2, img_size=(32, 48), pos_embed="learn", depth=1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    with pytest.raises(PublishError, match=r"if the model has a reach, .* call relvit\.models\.set_reach\(model, 't"):
+        save_model(set_reach(model, reach), tmp_path / "model", ["no", "yes"])
+    assert not (tmp_path / "model").exists()
+    save_model(set_reach(model, "trained"), tmp_path / "model", ["no", "yes"])
 
 
 def test_save_a_model_of_half_precision(tmp_path):
