@@ -234,11 +234,12 @@ class GridAttention(Mixer):
             grid = Grid(*self.block_window)
         elif self.window is not None:
             grid = grid._replace(height=min(grid.height, self.window[0]), width=min(grid.width, self.window[1]))
-        weight = self.proj.weight
-        like = {"device": weight.device, "dtype": weight.dtype}
+        # Quantised layers have no parameters, and their `weight` is a method, so take the first parameter of any part.
+        known = next((tensor for tensor in self.parameters() if tensor.is_floating_point()), torch.empty(0))
+        like = {"device": known.device, "dtype": known.dtype}
         vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
         # `plan` reads only the shapes of terms that depend on tokens, so these tokens need not be initialised.
-        terms = relative_terms(self, torch.empty(1, num_tokens(grid), weight.shape[0], **like), grid, grid)
+        terms = relative_terms(self, torch.empty(1, num_tokens(grid), self.proj.out_features, **like), grid, grid)
         before_rotation = torch.empty_like(vectors) if self.rotates else None
         return AttentionInputs(vectors, vectors, vectors, terms, grid, position_query=before_rotation)
 

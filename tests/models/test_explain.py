@@ -122,6 +122,14 @@ def test_other_families(name):
     assert relvit.explain(timm.create_model(name, **SMALL))[0].parameters > 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_models():
+    """PyTorch's quantised layers have a method in place of the parameter `weight`."""
+    model = small()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert relvit.explain(quantised) == relvit.explain(model)
+
+
 def test_retrofitted_models_and_what_has_no_plan():
     vit = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
     with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):

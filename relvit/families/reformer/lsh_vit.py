@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from timm.models import DefaultCfg
 
 from relvit.families.reformer.lsh_attention import LSHAttention, check_position
-from relvit.models.entry_points import default_cfgs_of, entry_point
+from relvit.models.entry_points import default_cfgs_of, entry_point, record_arguments
 from relvit.models.relative_vit import SMALL, TEST, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 
@@ -51,6 +51,16 @@ class LSHVisionTransformer(RelVisionTransformer):
         super().__init__(mixer=partial(LSHAttention, **hashing), **kwargs)
         for block in self.blocks:
             check_position(block.attn.position)
+
+    def set_hashing(self, bucket_size: int, rounds: int) -> None:
+        """Set `bucket_size` and `rounds` of all layers, see `LSHAttention.set_hashing`; timm saves them with the model.
+
+        Raises:
+            ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
+        """
+        for block in self.blocks:
+            block.attn.set_hashing(bucket_size, rounds)
+        record_arguments(self, bucket_size=int(bucket_size), rounds=int(rounds))
 
 
 # `VARIANTS` maps the name of each model to its arguments of `LSHVisionTransformer`.

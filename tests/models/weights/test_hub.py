@@ -3,6 +3,7 @@
 import functools
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -69,8 +70,9 @@ def test_what_changed_after_construction_is_saved_too(folder):
         ),
         (lambda: small(position="xl"), lambda model: set_bands(model, 1, 0)),
         (lambda: small(position="xl", band_rows=1, memory_rows=0), lambda model: set_bands(model, None)),
+        (lambda: small("test_relvit_lsh"), lambda model: model.set_hashing(1, np.int64(2))),
     ],
-    ids=["steps", "pruned", "bands", "no bands"],
+    ids=["steps", "pruned", "bands", "no bands", "hashing"],
 )
 def test_changes_without_weights_are_saved_too(make, change, folder):
     model, x = make().eval(), images(24, 16)

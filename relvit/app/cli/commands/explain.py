@@ -16,6 +16,8 @@ from relvit.app.models import build_model
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.checkpoints.file import FOLDER, HUB, is_published
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.files import EXPORTED
+from relvit.app.utils.remote import suffix_of
 from relvit.layers import LayerPlan
 from relvit.models import explain as explain_model
 
@@ -54,7 +56,7 @@ def explain(
         retrofit: Arguments of `relvit.retrofit` for a timm model; {} for the defaults.
         device: The kind of device, cpu or cuda, for the whole table; this machine needs no GPU.
     """
-    if Path(model).suffix == ".ckpt":
+    if suffix_of(model) in (".ckpt", *EXPORTED):
         if model_kwargs is not None or retrofit is not None:
             raise UsageError(f"{model} is a checkpoint with its own arguments: leave out --model_kwargs and --retrofit")
         net = classifier_of(Checkpoint.read(model)).net

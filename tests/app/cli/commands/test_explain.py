@@ -54,6 +54,12 @@ def test_a_published_folder(tmp_path, capsys, fails):
     assert "is published with its own arguments" in fails(["explain", f"{tmp_path}/owls", "--retrofit={}"])
 
 
+def test_an_exported_file_is_named_as_such(tmp_path, fails):
+    (tmp_path / "model.onnx").touch()
+    message = fails(["explain", tmp_path / "model.onnx"])
+    assert "model.onnx is an exported file, which only predict, test and validate take: give the checkpoint" in message
+
+
 def test_a_checkpoint(best, capsys, fails):
     assert main(["explain", str(best)]) == 0
     assert "| blocks.0.attn" in capsys.readouterr().out
