@@ -92,6 +92,10 @@ def test_another_trained_size_is_interpolated_to_and_mirrored_from_there(name):
     model = MODELS[name]()
     resized = copy.deepcopy(model)
     resized.set_input_size((40, 32))
+    if name == "beit":
+        # `set_input_size` has also resized BEiT's tables, as timm does; a reach leaves tables as they are.
+        for block, other in zip(resized.blocks, model.blocks, strict=True):
+            block.attn.position = other.attn.position
     expected = set_reach(resized, "mirror")(images(64, 48))
     # timm interpolates in single precision.
     torch.testing.assert_close(set_reach(model, "mirror", (40, 32))(images(64, 48)), expected, rtol=0, atol=1e-5)
