@@ -58,7 +58,9 @@ def test_commands_run(page, place, random_weights, capsys):
     for _, command, *arguments in commands(page):
         extra = []
         if command == "fit":
-            extra = [*TINY_MODEL, *ONE_STEP, "--data.patch_size=8"]
+            extra = [*TINY_MODEL, *ONE_STEP]
+            if "--data.native" in arguments:
+                extra.append("--data.patch_size=8")
             if "finetune" in arguments:
                 extra = [*ONE_STEP, "--trainer.precision=32-true"]
             # The page's own value of an option counts.
