@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests: a training that was resumed, and figures that are not drawn."""
+"""Fixtures for tests of the command line: a resumed training, and blank figures."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from relvit.app.cli import main
 
 @pytest.fixture(scope="session")
 def resumed(run, tmp_path_factory):
-    """The folder of a copy of the run, whose four epochs went on to six, and what this printed."""
+    """The folder of a copy of the run, resumed from its four epochs to six, and what the resumed training printed."""
     folder = shutil.copytree(run, tmp_path_factory.mktemp("resumed") / "run", ignore=shutil.ignore_patterns(".lock"))
     arguments, printed = ["fit", f"--resume={folder}", "--trainer.max_epochs=6"], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -23,6 +23,6 @@ def resumed(run, tmp_path_factory):
 
 @pytest.fixture
 def blank_figures():
-    """Write a blank picture instead of each figure. Runs that tests share are made before, with their figures."""
+    """Write a blank picture instead of each figure. Runs that tests share already have their figures."""
     with without_figures():
         yield

@@ -108,7 +108,7 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
     config.write_text("trainer:\n  max_epoch: 3\n")
     message = fails([*fit, f"--config={config}"])
     assert f"unknown option trainer.max_epoch in {config} (did you mean 'trainer.max_epochs'?)" in message
-    # Names of other libraries, in the way of the file.
+    # For an option from another library, the hint has the form of names in configurations.
     config.write_text("model:\n  learning_rate: 3\n")
     message = fails([*fit, f"--config={config}"])
     assert f"unknown option model.learning_rate in {config} (did you mean 'model.lr'?)" in message
@@ -127,7 +127,7 @@ def test_key_in_a_config_file(fit, tmp_path, fails):
     config.write_text("data: {root: photos}")
     message = fails(["fit", f"--config={config}"])
     assert f"data in {config} must have a class_path, and its options in init_args; known are 'CIFAR100Data'" in message
-    # A run that fails before it has anything leaves no folder.
+    # A run that fails before it has written a result leaves no folder.
     assert list(tmp_path.glob("runs/*")) == []
 
 
@@ -148,7 +148,7 @@ def test_a_name_like_no_configuration_lists_them_all(fails):
     message = fails(["fit", "--config=nope"])
     assert "--config nope: No such file or directory; relvit's configurations are 'bands', 'cifar10', " in message
     assert all(f"'{name}'" in message for name in shipped_configs())
-    # Whoever names a file does not look for a configuration of relvit.
+    # With a path or a file ending, the user means a file, so the error lists no configurations of relvit.
     assert "configurations are" not in fails(["fit", "--config=runs/nope"]) + fails(["fit", "--config=nope.yaml"])
 
 
@@ -159,7 +159,7 @@ def test_the_name_of_a_shipped_configuration_is_found_or_hinted_at(tmp_path, mon
         assert f"--config {wrong}: No such file or directory (did you mean 'digits'?)" in capsys.readouterr().err
     assert main(["fit", "--config", "digits", "--print_config"]) == 0
     assert "class_path: relvit.app.data.DigitsData" in capsys.readouterr().out
-    # The user's own file comes first.
+    # A file of the user is preferred to a shipped configuration of the same name.
     (tmp_path / "digits").write_text("model: {lr: nothing}")
     assert main(["fit", "--config", "digits"]) == 2
     assert "--model.lr" in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_checkpoint_of_another_architecture_or_class_count(best, fit, copy, fail
     assert "was trained with model_kwargs {'depth': 2}, not {'depth': 3}" in message
     message = fails(["validate", best, "--data=DigitsData"])
     assert "'cat'" in message
-    # Resuming on data with another class, with a renamed class, and without a class.
+    # Resuming is refused on data with an additional class, a renamed class, or a missing class.
     shutil.copytree(copy / "train" / "owl", copy / "train" / "yak")
     other = f"was trained on other classes than the data has in {copy}: "
     assert f"{other}'yak' is new; give the classes the names that they had" in fails([*fit, best])
@@ -297,7 +297,7 @@ def test_a_size_that_a_model_of_timm_does_not_take(best, tmp_path, fails):
 )
 def test_loggers_whose_package_is_missing(fit, logger, module, package, install, tmp_path, monkeypatch, fails):
     class Missing:
-        """Like the object that Lightning keeps for a package that is not installed."""
+        """Imitate the object that Lightning keeps for a package that is not installed."""
 
         def __bool__(self):
             return False

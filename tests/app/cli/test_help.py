@@ -1,4 +1,4 @@
-"""The help of each command: short, in sentences, with the defaults that hold, without data."""
+"""The help of each command is short, has complete sentences and the real defaults, and loads no data."""
 
 import itertools
 import re
@@ -57,7 +57,7 @@ def test_all_options_exist_with_the_defaults_that_it_shows(command, run, photos,
             continue
         found = config
         for key in short.get(name, name).removesuffix(".X").split("."):
-            # The data's options are below the class that was chosen.
+            # The data's options are nested below `init_args` of the chosen class.
             found = found.get("init_args", found)
             assert key in found, f"{name} is no option of {command}"
             found = found[key]

@@ -1,4 +1,4 @@
-"""Nothing in checkpoints, weights and configurations is run, whatever reads them; the refusal is one sentence."""
+"""No command runs code from checkpoints, weights or configurations; hostile files are refused in one sentence."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ from relvit.app.cli import main
 KINDS = ["in_state_dict", "in_hyper_parameters", "in_relvit", "as_key", "legacy", "pickle", "tar", "torchscript"]
 COMMANDS = ["test", "predict", "validate", "ckpt_path", "resume", "pretrained", "teacher", "embed", "export"]
 COMMANDS += ["resolutions", "load"]
-# The aliases stand for a thousand times a thousand values.
+# The aliases of this YAML bomb expand to a million values.
 BOMB = f"a: &a [{', '.join('x' * 1000)}]\nb: [{', '.join(['*a'] * 1000)}]\n"
 
 
 @pytest.fixture(scope="module")
 def place(best, tmp_path_factory):
-    """A folder with all hostile checkpoints; its marker appears when something is run."""
+    """A folder with all hostile checkpoints, and the marker file that their code would create."""
     folder = tmp_path_factory.mktemp("hostile")
     return folder, checkpoints(best, folder, folder / "marker")
 
@@ -34,7 +34,7 @@ def content(best):
 
 @pytest.fixture
 def refused(photos, tmp_path, run, fails):
-    """Gives a file to a command, and returns the sentence of the refusal."""
+    """Return a function that gives a file to a command, and returns the sentence of the refusal."""
 
     def check(command, file):
         if command == "load":
@@ -50,7 +50,7 @@ def refused(photos, tmp_path, run, fails):
 
 
 def arguments_of(command, file, photos, folder, run):
-    """Those that give a file to a command."""
+    """Return the arguments by which a command reads a file."""
     folder.mkdir(exist_ok=True)
     fit = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={folder}", "--trainer.max_epochs=9"]
     ckpt, runs, output = f"--ckpt_path={file}", f"--runs={folder}", f"--output={folder / 'x'}"
@@ -73,7 +73,7 @@ def arguments_of(command, file, photos, folder, run):
 
 
 def test_the_payload_works(tmp_path):
-    """Where pickles are run, it does what the other tests look for."""
+    """If pickles were run, the payload would create the marker, whose absence the other tests check."""
     torch.load(saved(tmp_path / "x", Payload(tmp_path / "marker")), weights_only=False)
     assert (tmp_path / "marker").exists()
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_a_model_beyond_measure(command, content, tmp_path, refu
 @pytest.mark.parametrize("name", ["os.system", "relvit.app.data.images.file_datasets.os.system", ""])
 def test_a_checkpoint_does_not_choose_what_is_imported(command, name, content, tmp_path, refused):
     content["relvit"]["data"]["class_path"] = name
-    # Without a name there was no data module of relvit.
+    # An empty name means that the data were datasets in Python.
     expected = f"was trained with the data module {name}" if name else "was trained on datasets in Python"
     assert expected in refused(command, saved(tmp_path / "x.ckpt", content))
 

@@ -1,4 +1,4 @@
-"""Loggers by one word, and what of a run they get."""
+"""Loggers by short names, and the figures and numbers that they get."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def test_words(word, value):
 
 
 def recording(kind, sent):
-    """A logger of a kind, without its package, that records what it gets."""
+    """Make a logger of this class that records what is sent to it, without the logger's package."""
     logger = object.__new__(type(kind.__name__, (kind,), {"experiment": None, "run_id": "7", "finalize": print}))
     artifacts = SimpleNamespace(log_artifact=lambda run, path: sent.append((run, path)))
     type(logger).experiment = artifacts

@@ -1,4 +1,4 @@
-"""`--reach` of the evaluating commands: the numbers of the model with that reach, and where they are recorded."""
+"""`--reach` of evaluating commands: results equal those of a model with this reach, and files record the reach."""
 
 import json
 
@@ -18,7 +18,7 @@ from relvit.models import set_reach
 
 @pytest.fixture(scope="module")
 def best(digits_run, tmp_path_factory):
-    """A checkpoint trained on images of 8 x 8 pixels, 2 x 2 patches, with weights for which offsets matter."""
+    """A checkpoint trained on images of 8 x 8 pixels, 2 x 2 patches, whose weights make offsets matter."""
     content = torch.load(digits_run / "checkpoints" / "best.ckpt")
     for name, tensor in content["state_dict"].items():
         if "attn." in name:
@@ -29,13 +29,13 @@ def best(digits_run, tmp_path_factory):
 
 
 def images_of(split, img_size):
-    """Images and labels of a split."""
+    """Return images and labels of a split."""
     data = DigitsData(img_size=img_size).dataset(split)
     return [torch.stack([torch.as_tensor(part) for part in parts]) for parts in zip(*data, strict=True)]
 
 
 def computed(best, split, img_size, reach):
-    """Logits of a split's images with that reach, unlike those as trained, and the labels."""
+    """Compute the logits of a split with a reach, and its labels; without the reach the logits differ."""
     classifier, (images, labels) = load_classifier(best), images_of(split, img_size)
     with torch.no_grad():
         as_trained = classifier(images)

@@ -1,4 +1,4 @@
-"""Checkpoints at remote addresses do what local ones do; runs are not written there."""
+"""Checkpoints at remote addresses work as local checkpoints; runs are not written to remote addresses."""
 
 import functools
 import http.server
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("blank_figures")
 
 @pytest.fixture(scope="module")
 def places(best):
-    """The path of a checkpoint, and an address with the same."""
+    """The path of a checkpoint, and the address of a copy of it."""
     fsspec.filesystem("memory").pipe("/runs/best.ckpt", best.read_bytes())
     return best, "memory://runs/best.ckpt"
 
@@ -35,7 +35,7 @@ def same(first, second):
 
 
 def test_what_lies_at_an_address_now_counts(best, tmp_path, capsys):
-    """Lightning's own way would read the older file of the same name again."""
+    """Lightning's own download would read the older file of the same name again."""
     content = torch.load(best, weights_only=True)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

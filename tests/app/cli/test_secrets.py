@@ -1,4 +1,4 @@
-"""Secrets of loggers: in no file of a run, and taken from the command line or the environment again."""
+"""Secrets of loggers are in no file of a run; a resume needs them on the command line or in the environment."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ SEEN = []
 
 
 class Service(CSVLogger):
-    """A logger that wants a key, and takes one of the environment where none is given."""
+    """A logger that needs a key: an argument or an environment variable."""
 
     def __init__(self, save_dir: str, api_key: str | None = None, monitor_keys: str = "all", **settings: str) -> None:
         SEEN.append((api_key, monitor_keys, settings))
@@ -32,14 +32,14 @@ class Service(CSVLogger):
 
 
 class Reporter(Callback):
-    """A callback that wants a token, or takes one of the environment."""
+    """A callback that needs a token: an argument or an environment variable."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         SEEN.append((url, token))
 
 
 class StrictService(CSVLogger):
-    """A logger that takes its key as an argument alone."""
+    """A logger that takes its key only as an argument."""
 
     def __init__(self, save_dir: str, password: str) -> None:
         SEEN.append(password)
@@ -47,20 +47,20 @@ class StrictService(CSVLogger):
 
 
 def logger(kind, tmp_path, **arguments):
-    """The options of a logger."""
+    """Return the options of a logger."""
     given = {"save_dir": str(tmp_path / "log"), **arguments}
     options = [f"--trainer.logger.init_args.{name}={value}" for name, value in given.items()]
     return [f"--trainer.logger={kind.__module__}.{kind.__name__}", *options]
 
 
 def everything_written(folder):
-    """All bytes of the files in a folder; checkpoints are not compressed."""
+    """Return all bytes of the files in a folder; checkpoints are not compressed."""
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.fixture(scope="module")
 def with_keys(photos, tmp_path_factory):
-    """The run of a training whose logger had a key and a token, with what the logger was given."""
+    """The run of a training whose logger had a key and a token, and what the logger was given."""
     place = tmp_path_factory.mktemp("keys")
     options = logger(Service, place, api_key="s3cr3t", monitor_keys="loss")
     options[-2:-2] = ["--trainer.logger.dict_kwargs.hf_token=t0k3n", "--trainer.logger.dict_kwargs.team=blue"]
@@ -115,7 +115,7 @@ def test_a_key_that_only_an_argument_gives_is_asked_for(run, tmp_path, fails):
     message = "StrictService needs its password, which the configuration does not record: give"
     assert message in fails(resumed)
     assert everything_written(run) == before
-    # The logger is made before the training finds that it has reached its end.
+    # The logger is made before the training notices that all epochs are done.
     assert "has reached its 4 epochs" in fails([*resumed, "--trainer.logger.init_args.password=s3cr3t"])
     assert SEEN[-1] == "s3cr3t"
 
@@ -141,12 +141,12 @@ def test_names_of_others(name):
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *arguments):
-        """The server's own log has the addresses as they are."""
+        """Print nothing: the server's log would contain whole addresses."""
 
 
 @pytest.fixture(scope="module")
 def server(best):
-    """The host of a server of checkpoints."""
+    """The host of a server that serves checkpoints."""
     handler = functools.partial(Quiet, directory=str(best.parent))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -162,7 +162,7 @@ def signed(server):
 
 @pytest.fixture(scope="module")
 def from_address(photos, signed, tmp_path_factory):
-    """A training from an address, by a teacher there, with a callback that has it: run, printed lines, what it got."""
+    """Train with an address for weights, teacher and callback; return run, output and the callback's arguments."""
     options = [f"--model.pretrained={signed}", f"--model.teacher={signed}", "--trainer.logger=csv"]
     options += [f"--trainer.callbacks={Reporter.__module__}.Reporter", f"--trainer.callbacks.url={signed}"]
     options += ["--trainer.callbacks.token=t0k3n"]
@@ -197,7 +197,7 @@ def test_the_configuration_names_addresses_without_their_secrets(from_address, s
 
 
 def test_a_resumed_run_takes_the_address_of_its_teacher_again(from_address, server, signed, tmp_path, monkeypatch):
-    """It needs no pretrained weights."""
+    """A resumed run does not read the pretrained weights again."""
     run = shutil.copytree(from_address[0], tmp_path / "run")
     again = [f"--resume={run}", "--trainer.max_epochs=2", f"--model.teacher={signed}"]
     monkeypatch.setattr("sys.argv", ["relvit", "fit", *again])

@@ -1,4 +1,4 @@
-"""The configurations that come with relvit are found in a clone and in a wheel."""
+"""The configurations that relvit ships are found in a clone and in a wheel."""
 
 import runpy
 import shutil

@@ -1,4 +1,4 @@
-"""What a terminal would obey, in names of files and classes, comes out escaped; honest names of all languages train."""
+"""Control characters in names of files and classes are printed as escapes; names in all languages work."""
 
 import io
 import shutil
@@ -24,7 +24,7 @@ def clean(text):
 
 @pytest.fixture
 def hostile(photos, tmp_path):
-    """A folder with an image that cannot be read and one of another format, whose names hold control characters."""
+    """A folder whose file names contain control characters: an image that cannot be read, and one of another format."""
     root = shutil.copytree(photos, tmp_path / "photos")
     for name in (f"{ESCAPE}\nrelvit: all is well.jpg", "a.heic"):
         (root / "train" / "cat" / name).touch()
@@ -45,7 +45,7 @@ def test_names_of_files(hostile, best, tmp_path, capsys, recwarn):
     folder = evaluate("predict", best, tmp_path / "p", hostile / "train" / "cat")
     out, err = capsys.readouterr()
     assert clean(out + err)
-    # The table has the name as it is, in quotes.
+    # The table contains the name unchanged, in quotes.
     (row,) = rows(folder / "unreadable.csv")
     assert row["path"] == f"{hostile}/train/cat/{ESCAPE}\nrelvit: all is well.jpg"
 
@@ -57,7 +57,7 @@ def test_an_output_of_ascii_alone(photos, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, name, stream)
     (root / "test" / "cat" / "ca\u00f1on.jpg").touch()
     assert main(["check-data", str(root)]) == 1
-    # The reports of trainings go this way.
+    # Trainings print their reports by this function.
     rank_zero_print("accuracy 0.5 \u00b1 0.1")
     monkeypatch.undo()
     streams[0].flush()

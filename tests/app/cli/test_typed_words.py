@@ -1,4 +1,4 @@
-"""Short names of options of fit, and mistakes; tests/app/cli/test_usage.py has arguments without a name."""
+"""Short names of options of `fit`, and typing mistakes; tests/app/cli/test_usage.py tests unnamed arguments."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every line of the usage texts, with values in it, is parsed to the options that it stands for."""
+"""Every usage line in the help, with values filled in, is parsed to the options that the line describes."""
 
 import dis
 import inspect
@@ -12,7 +12,7 @@ from relvit.app.cli.functions import function_of
 from relvit.app.cli.typed_words import parts
 
 DIGITS = {"class_path": "relvit.app.data.DigitsData"}
-# A line of use -> options of the configuration that the command prints. CKPT, RUN and ONNX are files of a training.
+# Each line of usage has the options that `--print_config` must then print. CKPT, RUN and ONNX are files of a training.
 LINES = {
     "fit --root photos --epochs 3 --lr 0.1": {"data.root": "photos", "trainer.max_epochs": 3, "model.lr": 0.1},
     "fit --config digits --quiet": {"data.class_path": "relvit.app.data.DigitsData", "quiet": True},
@@ -70,7 +70,7 @@ LINES = {
 
 
 def found(config, name):
-    """An option of the printed configuration; those of the data stand below their class."""
+    """Return an option of the printed configuration, in which options of the data are nested below `init_args`."""
     for key in name.split("."):
         config = config["init_args"] if key not in config and "init_args" in config else config
         config = config[key]
@@ -82,7 +82,7 @@ def test_a_line_of_use(line, run, tmp_path, capsys):
     best = str(run / "checkpoints" / "best.ckpt")
     exported = str(classifier_of(tmp_path / "a.onnx"))
     command, *words = [{"CKPT": best, "RUN": str(run), "ONNX": exported}.get(word, word) for word in line.split()]
-    # A configuration counts only where it comes before that option, and nothing is an option after "--".
+    # `--print_config` prints only options that come before it, and after "--" no word is an option.
     end = words.index("--") if "--" in words else len(words)
     assert main([command, *words[:end], "--print_config", *words[end:]]) == 0, capsys.readouterr().err
     config = yaml.safe_load(capsys.readouterr().out)
@@ -96,7 +96,7 @@ def test_every_command_has_a_line():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_uses_each_of_its_arguments(command):
-    """No argument stands in a signature for the sake of the parser and of the help alone."""
+    """The code of each command uses all arguments in its signature, not only the parser and the help."""
     for part in parts(function_of(COMMANDS[command][0], command)):
         used = [each.argval for each in dis.get_instructions(part) if each.opname.startswith("LOAD_")]
         used = {name for value in used for name in (value if isinstance(value, tuple) else (value,))}

@@ -1,4 +1,4 @@
-"""`relvit average`: what it writes is a checkpoint for every command but for going on with its training."""
+"""`relvit average`: every command takes the averaged checkpoint, but no training can resume from it."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("blank_figures")
 
 @pytest.fixture(scope="module")
 def averaged(best, tmp_path_factory):
-    """The mean of the run's best checkpoint and of one apart from it, and a classifier with their mean."""
+    """The average of the run's best checkpoint and a noisy copy, and a classifier with the mean of their weights."""
     folder = tmp_path_factory.mktemp("average")
     other = torch.load(best, weights_only=True)
     generator = torch.Generator().manual_seed(0)

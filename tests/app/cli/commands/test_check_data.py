@@ -13,7 +13,7 @@ from relvit.app.data.inspect import check_data, inspect_image
 
 
 def write(path, seed, size=(12, 8)):
-    """A picture of its own for each seed; size is (width, height)."""
+    """Write a picture that differs for each seed; size is (width, height)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3)).astype(np.uint8)
     Image.fromarray(pixels).save(path)
@@ -27,7 +27,7 @@ def flawed(tmp_path):
         write(root / "train" / name / f"{number}.png", number, size)
     write(root / "val" / "cat" / "v.png", 10)
     write(root / "test" / "dog" / "t.png", 11)
-    # the same picture in train and test, in another format; twice in train, under two classes; twice under one
+    # Copy pictures: from train to test, in another format; within train, to another class; and within one class.
     Image.open(root / "train" / "cat" / "0.png").save(root / "test" / "dog" / "leak.bmp")
     shutil.copy(root / "train" / "dog" / "3.png", root / "train" / "cat" / "copy [1].png")
     Image.open(root / "train" / "cat" / "1.png").save(root / "train" / "cat" / "again.tif")
@@ -51,7 +51,7 @@ def check_report(report, root):
     assert report["splits"]["train"] == {
         "images": 7,
         "classes": {"cat": 4, "dog": 3},
-        "height": {"min": 8, "median": 10, "max": 30},  # 8, 10, 10, 30 (the copy), 9, 30
+        "height": {"min": 8, "median": 10, "max": 30},  # The heights are 8, 10, 10, 30 (twice, for the copy), 9 and 30.
         "width": {"min": 12, "median": 16, "max": 20},
     }
     assert report["splits"]["val"]["classes"] == {"cat": 1, "dog": 1}
@@ -89,7 +89,8 @@ def test_command(flawed, tmp_path, how, capsys):
 def test_a_clean_folder_exits_with_0_and_the_automatic_val_is_checked(tmp_path, capsys):
     for number in range(20):
         write(tmp_path / "train" / "ab"[number % 2] / f"{number}.png", number)
-    for name in "ab":  # each picture once more, so that some pair is divided by the split
+    # Copy each picture, so that the split into train and val puts the two pictures of some pair into different parts.
+    for name in "ab":
         for path in list((tmp_path / "train" / name).iterdir()):
             shutil.copy(path, path.with_name(f"again{path.name}"))
     assert main(["check-data", f"--root={tmp_path}", "--processes=1"]) == 0

@@ -25,7 +25,7 @@ def embed(best, root, output, *arguments):
 
 
 def by_hand(best, paths, size=16):
-    """Pooled features, of which the head makes the logits."""
+    """Compute the pooled features, from which the head computes the logits."""
     classifier = load_classifier(best)
     transform = ImageFolderData(".", img_size=size, class_names=list(CLASSES)).eval_transform
     found = []
@@ -39,7 +39,7 @@ def by_hand(best, paths, size=16):
 
 
 def read(output):
-    """Paths, classes and features of a file."""
+    """Return the paths, classes and features in a file."""
     if output.suffix == ".npz":
         content = np.load(output)
         return content["path"].tolist(), content["class"].tolist(), content["features"]
@@ -75,7 +75,7 @@ def test_splits_are_no_classes_and_other_sizes(best, photos, tmp_path):
     assert embed(best, root, tmp_path / "e.npz", "--img_size=[24,32]") == 0
     paths, classes, features = read(tmp_path / "e.npz")
     assert len(paths) == 18 + 18 + 6 + 1
-    # the root, whose name is a folder too, is none
+    # The root folder has a name, too, but an image directly in it has no class.
     expected = ["" if "loose" in path else re.search(r"photos/\w+/(\w+)/", path)[1] for path in paths]
     assert classes == expected
     np.testing.assert_allclose(features, by_hand(best, paths, (24, 32)), rtol=1e-5, atol=1e-6)
@@ -123,7 +123,7 @@ def test_a_class_whose_name_is_not_utf8(best, photos, tmp_path, suffix):
     ("model", "arguments"), [("test_mambaout", None), ("test_resnet", {"global_pool": "catavgmax"})]
 )
 def test_a_classifier_with_a_layer_or_pooling_before_its_last_layer(model, arguments, photos, tmp_path):
-    """Its features have another length than those before the pooling, timm's `num_features`."""
+    """The features have another length than timm's `num_features`, the length before the pooling."""
     train_and_save(tmp_path / "a.ckpt", ImageClassifier(model, 7, 3, (64, 64), model_kwargs=arguments), fast_dev_run=1)
     clf = relvit.load(tmp_path / "a.ckpt")
     assert embed(tmp_path / "a.ckpt", photos / "test" / "cat", tmp_path / "e.npz") == 0

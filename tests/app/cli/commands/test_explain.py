@@ -1,4 +1,4 @@
-"""`relvit explain`: the table, the choice on another device, a checkpoint and a published folder; a terminal."""
+"""`relvit explain`: its table, the backends of another device, checkpoints, published folders, and narrow terminals."""
 
 import pytest
 import timm
@@ -43,7 +43,7 @@ def test_equal_layers_share_a_row():
 
 def test_a_published_folder(tmp_path, capsys, fails):
     model = relvit.retrofit(timm.create_model("test_vit", depth=1, img_size=(48, 32), in_chans=1), rel_terms="q")
-    # As `relvit publish` writes it.
+    # `relvit publish` also writes the size in training as `input_size`.
     model.pretrained_cfg["input_size"] = (1, 48, 32)
     save_for_hf(model, tmp_path / "owls", safe_serialization=True)
     for name in (f"{tmp_path}/owls", f"local-dir:{tmp_path}/owls"):

@@ -1,4 +1,4 @@
-"""`relvit resolutions`: the table, the files, and mistakes; the numbers are checked in `tests/app/evaluation`."""
+"""`relvit resolutions`: its table, files and errors; `tests/app/evaluation` checks the numbers."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def test_the_file_has_the_rows_of_evaluate_sizes(compared):
     expected = evaluate_sizes(compared.checkpoints, [16, (24, 16)], "test", **given)
     for row, of_python in zip(found, expected, strict=True):
         assert row.keys() == of_python.keys()
-        # A first pass keeps index tables in memory, which a second one finds there.
+        # The first pass at a size caches index tables, so the peak of a second pass differs a little.
         assert row["peak_memory"] == pytest.approx(of_python["peak_memory"], rel=0.01)
         measured = dict.fromkeys(("images_per_second", "peak_memory"))
         assert row | measured == of_python | measured
@@ -74,7 +74,7 @@ def test_the_figure_has_two_panels(compared):
 
 def test_the_table_is_sorted_by_size_and_shows_differences(compared):
     found, lines = compared.found, compared.out.splitlines()
-    # By size and number of the checkpoint, though rows are by checkpoint.
+    # The table is sorted by size and then by checkpoint, but `found` is sorted by checkpoint.
     table = [numbers for line in lines if len(numbers := re.findall(r"\d\.\d{4}(?= )", line)) > 1]
     names = ("acc1", "acc1_se", "loss", "calibration_error")
     assert table == [[f"{found[index][name]:.4f}" for name in names] for index in (0, 2, 1, 3)]

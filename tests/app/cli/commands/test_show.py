@@ -1,4 +1,4 @@
-"""`relvit show`: which pictures it writes, of which model, and what it refuses."""
+"""`relvit show`: which pictures it writes for which models, and which arguments it refuses."""
 
 import re
 import shutil
@@ -115,7 +115,7 @@ def test_what_is_refused(place, arguments, message, fails):
 
 
 def test_a_broken_image(place, fails):
-    """The advice is what this command has."""
+    """The error suggests only options that `show` has."""
     (place / "broken.jpg").write_text("no image")
     error = fails(["show", "best.ckpt", "broken.jpg"])
     assert "broken.jpg: it is not an image" in error

@@ -1,4 +1,4 @@
-"""Typed mistakes: the hint is the option that was meant, or there is none."""
+"""Mistyped options: the hint names the option that the user meant, or there is no hint."""
 
 import re
 from functools import cache
@@ -17,7 +17,7 @@ from relvit.app.training import ImageClassifier
 from relvit.utils.messages import nearest
 from relvit_start import COMMANDS
 
-# Command -> what a user types -> the option of the hint; None where a hint would be a guess.
+# Each command has typed options, and for each of them the option in the hint, or None if a hint would be a guess.
 MISTAKES = {
     "fit": {
         "train_set": "--root", "channels": None, "resize": "--img_size", "cpu": "--accelerator",

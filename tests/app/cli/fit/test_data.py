@@ -1,4 +1,4 @@
-"""Every data module by its name on the command line: fit, test from the checkpoint, predict as suggested."""
+"""Every data module by its name on the command line: `fit`, then the commands that `fit` suggests."""
 
 import shlex
 
@@ -13,9 +13,9 @@ from relvit.app.data import CIFAR10Data
 
 
 def fit_and_follow(arguments, runs, capsys):
-    """Fit for an epoch, then run what it suggests; the folders of the run and of the prediction.
+    """Fit for an epoch, then run the commands that `fit` suggests; return the folders of the run and of the prediction.
 
-    FOLDER_OF_IMAGES is left out, so that the images that came with the data are predicted.
+    Leave out FOLDER_OF_IMAGES, so that `predict` uses the images of the data module.
     """
     assert main(["fit", *arguments, f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]) == 0
     folder = only(runs)
@@ -37,7 +37,7 @@ def test_cifar(tmp_path, photos, monkeypatch, capsys):
     assert [row["path"] for row in rows(predictions / "predictions.csv")] == [
         f"cifar10/test/{i:05d}" for i in range(20)
     ]
-    # the same checkpoint on a folder of one's own
+    # The same checkpoint also predicts images in a user's folder.
     images = ["--data=ImageFolderData", f"--data.root={photos / 'test' / 'cat'}"]
     own = evaluate("predict", folder / "checkpoints" / "best.ckpt", tmp_path / "own", *images)
     found = rows(own / "predictions.csv")

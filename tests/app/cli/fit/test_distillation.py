@@ -11,7 +11,7 @@ from relvit.app.data import ImageFolderData
 from relvit.app.plots import read_metrics
 from relvit.app.training import load_classifier
 
-# The student's normalisation is not the teacher's, which is ImageNet's.
+# The student's normalisation differs from the teacher's, which is ImageNet's.
 MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.25)
 # With these options a training changes no weights, so the checkpoint has the loss of the epoch.
 STILL = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--data.augment=none"]
@@ -23,7 +23,7 @@ def softmax(logits, temperature=1.0):
 
 
 def logits_of(path, photos, **normalisation):
-    """Float64 (images, classes) of the training images, and their labels."""
+    """Return float64 logits (images, classes) of the training images, and the labels."""
     classifier = load_classifier(path)
     data = ImageFolderData(str(photos), img_size=16, num_workers=0, augment="none", **normalisation).dataset("train")
     images = torch.stack([image for image, _ in data])
@@ -63,7 +63,7 @@ def test_a_student_learns_from_the_labels_and_the_teacher(flags, weight, tempera
     assert found == pytest.approx(np.mean((1 - weight) * loss + weight * distance), rel=1e-4)
     assert found != pytest.approx(loss.mean(), rel=1e-2)
 
-    # The run knows its teacher by name alone, and is of use without it.
+    # The run stores only the name of the teacher, and works without the teacher.
     content = torch.load(best, weights_only=True)
     assert content["relvit"]["model"]["teacher"] == str(teacher)
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["teacher"] == str(teacher)

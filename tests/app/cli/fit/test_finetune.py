@@ -1,4 +1,4 @@
-"""Fine-tuning through the command line: from a checkpoint, and from weights of timm, on other classes and sizes."""
+"""Fine-tuning on the command line: from checkpoints and from timm's weights, on other classes and image sizes."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ COLOURS = {"ape": (220, 220, 30), "cat": (200, 40, 40), "emu": (30, 220, 220), "
 
 @pytest.fixture(scope="module")
 def animals(tmp_path_factory) -> Path:
-    """Other classes than those of `photos`, and other sizes of images; no test images."""
+    """A folder with other classes and image sizes than `photos`, without test images."""
     root, generator = tmp_path_factory.mktemp("animals"), np.random.default_rng(1)
     for split in ("train", "val"):
         for name, colour in COLOURS.items():
@@ -46,7 +46,7 @@ def fit(root, runs, *extra):
 
 
 class Tuned(NamedTuple):
-    """A fine-tuning: its folder, what it printed, and the names and tensors of its source, which is gone."""
+    """A fine-tuning: its folder, its output, the path of its source (deleted since), and the source's tensors."""
 
     folder: Path
     out: str
@@ -56,7 +56,7 @@ class Tuned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tuned(best, animals, tmp_path_factory):
-    """A training of other classes from a checkpoint, in which all but the classifier is frozen."""
+    """A fine-tuning of a checkpoint on other classes, in which only the classifier is trained."""
     place = tmp_path_factory.mktemp("tuned")
     source = Path(shutil.copy(best, place / "source.ckpt"))
     still = ("--model.freeze_epochs=1", "--data.img_size=[24,16]", "--model.warmup_epochs=0")
@@ -135,7 +135,7 @@ def vit(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def retrofitted(vit, animals, tmp_path_factory):
-    """The folder of a training from that folder, retrofitted, in which no weight moves, and its output."""
+    """A run that starts from timm's folder with a retrofit, at a learning rate of 0, and its output."""
     still = ("--model.lr=0", "--model.min_lr=0", "--model.retrofit.rel_terms=k", "--model.retrofit.max_distance=1")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         folder = fit(animals, tmp_path_factory.mktemp("runs"), f"--model.pretrained={vit[1]}", *still)
@@ -160,7 +160,7 @@ def test_images_are_normalised_as_the_weights_know_them(retrofitted, tmp_path):
     assert config["mean"] == config["std"] == [0.5] * 3
     best = folder / "checkpoints" / "best.ckpt"
     assert read_checkpoint(best)["relvit"]["data"]["init_args"]["std"] == [0.5] * 3
-    # The values themselves: black and white are -1 and 1.
+    # With this mean and standard deviation, the pixel values 0 and 255 become -1 and 1.
     Image.new("RGB", (16, 16), (255, 0, 255)).save(tmp_path / "image.png")
     assert relvit.load(best).transform(Image.open(tmp_path / "image.png"))[:, 0, 0].tolist() == [1, -1, 1]
 

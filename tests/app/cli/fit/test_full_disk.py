@@ -1,4 +1,4 @@
-"""A disk that fills while a run writes, or that nothing can be written to: one sentence, and nothing is lost."""
+"""A disk that is full or read-only while a run writes: one short error, and no file is lost."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from relvit.app.training import History, read_checkpoint
 
 @pytest.fixture
 def mount(tmp_path):
-    """Makes a file system in memory, of a size and with options; unmounted at the end."""
+    """Return a function that mounts a file system in memory, of a given size and options; unmount it at the end."""
     mounted = []
 
     def make(*options):
@@ -46,7 +46,7 @@ def test_while_training(photos, mount, monkeypatch, capsys, what):
     # There is enough space for the table and the log, but not for a checkpoint.
     monkeypatch.setenv(SPARE, str(40_000 if what == "checkpoint" else 0))
     if what == "tensorboard":
-        # The log's thread raises its error when the next row is written, or the checkpoint raises its own before.
+        # The thread of the log raises its error when the next row is written, unless the checkpoint has failed before.
         monkeypatch.setattr(History, "_write_table", lambda self: None)
     assert fit(photos, disk / "runs", "--trainer.callbacks=failures.Fill", "--trainer.logger=tensorboard") == 1
     err = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -78,7 +78,7 @@ def test_while_predicting(best, photos, mount, tmp_path, fails):
 
 def test_before_training(photos, mount, capsys):
     disk = mount("size=2m")
-    # 0.27 M parameters: 1.1 MB, and as much twice more for AdamW.
+    # The model has 0.27 M parameters: 1.1 MB, and twice this size for AdamW's two numbers per parameter.
     assert fit(photos, disk / "runs", "--model.model_kwargs=null") == 1
     err = capsys.readouterr().err
     assert re.search(r"2\.[01] MB are free at ", err)

@@ -1,4 +1,4 @@
-"""Options of fit that reach beyond the model: callbacks, the learning-rate finder, averages, two processes."""
+"""Options of `fit` for the training: callbacks, the learning-rate finder, averages of weights, two processes."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ from relvit.app.training import load_classifier, read_checkpoint
 
 
 def of_best(folder, root, split):
-    """Accuracy and mean cross-entropy of the best checkpoint, image by image."""
+    """Compute accuracy and mean cross-entropy of the best checkpoint, image by image."""
     data = ImageFolderData(str(root), img_size=16, num_workers=0)
     return by_hand(load_classifier(folder / "checkpoints" / "best.ckpt"), data.dataset(split))
 
@@ -30,7 +30,7 @@ def test_lightnings_callbacks_by_a_configuration_and_an_option(photos, tmp_path,
     callback = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=memory://kept"]
     options = ["--config=config.yaml", *callback, "--trainer.callbacks.filename=x", "--trainer.max_epochs=3"]
     folder = fit(photos, tmp_path / "runs", *options)
-    # Every loss is below the threshold.
+    # Every loss is below the threshold, so the training ends after the first epoch.
     assert len(read_metrics(folder / "metrics.csv")["val/acc1"]) == 1
     kept, last = (read_checkpoint(path) for path in ("memory://kept/x.ckpt", folder / "checkpoints" / "last.ckpt"))
     assert all(torch.equal(tensor, kept["state_dict"][name]) for name, tensor in last["state_dict"].items())
@@ -42,7 +42,7 @@ def test_the_last_epochs_kept_and_averaged(photos, tmp_path, capsys):
     keep = ("ModelCheckpoint", ".monitor=epoch", ".mode=max", ".save_top_k=2")
     flags = [f"--trainer.callbacks{'+=' if i == 0 else ''}{text}" for i, text in enumerate(keep)]
     folder = fit(photos, tmp_path / "runs", "--trainer.max_epochs=3", "--model.warmup_epochs=0", *flags)
-    # A checkpoint callback of one's own is not taken for that of the best epoch.
+    # relvit's own callback chooses the best checkpoint, not the user's `ModelCheckpoint`.
     accuracies = [value for _, value in read_metrics(folder / "metrics.csv")["val/acc1"]]
     assert summary(folder)["val/acc1"] == pytest.approx(max(accuracies))
     assert f"relvit validate {folder / 'checkpoints' / 'best.ckpt'} " in capsys.readouterr().out
@@ -60,15 +60,15 @@ def test_learning_rate_finder(photos, tmp_path, capsys, recwarn):
     folder = fit(photos, tmp_path / "runs", *flags, "--model.lr_base_batch=16", "--trainer.accumulate_grad_batches=2")
     out, err = capsys.readouterr()
     found = re.search(r"learning rate found: (\S+), as --model.lr (\S+)", out)
-    assert "Finding best" not in out + err  # the bar is off
-    # The search loads a checkpoint of its own, whose images need no comparison.
+    assert "Finding best" not in out + err  # The progress bar is off.
+    # The search loads a temporary checkpoint, which must not cause a warning about the images.
     assert not [warning for warning in recwarn if "which images" in str(warning.message)]
     results = summary(folder)
     assert results["effective_batch"] == 16
     assert results["lr"] == pytest.approx(float(found[1]), rel=0.01) == pytest.approx(float(found[2]), rel=0.01)
     remembered = read_checkpoint(folder / "checkpoints" / "best.ckpt")["relvit"]["model"]
     assert remembered["lr"] == pytest.approx(results["lr"])
-    # What is written down about the run is what it was trained with, and trains the same again.
+    # The run's configuration and checkpoint have the learning rate that was found, and repeat the training.
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["lr_find"] is False
     assert config["model"]["lr"] == remembered["lr"]
@@ -100,7 +100,7 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
     arguments = [f"--model.{name}={value}" for name, value in flags.items()]
     folder = fit(photos, tmp_path, *arguments, "--trainer.max_epochs=3", "--trainer.precision=bf16-mixed")
     best = folder / "checkpoints" / "best.ckpt"
-    # In bfloat16 here, by hand in float32.
+    # The Trainer evaluates in bfloat16, `of_best` in float32, so the results differ a little.
     assert summary(folder)["test/loss"] == pytest.approx(of_best(folder, photos, "test")[1], rel=0.02)
     raw = torch.load(best, weights_only=True)
     assert not torch.equal(raw["state_dict"]["net.head.weight"], raw["ema_state_dict"]["net.head.weight"])
@@ -117,7 +117,8 @@ def test_a_whole_recipe_by_flags_and_its_averaged_checkpoint(photos, tmp_path, c
 def test_two_processes_train_in_one_folder_and_count_every_image_once(photos, tmp_path):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"
     for split in ("val", "test"):
-        (root / split / "owl" / "5.jpg").unlink()  # 17 images do not divide
+        # The 17 remaining images cannot be divided equally between two processes.
+        (root / split / "owl" / "5.jpg").unlink()
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY]
     arguments += ["--trainer.max_epochs=1", "--model.warmup_epochs=0", "--model.lr_base_batch=8", "--model.lr=1e-3"]
     ranks = Ranks(arguments, tmp_path, as_torchrun())

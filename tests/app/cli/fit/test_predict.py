@@ -1,4 +1,4 @@
-"""`relvit predict`: its table, row by row, the paths that it takes, and how it goes on past what cannot be read."""
+"""`relvit predict`: the rows of its table, the paths that it accepts, and files that it cannot read."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def by_hand(best, path, size):
-    """Probabilities of the classes, from the file to the softmax."""
+    """Compute the probabilities of the classes, from the image file to the softmax."""
     image = eval_transform(size, *IMAGENET, 0.9)(Image.open(path).convert("RGB"))
     return load_classifier(best)(image[None])[0].detach().softmax(0)
 
@@ -58,7 +58,7 @@ def test_a_row_per_image_in_the_order_of_the_paths(best, pictures, tmp_path, siz
     found = rows(folder / "predictions.csv")
     lines = [f"{row['path']}: {row['class']} {float(row['probability']):.2f}" for row in found]
     assert "\n".join([*lines, f"3 predictions in {folder / 'predictions.csv'}\n"]) in capsys.readouterr().out
-    # three classes, so no fourth and fifth
+    # The model has three classes, so there are no columns for a fourth and a fifth class.
     assert list(found[0]) == ["path", "class", "probability", "class2", "probability2", "class3", "probability3"]
     assert [row["path"] for row in found] == [f"{pictures}/some {name}.png" for name in ("cat", "dog", "owl")]
     for row in found:
@@ -100,7 +100,7 @@ def test_ten_classes_give_five_and_grey_models_take_files(digits_run, tmp_path):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Pictures in folders, with a GIF, an odd name, a file without an ending and one that is no image."""
+    """Folders of pictures, with a GIF, an odd name, a file without an ending, and a file that is not an image."""
     monkeypatch.chdir(tmp_path)
     for place, colour in zip(("a/1.png", "a/b/2.jpg", "c/3.gif"), CLASSES.values(), strict=True):
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -127,7 +127,7 @@ def test_it_takes_files_folders_and_patterns(folders, paths, expected):
 
 
 def test_the_file_that_a_path_names_is_read(best, folders):
-    """Behind a link to a folder `..` is the parent of that folder, as elsewhere, and each file is read once."""
+    """`..` after a symbolic link to a folder means the parent of the link's target, and each file is read once."""
     os.makedirs("far/inner")
     os.symlink("far/inner", "link")
     for name, colour in (("e.png", "red"), ("far/e.png", "blue")):
@@ -177,7 +177,7 @@ class Reversed(ExitStack):
 
 
 def test_classes_are_the_checkpoints_whatever_the_folders_are_called(best, photos, tmp_path, monkeypatch):
-    """Folders of other names, in another order, listed from the last to the first: the same file gets the same row."""
+    """The folders have other names than the classes, in reverse order, but each file gets the same row."""
     root = tmp_path / "photos"
     shutil.copytree(photos / "test", root / "test")
     plain = predict(best, tmp_path / "plain", f"--data.root={root}")
@@ -216,7 +216,7 @@ def test_broken_files_are_left_out_listed_and_counted(best, pictures, tmp_path, 
 
 
 def test_a_broken_file_stops_it_where_that_is_asked_for(best, pictures, tmp_path, fails):
-    """And no table is left, although other images have been classified."""
+    """No table is written, although other images have been classified."""
     (pictures / "text.png").write_text("not an image")
     arguments = ["predict", best, f"--root={pictures}", "--data.on_error=error", "--batch_size=1"]
     message = fails([*arguments, f"--runs={tmp_path / 'runs'}", *QUIET])
@@ -226,7 +226,7 @@ def test_a_broken_file_stops_it_where_that_is_asked_for(best, pictures, tmp_path
 
 @pytest.mark.slow
 def test_nothing_can_be_read(best, tmp_path):
-    """Two processes report it once."""
+    """Only one of two processes reports the error."""
     (tmp_path / "pictures").mkdir()
     for name in "ab":
         (tmp_path / "pictures" / f"{name}.jpg").touch()
@@ -244,11 +244,11 @@ def test_nothing_can_be_read(best, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3])
 def test_two_processes_write_the_table_of_one(best, pictures, tmp_path, images, monkeypatch):
-    """With broken files in between, and with fewer images than processes."""
+    """The table of two processes is the same with broken files, and with fewer images than processes."""
     monkeypatch.chdir(tmp_path)
     for path in sorted(pictures.iterdir())[images:]:
         path.unlink()
-    # Of the images of the first process two are broken, of the second's one.
+    # Two images of the first process and one image of the second process are broken.
     for name in ("a.png", "some a.png", "zebra.png") if images > 1 else ():
         (pictures / name).touch()
     one = predict(best, tmp_path / "one", f"--data.root={pictures}")
@@ -290,7 +290,7 @@ def test_maps_of_steps_and_their_means(best, pictures, tmp_path, native):
     for row in rows(folder / "predictions.csv"):
         pixels, _ = next(predictor.batches([row["path"]]))
         (steps,) = predictor.model.step_maps(pixels)
-        # Of 30 x 20 px, within four patches.
+        # An image of 30 x 20 px is resized to at most four patches.
         assert steps.shape == (2, 2)
         assert float(row["steps"]) == pytest.approx(steps.double().mean().item(), abs=1e-4)
         assert (folder / "steps" / row["path"][1:]).with_suffix(".png.png").is_file()

@@ -1,4 +1,4 @@
-"""What a run keeps about itself; runs that repeat bit by bit."""
+"""Files in which a run records its options and versions, and runs that repeat bit by bit."""
 
 import json
 import subprocess
@@ -28,7 +28,8 @@ def test_the_record_of_a_run(resumed):
     assert first["seed"] == second["seed"] == 0
     assert first["versions"]["torch"] == str(torch.__version__)
     assert first["devices"] == {"count": 1, "kind": "cpu", "precision": "32-true"}
-    assert first["started"] <= second["started"]  # to the second
+    # `started` is rounded to seconds, so both may be equal.
+    assert first["started"] <= second["started"]
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "{}", '{"sessions": 3}', ""])
@@ -63,7 +64,7 @@ def test_the_state_of_the_repository(tmp_path):
 
 @pytest.mark.slow
 def test_deterministic_trainings_are_bit_equal(photos, tmp_path):
-    """The seed decides everything: not the state of the generators, nor which worker loads an image."""
+    """The seed decides everything. Neither earlier random numbers nor the number of workers matters."""
     contents = []
     for workers in (0, 2):
         torch.rand(workers + 1)

@@ -1,4 +1,4 @@
-"""A retrofitted timm model through the command line, from training to its checkpoint at other sizes."""
+"""A retrofitted timm model on the command line: training, and evaluation of its checkpoint at other sizes."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SMALL = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 @pytest.fixture(scope="module")
 def checkpoint(photos, tmp_path_factory):
-    """Of one epoch of a timm ViT with relative keys and values."""
+    """The checkpoint of a timm ViT, retrofitted with relative keys and values, after one epoch."""
     runs = tmp_path_factory.mktemp("runs")
     config = runs / "retrofit.yaml"
     config.write_text("model:\n  model: test_vit\n  retrofit:\n    rel_terms: kv\n    max_distance: [1, 2]\n")
@@ -51,9 +51,9 @@ def test_it_is_evaluated_at_sizes_that_the_original_does_not_take(checkpoint, ph
 
 @pytest.mark.slow
 def test_resolutions_mirror_its_embedding_where_the_field_of_view_grows(checkpoint, tmp_path):
-    """As with the embedding of a grid of 4 x 6 patches that NumPy mirrors around the trained one of 2 x 2."""
+    """A model whose embedding NumPy has mirrored, from 2 x 2 to 4 x 6 patches, has the same loss."""
     content = torch.load(checkpoint, weights_only=True)
-    # After one epoch positions hardly matter.
+    # After one epoch positions hardly affect the outputs, so enlarge their weights.
     for name, tensor in content["state_dict"].items():
         tensor *= 30 if "pos_embed" in name or ".position." in name else 3 if "attn." in name else 1
     best, table = tmp_path / "best.ckpt", tmp_path / "table.csv"
@@ -78,7 +78,7 @@ def test_resolutions_mirror_its_embedding_where_the_field_of_view_grows(checkpoi
 
 
 def test_positions_that_a_model_brings(photos, tmp_path, capsys):
-    """From timm's weights for a larger image through `fit`, `test` and `validate` at a size that timm does not take."""
+    """`fit`, `test` and `validate` with timm's weights for larger images, at a size that timm's model does not take."""
     kwargs = {**SMALL, "rel_pos_type": "bias", "class_token": True}
     donor = timm.create_model("test_vit_relpos", img_size=32, num_classes=3, **kwargs)
     torch.save(donor.state_dict(), tmp_path / "timm.pth")
@@ -95,7 +95,7 @@ def test_positions_that_a_model_brings(photos, tmp_path, capsys):
     assert "test_vit_relpos, retrofitted (" in out
     assert main(["validate", f"--ckpt_path={best}", "--data.img_size=[16,40]", *QUIET]) == 0
     position = load_classifier(best).net.blocks[0].attn.position
-    # Of the donor's 7 x 7 rows the 3 x 3 of this size, trained further.
+    # The table was cut from the donor's 7 x 7 offsets to the 3 x 3 offsets of this size, and then trained.
     theirs = donor.blocks[0].attn.rel_pos.relative_position_bias_table[:49].T.unflatten(1, (7, 7)).flip(1, 2)
     torch.testing.assert_close(position.bias_table, theirs[:, 2:5, 2:5], rtol=0, atol=5e-3)
 
@@ -105,7 +105,7 @@ def test_mistakes_are_named(checkpoint, photos, tmp_path, fails):
     for option, message in {
         "--model.retrofit.rel_terms=k": f"{had}}}, not {{'rel_terms': 'k'}}",
         "--model.retrofit=null": f"{had}, 'max_distance': [1, 2]}}, not None",
-        # An option of the recipe would have no effect.
+        # The weight decay has no effect in a validation, so it must not differ from the checkpoint's.
         "--model.weight_decay=0.5": "was trained with weight_decay 0.05, not 0.5: drop that option",
     }.items():
         assert message in fails(["validate", f"--ckpt_path={checkpoint}", option, *QUIET])

@@ -1,4 +1,4 @@
-"""Training, evaluating and predicting through the command line, on class folders and on the digits."""
+"""Training, evaluating and predicting on the command line, with class folders and with the digits."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_the_checkpoint_knows_classes_and_normalisation_and_needs_no_pickle(run,
     assert content["relvit"]["model"]["class_names"] == list(CLASSES)
     assert content["relvit"]["data"]["init_args"]["mean"] == [0.485, 0.456, 0.406]
     assert content["relvit"]["data"]["init_args"]["img_size"] == [16, 16]
-    # The last epoch is saved whether or not it was the best.
+    # `last.ckpt` is from the last epoch, even if another epoch was the best.
     assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["epoch"] == 3
 
 
@@ -89,7 +89,7 @@ def test_of_named_images_without_a_val_the_output_says_that_val_is_a_part(comman
 
 def test_test_and_another_place_of_the_data(best, photos, tmp_path, capsys):
     moved = shutil.copytree(photos, tmp_path / "moved")
-    # A class without test images changes nothing for the others: classes go by name.
+    # Classes are found by name, so a class without test images does not shift the labels of the other classes.
     shutil.rmtree(moved / "test" / "cat")
     shutil.rmtree(moved / "train")
     assert main(["test", str(best), f"--data.root={moved}", f"--runs={tmp_path}", *QUIET]) == 0
@@ -103,7 +103,7 @@ def test_of_two_epochs_of_one_accuracy_the_one_of_the_lower_loss_is_the_best(pho
     columns = read_metrics(folder / "metrics.csv")
     accuracies, losses = ([value for _, value in columns[name]] for name in ("val/acc1", "val/loss"))
     first, wanted = accuracies.index(max(accuracies)), max(range(6), key=lambda i: (accuracies[i], -losses[i]))
-    # Otherwise this shows nothing.
+    # This test needs two epochs of the best accuracy, of which the later one has the lower loss.
     assert first < wanted
     assert read_checkpoint(folder / "checkpoints" / "best.ckpt")["epoch"] == wanted
 
@@ -119,7 +119,7 @@ def test_a_training_that_ends_before_its_first_validation_says_what_it_leaves(ph
 
 
 def test_the_summary_counts_the_images_that_were_evaluated(photos, tmp_path):
-    """Of a model of timm without tables, which leaves no picture of them, and with no other log than the table."""
+    """timm's model has no position tables to draw, and the CSV logger writes only the table."""
     model = ["--model.model=test_vit", "--model.model_kwargs={patch_size: 8, embed_dim: 16, depth: 1}"]
     limits = [f"--trainer.limit_{split}_batches=1" for split in ("val", "test")]
     folder = fit(photos, tmp_path, *model, "--data.batch_size=2", *limits, "--trainer.logger=csv")

@@ -1,4 +1,4 @@
-"""What `relvit test` writes, against the classifier image by image."""
+"""The files and metrics of `relvit test`, compared with the classifier image by image."""
 
 import re
 import shutil
@@ -18,13 +18,13 @@ from relvit.app.training import load_classifier
 from relvit.app.utils.files import from_here
 
 NAMES = list(CLASSES)
-# 6, 5 and 6 images can be read.
+# Of the six test images of each class, 6, 5 and 6 can be read.
 ENDS = r"17 images of test at 16 x 16 px, accuracy [\d.]{6} ± [\d.]{6}, mean F1 of .* error [\d.]{6}; .*: 0\.3529\n"
 
 
 @pytest.fixture(scope="module")
 def mixed_up(tmp_path_factory):
-    """Test images of which every third one is under another class, and one cannot be read; 17 can."""
+    """Test images: every third one is in the folder of another class, and one of 18 cannot be read."""
     root = write_photos(tmp_path_factory.mktemp("mixed") / "photos", splits=("test",))
     for number in (1, 4):
         files = [root / "test" / name / f"{number}.jpg" for name in NAMES]
@@ -37,7 +37,7 @@ def mixed_up(tmp_path_factory):
 
 
 def outcomes(best, root, mirror=False):
-    """Paths, labels and probabilities of the test images that can be read."""
+    """Compute paths, labels and probabilities of the test images that can be read."""
     classifier = load_classifier(best)
     data = ImageFolderData(str(root), img_size=16, class_names=NAMES).dataset("test")
     paths, labels, probabilities = [], [], []
@@ -158,7 +158,7 @@ def test_without_a_test_folder_val_is_named(best, photos, tmp_path, fails):
 
 @pytest.mark.parametrize("name", ["test", "new"])
 def test_a_part_of_the_images_that_are_named_is_not_suggested(name, best, photos, tmp_path, fails):
-    """Without folders of splits, val would be a tenth of the images."""
+    """Do not suggest to hold out a tenth of the images as val: the user has named the folder of the test images."""
     root = shutil.copytree(photos / "test", tmp_path / "photos" / name)
     message = fails(["test", best, f"--root={root}", f"--runs={tmp_path / 'runs'}", *QUIET])
     assert ("the folder that holds it" if name == "test" else f"into {root}/test, or") in message
@@ -166,11 +166,11 @@ def test_a_part_of_the_images_that_are_named_is_not_suggested(name, best, photos
 
 
 def test_another_split(best, photos, tmp_path, capsys):
-    """Each image once, in order and without augmentation: as if its folder were the one of test."""
+    """Each image of train is evaluated once, in order and without augmentation, as if it were an image of test."""
     root = tmp_path / "photos"
     shutil.copytree(photos / "train", root / "test")
     given = {"split": [f"--root={photos}", "--split=train"], "folder": [f"--root={root}"]}
-    # More augmentation than the training had must have no effect.
+    # The evaluation must ignore options of augmentation.
     more = ["--data.augment=deit", "--batch_size=5"]
     found, expected = (evaluate("test", best, tmp_path / name, *given[name], *more) for name in given)
     assert "18 images of train at 16 x 16 px, accuracy " in capsys.readouterr().out

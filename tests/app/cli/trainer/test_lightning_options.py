@@ -30,7 +30,7 @@ def with_callback(name, *arguments):
     return [f"--trainer.callbacks+={name}", *(f"--trainer.callbacks.{each}" for each in arguments)]
 
 
-# Callback -> its arguments, and how its refusal begins, or None where it works.
+# Each callback has its arguments, and the beginning of its refusal, or None if the callback works.
 CALLBACKS = {
     "BackboneFinetuning": ([], "it adds parameters"),
     "BaseFinetuning": ([], "it adds parameters"),
@@ -61,7 +61,8 @@ CALLBACKS = {
 }
 LOGGING = {kind.__name__ for kind in lightning_options.LOGGING}
 
-# Argument of the Trainer -> options, and the words of the refusal, or the optimiser steps of an epoch.
+# Each row has an argument of the Trainer, the options to test, and the text of the refusal or the number of optimiser
+# steps of an epoch.
 TRAINER = [
     ("accelerator", ["accelerator=cpu"], 3),
     ("strategy", ["strategy=single_device"], 3),
@@ -133,7 +134,7 @@ def fit(photos, *options, bar=False):
 
 
 def rates(steps, epochs):
-    """The rates after each epoch of a training: one epoch of linear warm-up, half at most, then a cosine to 1e-5."""
+    """Compute the rate after each epoch: linear warm-up of one epoch, at most half of the training, then a cosine."""
     total, warmup = steps * epochs, min(steps, steps * epochs // 2)
     done = [steps * (epoch + 1) for epoch in range(epochs)]
     return [1e-5 + (4e-3 - 1e-5) * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2 for step in done]
@@ -147,7 +148,7 @@ def assert_trains_and_resumes(arguments, steps=3):
     assert "serialize" not in str(config)
     assert summary(folder)["lr"] == 4e-3
     found = [value for _, value in read_metrics(folder / "metrics.csv")["lr"]]
-    # Two epochs have a warm-up of one, which ends at the full rate.
+    # In a training of two epochs the warm-up takes one epoch, and ends at the full rate.
     assert found == pytest.approx(rates(steps, 2))
     assert main(["fit", f"--resume={folder}", "--trainer.max_epochs=3"]) == 0
     found = [value for _, value in read_metrics(folder / "metrics.csv")["lr"]]
@@ -156,7 +157,7 @@ def assert_trains_and_resumes(arguments, steps=3):
 
 
 REFUSED = [name for name, (_, refusal) in CALLBACKS.items() if refusal]
-# A Trainer takes one bar and one summary.
+# A Trainer refuses a second progress bar or model summary.
 BARS = ("RichProgressBar", "ProgressBar", "TQDMProgressBar")
 SUMMARIES = ("RichModelSummary", "ModelSummary")
 
@@ -215,12 +216,12 @@ def test_a_rehearsal_leaves_no_run(photos, tmp_path, monkeypatch):
 
 
 def groups():
-    """Rows of `TRAINER` that train, together where no two give one option or change the number of steps."""
+    """Group rows of `TRAINER` that train: no two rows in a group set one option or have different numbers of steps."""
     found = []
     for _, options, steps in TRAINER:
         if type(steps) is int:
             names = {option.partition("=")[0] for option in options}
-            # What these do depends on other options.
+            # Each of these arguments changes the meaning of other options, so its row is in no group with other rows.
             alone = {"precision", "max_steps", "check_val_every_n_epoch", "val_check_interval"} & names
             fits = (each for each in found if each[2] == steps and not alone and not each[0] & names and not each[3])
             group = next(fits, None)
@@ -247,7 +248,7 @@ def test_an_average_needs_weights_in_float32(photos, tmp_path, monkeypatch, fail
 
 
 def test_values_that_the_configuration_cannot_hold(photos, tmp_path, monkeypatch, fails):
-    """A default of a user's callback may be any object; the run could not be resumed."""
+    """The default of a user's callback may be any object. Such a run could not be resumed, so it is refused."""
     monkeypatch.chdir(tmp_path)
     message = fails(fit(photos, *with_callback("failures.OfADevice")))
     assert (
@@ -266,7 +267,7 @@ def test_the_page_lists_what_is_refused():
 
 
 class Limits:
-    """Its annotation has the order that `Union[int, float]` gets where another library used this order before."""
+    """`Union[int, float]` has this order of types if another library has used `Union[float, int]` before."""
 
     def __init__(self, batches: Union[float, int, None] = None):  # noqa: UP007 (`|` keeps the order in any case)
         self.batches = batches

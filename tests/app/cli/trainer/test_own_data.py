@@ -1,4 +1,4 @@
-"""A user's own data module on the command line, with ``**options``, with typed arguments and with none."""
+"""A user's own data module on the command line: with ``**options``, with typed arguments, and without arguments."""
 
 import contextlib
 import functools
@@ -90,21 +90,21 @@ NAME = "own_data_of_a_user"
 MODEL = [option for option in TINY if not option.startswith("--data.")]
 SIZES = ["--data.img_size=16", "--data.batch_size=8", "--data.num_workers=0"]
 SECRET = ["--data.password=p4ss", "--data.token=t0k3n", '--data.storage={"headers": {"X": "h3ad"}, "user": "me"}']
-# The options that a training on each class needs.
+# A training on each class needs these options.
 OPTIONS = {"Handed": SIZES, "Typed": ["--img_size=16"], "Private": [*SIZES, *SECRET]}
 CLASSES = ["Handed", "Defaults", "Typed", "Nothing"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory):
-    """The working directory, with a module of these classes, which nothing has imported yet."""
+    """The working directory, with a module of these classes that no code has imported yet."""
     place = tmp_path_factory.mktemp("own_data")
     (place / f"{NAME}.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch, without_figures():
         patch.syspath_prepend(place)
         patch.chdir(place)
         yield place
-    # The tests of other files shall not be offered the classes.
+    # Make the classes abstract, so that `data_modules` does not list them in the tests of other files.
     for cls in data_modules():
         if cls.__module__ == NAME:
             cls.__abstractmethods__ = frozenset({"build"})
@@ -112,7 +112,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(place):
-    """Return a function that trains on a class, once, and returns the run's folder and what was printed."""
+    """Return a function that trains on a class, once per class, and returns the run's folder and the printed text."""
 
     @functools.cache
     def train(cls):
@@ -183,7 +183,7 @@ def test_images_of_other_classes_are_refused(best, photos, fails):
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", ["Typed", "Nothing"])
 def test_export(cls, best, tmp_path, capsys):
-    """A class without an argument `img_size` is not asked to take one."""
+    """For a class without an argument `img_size`, the export does not change the image size."""
     kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
     file = str(write_checkpoint_like(best(cls), tmp_path / "vit.ckpt", "test_vit", kwargs))
     data = f"--data={NAME}.{cls}"
@@ -193,7 +193,7 @@ def test_export(cls, best, tmp_path, capsys):
 
 
 def test_a_checkpoint_chooses_no_module(best, tmp_path, fails):
-    """The class has to be named, since importing it runs code; `--resume` has it from the run's own configuration."""
+    """Importing a class runs code, so the user has to name it; `--resume` takes the name from the run's config.yaml."""
     Path("never.py").write_text("raise SystemExit('imported')")
     stored = torch.load(best("Handed"), weights_only=True)
     stored["relvit"]["data"]["class_path"] = "never.Mine"
@@ -270,9 +270,9 @@ def test_secrets_that_are_given_again_are_accepted_and_written_nowhere(trained, 
     best, data, runs = str(run / "checkpoints" / "best.ckpt"), f"--data={NAME}.Private", f"--runs={tmp_path}"
     Checkpoint.read(best).data_module(password="p4ss", storage={"headers": {"X": "h3ad"}, "user": "me"})
     for arguments in (
-        # Another token may be given.
+        # The resumed training accepts another token.
         ["fit", f"--resume={run}", "--epochs=2", SECRET[0], "--data.token=n3w", SECRET[2]],
-        # One with a default need not be given.
+        # A secret that has a default can be left out.
         ["fit", f"--resume={run}", "--epochs=3", SECRET[0], SECRET[2]],
         ["validate", best, data, SECRET[0], SECRET[2], *QUIET],
         ["test", best, data, *SECRET, *QUIET, runs],
@@ -294,7 +294,7 @@ def test_secrets_that_are_given_again_are_accepted_and_written_nowhere(trained, 
 
 
 def test_options_of_a_class_are_typed_and_named(best, fails):
-    """Commands whose `--data` is a name take the arguments of the class's constructor, too."""
+    """Commands whose `--data` takes a name also take the arguments of the class's constructor."""
     again, data = ["resolutions", str(best("Typed")), "--sizes=16", "--accelerator=cpu"], f"--data={NAME}.Typed"
     assert main([*again, data, "--data.crop=0.5"]) == 0
     assert "--data.crop must be a number, got much" in fails([*again, data, "--data.crop=much"])

@@ -1,4 +1,4 @@
-"""`relvit demo`: served at its defaults until it is ended, and what it refuses."""
+"""`relvit demo`: the server with its defaults, from start to end, and the options that the command refuses."""
 
 import os
 import re
@@ -19,7 +19,7 @@ LINE = r"The page is at (http://{}:\d+), and {} can open it\. Ctrl-C ends it\.\n
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
-    """The command sets these for its process, which is that of the tests."""
+    """Restore the environment variables that the command sets in this process."""
     for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
         monkeypatch.setenv(name, "")
 
@@ -77,7 +77,7 @@ def test_who_can_open_it(best, capsys, monkeypatch, tmp_path, options, host, who
             ["--host", "no.such.host.invalid"],
             "at host no.such.host.invalid, port 7860: .* give an address of",
         ),
-        # An address of documentation (RFC 5737), which no machine has.
+        # The addresses of this network are for documentation (RFC 5737), so no machine has this address.
         (["--host", "192.0.2.1"], "port 7860: .*; give an address of this machine, or 0.0.0.0 for all"),
         (["--reach", "far"], "--reach must be"),
     ],

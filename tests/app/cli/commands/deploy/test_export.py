@@ -1,4 +1,4 @@
-"""`relvit export`: what the files compute where relvit is not, against the classifier."""
+"""`relvit export`: exported files compute the classifier's outputs, also in a process without relvit."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from relvit.app.evaluation.deploy import onnx_and_pt2 as module
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import load_classifier
 
-# Loads the program with PyTorch alone.
+# This script loads an exported program with PyTorch alone.
 STANDALONE = """
 import sys, torch
 model = torch.export.load(sys.argv[1]).module()
@@ -52,7 +52,7 @@ def folder(best, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def program(best, folder):
-    """The same as a program of `torch.export`."""
+    """The run's best checkpoint as a program of `torch.export`."""
     export_model(relvit.load(best), folder / "model.pt2")
     return folder / "model.pt2"
 
@@ -87,7 +87,8 @@ def test_onnx_and_its_description_are_enough_to_predict(best, folder, session, c
     description = json.loads(session.get_modelmeta().custom_metadata_map["relvit"])
     assert description["input"] == ["batch", 3, "8*height_in_patches", "8*width_in_patches"]
     assert description["class_names"] == list(CLASSES)
-    # by the description alone, with Pillow and NumPy; 17 x 17 covers the crop of 16 x 16 already
+    # Predict from the file's description alone, with Pillow and NumPy. An image of 17 x 17 px already covers the crop
+    # of 16 x 16 px, so one resizing is enough.
     assert int(description["img_size"][0] / description["crop_pct"]) == 17
     pixels = np.asarray(Image.open(photos / "test" / "dog" / "0.jpg").resize((17, 17)))
     x = ((pixels[:16, :16] / 255 - description["mean"]) / description["std"]).astype(np.float32)
@@ -115,7 +116,7 @@ def same_predictions(ours, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [[], ["--img_size=[24,40]"]])
 def test_predict_by_the_file_alone(best, folder, photos, tmp_path, size, capsys):
-    """The same table as by the checkpoint, at any size, past a file that cannot be read."""
+    """`predict` with the exported file writes the table of the checkpoint, at any size, and skips broken files."""
     (tmp_path / "broken.jpg").write_bytes(b"nothing")
     paths = [str(photos / "test"), str(tmp_path / "broken.jpg"), *size]
     assert main(["predict", str(best), *paths, f"--runs={tmp_path / 'theirs'}", "--trainer.accelerator=cpu"]) == 0
@@ -128,7 +129,7 @@ def test_predict_by_the_file_alone(best, folder, photos, tmp_path, size, capsys)
 
 @pytest.fixture(scope="module")
 def other(best, tmp_path_factory):
-    """A checkpoint with classes of its own, of a model that is exported in seconds."""
+    """A checkpoint with its own class names, of a model whose export takes seconds."""
     target = tmp_path_factory.mktemp("other") / "other.ckpt"
     kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
     return write_checkpoint_like(
@@ -152,7 +153,7 @@ def test_files_beside_each_other_keep_their_own_classes(folder, other, photos, t
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_weights_of_a_large_model_are_in_a_file_that_carries_its_name(other, tmp_path, monkeypatch, int8):
-    """PyTorch writes them so where an .onnx would be above 2 GB."""
+    """PyTorch writes the weights into a second file if the .onnx would be larger than 2 GB."""
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
     predictor = relvit.load(other)
     export_model(predictor, tmp_path / "large.onnx", int8)
@@ -184,7 +185,7 @@ def test_files_do_not_depend_on_pytorchs_defaults(other, tmp_path, default):
 
 
 def copy_of(path):
-    """In the place of the exporter, for the tests of what follows it."""
+    """Return a replacement for the exporter that copies a file, for tests of the steps after the export."""
 
     def write(net, images, dynamic, output, description):
         shutil.copy(path, output)
@@ -219,7 +220,7 @@ def test_int8_and_what_it_costs(run, best, folder, photos, tmp_path, monkeypatch
 
 
 def check_refusals(net, folder, session):
-    """Of images whose sides are no multiples of the patch, in either direction."""
+    """Check that images whose height or width is not a multiple of the patch are refused."""
     program = torch.export.load(folder / "model.pt2").module()
     for height, width in ((20, 24), (24, 20), (17, 23)):
         x = torch.randn(2, 3, height, width)
@@ -297,7 +298,7 @@ def test_sizes_that_no_file_takes_are_refused_with_one_that_it_does(best, tmp_pa
 def test_compiled_by_aotinductor(best, tmp_path, monkeypatch, capfd):
     output, kwargs = tmp_path / "model.pt2", {"patch_size": 8, "embed_dim": 16, "depth": 1, "max_distance": 2}
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_relvit", kwargs)
-    # Most of the time is the C++ compiler's.
+    # The C++ compiler takes most of the time of this test, so compile without optimisation.
     with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
         assert main(["export", str(best), f"--output={output}", "--aot"]) == 0
     assert "does not notice images of a wrong size" in capfd.readouterr().out
@@ -317,7 +318,7 @@ def test_compiled_by_aotinductor(best, tmp_path, monkeypatch, capfd):
 
 
 def test_a_file_that_computes_something_else_is_not_kept(best, tmp_path, monkeypatch):
-    """The file that was there before stays."""
+    """An older file of the same name stays unchanged."""
 
     def wrong(net, images, dynamic, output, description):
         output.touch()

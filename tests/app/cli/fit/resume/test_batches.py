@@ -1,4 +1,4 @@
-"""Batches of another size or number: optimiser steps stay what they were, within an epoch and at its end."""
+"""Resumed trainings with another batch size or number of devices: an optimiser step has the same number of images."""
 
 import shutil
 
@@ -15,7 +15,7 @@ from relvit.app.training import read_checkpoint
 
 @pytest.mark.parametrize("changed", ["--data.batch_size=6", "--trainer.accumulate_grad_batches=2"])
 def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
-    """Otherwise some images would come twice and others not at all, and the schedule would not know where it is."""
+    """With larger or smaller steps, a resumed epoch would repeat or skip images, and the schedule would be wrong."""
     folder = shutil.copytree(run, tmp_path / "run")
     checkpoint = folder / "checkpoints" / "last.ckpt"
     content = torch.load(checkpoint, weights_only=True)
@@ -27,7 +27,7 @@ def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
     out, err = capsys.readouterr()
     assert then in err
     assert ("give --batch_size 4" in err) == ("accumulate" in changed)
-    # Nothing was announced before.
+    # The command fails before it prints anything about the resumed training.
     assert "changed since" not in out
     assert "files in" not in out
     content["position"] = {"epoch": 3, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
@@ -40,7 +40,7 @@ def test_optimiser_steps_stay_what_they_were(run, tmp_path, changed, capsys):
 
 @pytest.fixture(scope="module")
 def interrupted(photos, tmp_path_factory):
-    """The folder of a training of two epochs that Ctrl-C stopped within the second."""
+    """The folder of a training of two epochs that Ctrl-C stopped during the second epoch."""
     runs = tmp_path_factory.mktemp("interrupted")
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={runs}", *TINY]
     assert main([*arguments, "--epochs=2", "--model.ema_decay=0.9", "--trainer.callbacks=failures.Stop"]) == 130
@@ -54,7 +54,7 @@ def test_an_interrupted_training_has_its_place_and_the_end_of_the_epoch_before(i
 
 
 def assert_whole(folder):
-    """Two epochs are complete, and the last checkpoint is the end of an epoch."""
+    """Check that two epochs are complete, and that the last checkpoint is from the end of an epoch."""
     assert [epoch for epoch, _ in read_metrics(folder / "metrics.csv")["train/loss"]] == [0, 1]
     assert (folder / "checkpoints" / "last.ckpt").samefile(folder / "checkpoints" / "epoch.ckpt")
 

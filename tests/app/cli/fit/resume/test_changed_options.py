@@ -1,4 +1,4 @@
-"""Options that may change where a training goes on, and options that may not."""
+"""Options that may change when a training is resumed, and options that may not."""
 
 import contextlib
 import copy
@@ -77,7 +77,7 @@ def test_an_option_that_the_configuration_changed_is_found_as_well(stopped, fail
 
 
 class Changed(NamedTuple):
-    """A training of four epochs that went on to six with other options."""
+    """A training that was resumed from four epochs to six with other options."""
 
     folder: Path
     images: Path
@@ -99,7 +99,7 @@ def changed(run, photos, tmp_path_factory):
         "data.num_workers": "1",
         "model.nonfinite": "skip",
         "save_every": "2",
-        # As before: no change.
+        # This option has its old value, so it must not be reported as changed.
         "model.lr": "0.005",
     }
     arguments, printed = [f"--{name}={value}" for name, value in options.items()], io.StringIO()
@@ -131,9 +131,9 @@ def test_from_the_end_of_an_epoch_smaller_batches_make_the_same_steps(changed):
 def test_a_larger_number_of_epochs_lengthens_the_schedule(changed, resumed):
     rates = read_metrics(changed.folder / "metrics.csv")["lr"]
     assert rates == read_metrics(resumed[0] / "metrics.csv")["lr"]
-    # Three steps an epoch: the cosine now ends after 18.
+    # An epoch has three steps, so the cosine now ends after 18 steps.
     for epoch, rate in rates[4:]:
-        # After the epoch's last step the schedule is at the next one.
+        # `lr` is logged after the last step of an epoch, when the schedule is already at the next step.
         step = 3 * (epoch + 1) - 3
         assert rate == pytest.approx(1e-5 + (5e-3 - 1e-5) * (1 + math.cos(math.pi * step / 15)) / 2)
 

@@ -1,4 +1,4 @@
-"""`relvit fit --resume RUN`: what it takes, what it refuses, and what it does to the run's folder."""
+"""`relvit fit --resume RUN`: the runs and options that it accepts or refuses, and the files that it changes."""
 
 import re
 import shutil
@@ -27,18 +27,18 @@ def test_goes_on_in_the_same_folder_with_the_same_configuration(run, resumed):
     assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["position"]["epoch"] == 6
     before, after = (yaml.safe_load((each / "config.yaml").read_text()) for each in (run, folder))
     before["trainer"]["max_epochs"] = 6
-    # It names no checkpoint: the configuration alone trains the same from the beginning.
+    # The configuration names no checkpoint, so it repeats the whole training from the beginning.
     assert after == before
     assert after["ckpt_path"] is None
 
 
 def test_a_new_folder_from_a_checkpoint_that_knows_how_it_was_trained(run, resumed, tmp_path, capsys):
-    """No option has to be given again, but for the Trainer's."""
+    """Only the Trainer's options have to be given again."""
     last = run / "checkpoints" / "last.ckpt"
     assert main(["fit", f"--ckpt_path={last}", f"--runs={tmp_path / 'new'}", "--trainer.max_epochs=6", *QUIET]) == 0
     out = capsys.readouterr().out
     assert "changed since: trainer.max_epochs 4 -> 6\n" in out
-    # The best checkpoint of another folder is of that folder's own epochs.
+    # The best checkpoint in a new folder is chosen among the epochs of the new folder.
     assert "Best validation accuracy since resuming after epoch 4:" in out
     folder = only(tmp_path / "new")
     assert summary(folder)["best_epoch"] in (5, 6)
@@ -76,7 +76,7 @@ def test_a_finished_run_says_so(stopped, fails):
     ],
 )
 def test_refusals(stopped, spoil, extra, message, fails):
-    """Never a fresh start in place of a resume."""
+    """A resume that is refused never starts a training from scratch instead."""
     spoil(stopped)
     files = {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.is_file()}
     assert message in fails(["fit", f"--resume={stopped}", *extra])
@@ -98,7 +98,7 @@ def test_two_processes_never_train_in_one_folder(stopped, fails):
     finally:
         other.kill()
         other.wait()
-    # A process that is gone has no lock, however it went.
+    # The lock of a process ends with the process, even if the process was killed.
     RunLock(stopped).release()
 
 
@@ -128,14 +128,14 @@ def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys):
 
 
 def test_patience_ends_a_training_that_learns_nothing_and_may_change(run, photos, tmp_path, capsys):
-    """Nothing is learnt: the first validation is the best."""
+    """With a learning rate of 0 the model learns nothing, so the first validation is the best."""
     still = ["--model.lr=0", "--model.min_lr=0", "--model.warmup_epochs=0", "--patience=1", "--trainer.max_epochs=9"]
     folder = fit(photos, tmp_path, *still)
     assert len(read_metrics(folder / "metrics.csv")["lr"]) == 2
     assert "Stopped early: patience 1 with val/acc1 has run out." in capsys.readouterr().out
     assert summary(folder)["stopped_early"] is True
     assert "stopped_early" not in summary(run)
-    # What it stopped at is no end.
+    # Early stopping ended the training before its last epoch, so the training can be resumed.
     assert main(["fit", f"--resume={folder}", "--patience=3"]) == 0
     assert len(read_metrics(folder / "metrics.csv")["lr"]) == 4
 

@@ -1,4 +1,4 @@
-"""The images of a training that goes on: the same ones, in whatever folder."""
+"""A resumed training must have the same images, but they may be in another folder."""
 
 import shutil
 
@@ -13,13 +13,13 @@ from relvit.app.cli import main
 
 @pytest.fixture
 def moved(stopped, photos, tmp_path):
-    """The images of the run in another folder, and the arguments of a resume there."""
+    """The images of the run in another folder, and arguments that resume the run with these images."""
     root = shutil.copytree(photos, tmp_path / "moved")
     return root, ["fit", f"--resume={stopped}", "--trainer.max_epochs=5", f"--data.root={root}"]
 
 
 def swap(root):
-    """Two images between two classes."""
+    """Exchange two images between two classes."""
     one, other = root / "train" / "cat" / "1.jpg", root / "train" / "dog" / "1.jpg"
     assert one.stat().st_size != other.stat().st_size
     for old, new in ((one, root / "x"), (other, one), (root / "x", other)):
@@ -30,7 +30,7 @@ def test_the_images_stay_the_same(stopped, moved, capsys):
     root, arguments = moved
     swap(root)
     (root / "val" / "owl" / "0.jpg").unlink()
-    # Those of test may change: they take no part in the training.
+    # The images of test may change, because a training does not use them.
     (root / "test" / "owl" / "0.jpg").unlink()
     before = files(stopped)
     assert main(arguments) == 2
@@ -42,7 +42,7 @@ def test_the_images_stay_the_same(stopped, moved, capsys):
     ) in err
     assert "changed since" not in out
     assert files(stopped) == before
-    # Likewise in another run's folder, which then stays away.
+    # A new run from the checkpoint refuses other images, too, and leaves no folder.
     arguments[1] = f"--ckpt_path={stopped / 'checkpoints' / 'last.ckpt'}"
     assert main([*arguments, f"--runs={root / 'runs'}", *QUIET]) == 2
     assert "train: 2 of another size ('cat/1.jpg', 'dog/1.jpg'); val: 1 removed" in capsys.readouterr().err
@@ -53,7 +53,7 @@ UNKNOWN = "the checkpoint does not say which images its training had"
 
 
 def forget_images(run, layout=None):
-    """As a Trainer of one's own writes checkpoints."""
+    """Remove the record of the images, as in a checkpoint that a user's own Trainer has written."""
     last = run / "checkpoints" / "last.ckpt"
     content = torch.load(last, weights_only=True)
     assert content["callbacks"].pop("DataRecord")["images"]["train"]["images"] == 18
@@ -63,7 +63,7 @@ def forget_images(run, layout=None):
 
 
 def test_images_that_no_checkpoint_knows_are_warned_of_once(stopped, moved, recwarn, capsys):
-    """The training goes on to a limit of steps, in the middle of the fifth epoch, which has three."""
+    """An epoch has three steps, so the limit of 14 steps ends the training in the middle of the fifth epoch."""
     root, arguments = moved
     forget_images(stopped)
     arguments[2] = "--trainer.max_epochs=-1"
@@ -71,7 +71,7 @@ def test_images_that_no_checkpoint_knows_are_warned_of_once(stopped, moved, recw
     assert torch.load(stopped / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 14
     assert [str(warning.message)[: len(UNKNOWN)] for warning in recwarn].count(UNKNOWN) == 1
     recwarn.clear()
-    # Now they are known.
+    # The new checkpoint records the images, so a change of the images is refused.
     swap(root)
     assert main([*arguments, "--trainer.max_steps=15"]) == 2
     assert "train: 2 of another size" in capsys.readouterr().err
