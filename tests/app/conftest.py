@@ -1,4 +1,4 @@
-"""The data and runs that the application's tests share."""
+"""Fixtures of data and runs that the tests of the application share."""
 
 from trained_runs import best, digits_run, fails, photos, run
 

@@ -1,4 +1,4 @@
-"""Every shipped configuration: a whole experiment that the real signatures accept; its header makes nothing up."""
+"""Every shipped configuration is a whole experiment that the real signatures accept, and its header is true."""
 
 import re
 from pathlib import Path
@@ -21,12 +21,13 @@ from relvit.app.data.images.image_cache import InMemoryBatches
 ROOT = Path(__file__).parents[2]
 BY_NAME = shipped_configs()
 CONFIGS = [BY_NAME[name] for name in sorted(BY_NAME)]
-# What stands behind another configuration.
+# These configurations are given after another configuration, to change its devices; the numbers are devices and
+# machines.
 DEVICES = {"multi_gpu": (8, 1), "multi_node": (8, 2)}
 ADDITIONS = {*DEVICES, "bands", "lsh", "reversible", "universal"}
 RECIPES = [path for path in CONFIGS if path.stem not in {*ADDITIONS, "retrofit"}]
 ON_A_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
-# Of learning rates that follow the batch little is left for four images.
+# With batches of four images, learning rates that scale with the batch fall below the default of `min_lr`.
 TINY_BATCH = ["--data.batch_size=4", "--model.min_lr=0"]
 FAST = ["--trainer.fast_dev_run=true", "--trainer.enable_progress_bar=false", "--data.num_workers=0", *TINY_BATCH]
 SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -40,7 +41,7 @@ def header(path):
 
 
 def field(path, name):
-    """The text of a header under a name, up to the next name or paragraph."""
+    """Return the text after a name in a header, up to the next name or paragraph."""
     found = re.search(rf"^{name}: (.*?)(?=^\w+: |\n\n|\Z)", header(path), re.DOTALL | re.MULTILINE)
     assert found, f"{path.name}: no '{name}:' in its header"
     return found[1].replace("\n", " ").strip()
@@ -48,7 +49,7 @@ def field(path, name):
 
 @pytest.fixture(scope="module")
 def wordnet(tmp_path_factory):
-    """ImageNet's folders, of three classes."""
+    """A folder like ImageNet's, with three classes."""
     root = write_photos(tmp_path_factory.mktemp("imagenet"), splits=("train", "val"), count=4)
     for split in ("train", "val"):
         for number, folder in enumerate(sorted((root / split).iterdir())):
@@ -57,14 +58,15 @@ def wordnet(tmp_path_factory):
 
 
 def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
-    """Flags that turn a recipe down, and give it tiny data of the kind that it is for."""
+    """Return flags that make a recipe small, and give it tiny data of its kind."""
     config = yaml.safe_load(path.read_text())
     flags = [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
     data = config["data"]["class_path"].rpartition(".")[2]
     if data in ("ImageNetData", "ImageFolderData"):
         if "pretrained" in config["model"]:
             source = f"--model.pretrained={run / 'checkpoints' / 'best.ckpt'}"
-            # Attention of the same width, depth and MLP ratio; or the model of the checkpoint, which is small.
+            # Without a checkpoint of a large model, use the small checkpoint, whose attention has the same width, depth
+            # and MLP ratio.
             flags = [*flags, source, "--model.model_kwargs.mlp_ratio=3"] if data == "ImageNetData" else [source]
         return [*flags, f"--data.root={wordnet if data == 'ImageNetData' else photos}", "--data.img_size=32"]
     if data.startswith("CIFAR"):
@@ -72,7 +74,7 @@ def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
             "CIFAR10Data": (CIFAR10, CIFAR10Data, "labels", ["data_batch_1", "data_batch_2", "test_batch"]),
             "CIFAR100Data": (CIFAR100, CIFAR100Data, "fine_labels", ["train", "test"]),
         }[data]
-        # Of a hundred classes there would be too few images to put some aside.
+        # With a hundred classes each class would have too few images to hold some out.
         make_archive(monkeypatch, tmp_path, kind, labels, files, own.classes[:10])
         return [*flags, f"--data.root={tmp_path}"]
     assert data == "DigitsData"
@@ -89,7 +91,8 @@ def test_options_exist(path, capsys):
             assert taken[group][name] == value
 
 
-# One of each kind of data, and the one with the most particular weights; the others are slow only for being many.
+# These are one configuration for each kind of data, and the one with unusual weights. The others are marked slow
+# because they are many.
 DAILY = ("digits", "cifar10_aft", "folder", "finetune_aft")
 
 
@@ -118,7 +121,7 @@ def test_recipes_run_on_tiny_data(path, tmp_path, monkeypatch, photos, wordnet, 
     ],
 )
 def test_recipes_of_cifar_run_on_class_folders(name, own, tmp_path, monkeypatch, capsys):
-    """The command of the header: the images stay at CIFAR's size and normalisation, and are augmented by the batch."""
+    """The command in the header trains on class folders with CIFAR's size, normalisation and batch augmentation."""
     for split, count in (("train", 4), ("test", 1)):
         for label in ("cat", "dog"):
             (tmp_path / split / label).mkdir(parents=True)
@@ -156,7 +159,7 @@ def test_models_without_attention_are_of_the_same_size_and_trained_alike(attenti
             for recipe, given in zip(recipes, kwargs, strict=True)
         ]
     assert recipes[0] == recipes[1]
-    # What says where things are is attention's.
+    # AFT has no relative attention, so the arguments of relative positions differ.
     of_positions = ("rel_init_std", "max_distance", "pos_embed")
     assert {name: value for name, value in kwargs[0].items() if name not in of_positions} == kwargs[1]
     sizes = [

@@ -1,4 +1,4 @@
-"""A family can be removed, its folder and its name in `relvit.families`: everything else still works."""
+"""A family can be removed (its folder and its name in `relvit.families`), and everything else still works."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import relvit
 
 PACKAGE = Path(relvit.__file__).parent
 FAMILIES = sorted(path.name for path in (PACKAGE / "families").iterdir() if (path / "__init__.py").is_file())
-# Forks the process for each copy of the package, as importing PyTorch, timm and Lightning takes seconds.
+# The script imports PyTorch, timm and Lightning once, which takes seconds, and forks for each copy of the package.
 USE = """
 import os, sys, traceback
 import lightning.pytorch.cli, matplotlib.figure, timm, torch, torchmetrics

@@ -1,4 +1,4 @@
-"""The console script's start: it answers --help without PyTorch, and commands load no library that they do not use."""
+"""The start of the console script: `--help` without PyTorch, and no command loads a library that it does not use."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ from relvit.app.cli import COMMANDS, main
 from relvit.app.cli.functions import function_of
 
 ROOT = Path(relvit_start.__file__).parent
-# Libraries that relvit uses in some commands, each of which takes a tenth of a second or more to load.
+# Only some commands use these libraries, each of which takes a tenth of a second or more to load.
 HEAVY = {"sklearn", "pandas", "tensorboard", "onnx", "onnxruntime", "gradio"}
 
 
 def loaded_after(program):
-    """The libraries that a fresh process has loaded after a program."""
+    """Return the libraries that a new process has loaded after it has run a program."""
     code = f"import sys\n{program}\nprint(*{{name.partition('.')[0] for name in sys.modules}}, file=sys.stderr)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -30,7 +30,7 @@ def test_help_and_version_load_neither_pytorch_nor_the_package(arguments, capsys
     program = f"import relvit_start; sys.argv = ['relvit', *{arguments}]; status = relvit_start.main()"
     done = loaded_after(f"{program}; assert status == {0 if arguments else 2}")
     assert {"torch", "timm", "relvit"}.isdisjoint(done.stderr.split())
-    # `python -m relvit` says the same.
+    # `python -m relvit` prints the same text.
     assert main(arguments) == (0 if arguments else 2)
     assert done.stdout == capsys.readouterr().out
     assert arguments != ["--version"] or done.stdout == f"relvit {relvit.__version__}\n"
@@ -52,7 +52,7 @@ def test_an_unknown_command_is_answered_without_pytorch(capsys):
 
 @pytest.mark.slow
 def test_the_core_alone_names_the_extra_that_is_missing():
-    """`import relvit` works without the application's packages, and the command line answers in one line."""
+    """`import relvit` works without the application's packages, and the command line prints one line about them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse', 'matplotlib', 'sklearn')))"
     purpose = "relvit.app (training, evaluation and the command line)"
     uses = "import relvit, relvit_start; relvit.models; status = relvit_start.run(['fit'])"
@@ -66,7 +66,7 @@ def test_the_core_alone_names_the_extra_that_is_missing():
 
 @pytest.mark.slow
 def test_the_core_alone_answers_what_needs_no_extra():
-    """`python -m relvit` says what the console script says, although packages of the application are missing."""
+    """`python -m relvit` prints the same as the console script, although packages of the application are missing."""
     missing = "import runpy, sys; sys.modules.update(dict.fromkeys(('lightning', 'jsonargparse')))"
     lines = (["--help"], ["-h"], [], ["--debug", "--help"], ["--version"], ["trian", "x"])
     script, module = (
@@ -118,7 +118,7 @@ def test_the_overview_fits_a_terminal():
 @pytest.mark.slow
 def test_commands_load_no_library_that_they_do_not_use():
     commands = [["fit", "--help"], ["fit", "--lrr=3"], ["embed", "--help"], ["probe", "--help"]]
-    # In one process, as each start takes seconds.
+    # Run all calls in one process, because each start takes seconds.
     calls = [f"sys.argv = ['relvit', *{arguments}]; relvit_start.main()" for arguments in commands]
     done = loaded_after("\n".join(["import relvit_start", *calls]))
     assert HEAVY.isdisjoint(done.stderr.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""Class names: counts that are printed, and names that may be one class written in two ways."""
+"""Class names: printed counts, and names that may be two spellings of one class."""
 
 import itertools
 import re
@@ -39,7 +39,7 @@ def test_names_that_a_terminal_would_obey_are_no_classes(name):
     escaped = re.escape(name.encode("unicode_escape").decode())
     with pytest.raises(ValueError, match=rf"^list.csv: the class name '{escaped}' has control characters; rename it$"):
         check_printable(["cat", name], "list.csv")
-    # Every data module refuses such names, wherever they come from.
+    # Every data module refuses such names, from whatever source they come.
     with pytest.raises(ValueError, match=rf"^class_names: the class name '{escaped}' has control characters"):
         ImagePathsData([], ["cat", name], 8, (0.5,), (0.5,), 1.0)
 
@@ -68,7 +68,7 @@ def test_names_may_be_numbers_and_texts_of_numpy():
 def test_labels_are_names_or_positions():
     assert positions(["1", "0", "1"], ["bee", "cat"]) == {"0": 0, "1": 1}
     assert positions(["1", "bee"], ["bee", "cat"]) == {"bee": 0, "cat": 1}
-    # Numbers that name classes stay names.
+    # If the class names are numbers, a label is a name and not a position.
     assert positions(["1", "0"], ["1", "0"]) == {"1": 0, "0": 1}
 
 
@@ -91,7 +91,7 @@ def test_counts():
         ({"dgo": 1, "dog": 500, "cat": 500}, "the class 'dgo' (images: 1) may be a typo of 'dog' (500)"),
         ({"dogg": 1, "dog": 20}, "may be a typo of 'dog'"),
         ({"elephnat": 2, "elephant": 60}, "may be a typo of 'elephant'"),
-        # A class of many images, another word, a number or a single letter is no typo.
+        # The less frequent name is not taken as a typo if it has many images, is another word, a number or one letter.
         ({"dgo": 26, "dog": 500}, None),
         ({"owl": 1, "dog": 500, "ant": 1, "cat": 500}, None),
         ({"Quercus alba": 1, "Quercus rubra": 500}, None),
@@ -108,6 +108,6 @@ def test_doubtful_classes(counts, doubt):
 
 @pytest.mark.parametrize("given", ["cat", {0: "cat", 1: "dog"}])
 def test_class_names_are_a_list(given):
-    """The letters of a text, or the keys of transformers' id2label, would become classes."""
+    """A string or transformers' dictionary id2label is refused: its letters or keys would become classes."""
     with pytest.raises(TypeError, match=f"class_names must be a list .*, got {re.escape(repr(given))}"):
         checked_classes(given)

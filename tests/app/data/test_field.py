@@ -1,4 +1,4 @@
-"""Protocols of evaluation at an image size: against Pillow and numpy.pad, image by image and by the batch."""
+"""Protocols of evaluation at an image size, compared with Pillow and numpy.pad, for single images and for batches."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def padded_and_cropped(pixels, size, fill):
 @pytest.mark.parametrize("size", [(4, 7), (12, 20), (13, 21), (25, 33), (64, 5), (61, 150)], ids=str)
 @pytest.mark.parametrize("stored", [(30, 25), (12, 20), (7, 40), (1, 1)], ids=str)
 def test_field_keeps_the_scale_and_continues_the_image(stored, size, fill):
-    """Trained at 12 x 20 with a crop of 0.8: the scale is that at which the image covers 15 x 25."""
+    """The training had 12 x 20 px with a crop of 0.8, so the image is scaled to cover 15 x 25 px."""
     image = Image.fromarray(noise(*stored, 3))
     scale = max(15 / stored[0], 25 / stored[1])
     covering = image.resize((round(stored[1] * scale), round(stored[0] * scale)), Image.Resampling.BICUBIC)
@@ -76,7 +76,7 @@ def test_a_batch_of_field_is_what_single_images_are(size, fill):
     [
         ((12, 20), 0.9, "crop"),
         ((6, 5), 0.9, "crop"),
-        # Odd numbers of rows and columns are left out.
+        # The number of rows or columns that the crop leaves out is odd.
         ((7, 11), 0.9, "crop"),
         ((6, 9), 0.75, "crop"),
         ((7, 9), 0.7, "crop"),
@@ -88,7 +88,7 @@ def test_a_batch_of_field_is_what_single_images_are(size, fill):
     ids=str,
 )
 def test_batches_that_are_resized(options):
-    """Pillow rounds the weights of bicubic resizing to 8 bits: some pixels differ by 1, a few by 2."""
+    """Pillow rounds the weights of bicubic resizing to 8 bits, so some pixels differ by 1, and a few by 2."""
     size, crop_pct, *protocol = options
     pixels = noise(4, 8, 12, 3)
     transform = eval_transform(size, MEAN, STD, crop_pct, *protocol)

@@ -1,4 +1,4 @@
-"""Mixup and CutMix against the formulas, pixel by pixel."""
+"""Mixup and CutMix compared with their formulas, pixel by pixel."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_mixup_of_a_fixed_proportion(monkeypatch):
         wanted[LABELS[i]] += 0.7
         wanted[LABELS[i - 1]] += 0.3
         torch.testing.assert_close(targets[i], wanted)
-    torch.testing.assert_close(images, batch(), rtol=0, atol=0)  # The images of the caller stay as they are.
+    torch.testing.assert_close(images, batch(), rtol=0, atol=0)  # The images of the caller are unchanged.
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -84,7 +84,7 @@ def test_smoothing_is_that_of_cross_entropy_and_of_timm(monkeypatch):
     torch.testing.assert_close(
         F.cross_entropy(logits, targets), F.cross_entropy(logits, LABELS, label_smoothing=0.2), rtol=1e-6, atol=1e-6
     )
-    # timm pairs the batch with its reverse, so each of two images with the other.
+    # timm mixes the batch with the reversed batch, so of two images each is mixed with the other one.
     mix = fixed(BatchMix(5, cutmix_alpha=0, label_smoothing=0.1), monkeypatch, 0.35)
     _, targets = mix(batch()[:2], LABELS[:2])
     torch.testing.assert_close(targets, mixup_target(LABELS[:2], 5, lam=0.35, smoothing=0.1))
@@ -97,20 +97,21 @@ def test_off_leaves_the_images_alone():
 
 
 def kinds(mix, count):
-    """Return how often a batch stays as it is, is mixed by mixup, and by CutMix."""
+    """Return how often a batch is left as it is, mixed by mixup, and mixed by CutMix."""
     counts = np.zeros(3, int)
     images = batch()
     torch.manual_seed(0)
     for _ in range(count):
         out, _ = mix(images, LABELS)
-        # CutMix makes no new pixel.
+        # Every pixel of CutMix is a pixel of one of the images.
         old = (out[:, None] == images[None]).all(2).any(1)
         counts[0 if torch.equal(out, images) else 2 if old.all() else 1] += 1
     return (counts / count).round(2).tolist()
 
 
 def test_probabilities():
-    # A CutMix of less than a pixel cuts nothing; with alpha 1 these are about 2 %, 1 - lam < 1/64.
+    # A CutMix of less than one pixel changes nothing. With alpha 1 this happens in about 2 % of the batches, where 1 -
+    # lam < 1/64.
     assert kinds(BatchMix(5, switch_prob=0.25), 700) == pytest.approx([0.01, 0.75, 0.24], abs=0.05)
     assert kinds(BatchMix(5, prob=0.4, switch_prob=0.5), 700) == pytest.approx([0.61, 0.2, 0.2], abs=0.05)
     assert kinds(BatchMix(5, cutmix_alpha=0), 50) == [0, 1, 0]
@@ -123,7 +124,8 @@ def test_partners_are_random_others_and_the_order_stays():
     images, seen, proportions = torch.eye(5).reshape(5, 1, 1, 5), set(), []
     for _ in range(600):
         out, targets = mix(images, torch.arange(5))
-        torch.testing.assert_close(out.flatten(1), targets)  # Images and labels have the same parts.
+        # The images are one-hot vectors, so a mixed image equals its mixed label.
+        torch.testing.assert_close(out.flatten(1), targets)
         proportions.append(float(targets[0, 0]))
         if 0.01 < targets[0, 0] < 0.99:
             assert ((targets > 0).sum(1) == 2).all()

@@ -1,4 +1,4 @@
-"""Native shapes: transforms and batches against timm's own, padding, and what evaluation and resume count on."""
+"""Native shapes: transforms and batches compared with timm's, padding, and the order on which resume relies."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_training_keeps_the_shape_and_the_augmentation(augment, count):
             image = transform(picture(40, 80))
         grids.append(tuple((image["patch_coord"].amax(0) + 1).tolist()))
         assert len(image["patches"]) == math.prod(grids[-1]) <= 30
-        # Patches are twice as high as wide: an image of 1 : 2 has a quarter as many rows as columns.
+        # Patches are twice as high as wide, so an image of 1 : 2 has a quarter as many rows as columns.
         assert 1 / 8 < grids[-1][0] / grids[-1][1] < 1 / 2
     assert len(set(grids)) == 1 or augment in ("resized-crop", "deit", "three-augment")
 
@@ -169,7 +169,7 @@ def test_evaluation_is_in_order_and_names_what_it_skips(shapes, tmp_path):
 
 
 def test_images_in_memory(monkeypatch):
-    """Images in memory are transformed one by one, although batches of one size could be transformed at once."""
+    """Images in memory are transformed one by one, although images of one size could be transformed as a batch."""
     images = StackedImages(torch.randint(256, (5, 32, 32, 3), dtype=torch.uint8), [0] * 5, None)
     data = CIFAR10Data("nowhere", native=True, patch_size=4, batch_size=5, num_workers=0, augment="none")
     images.transform = data.eval_transform

@@ -1,4 +1,4 @@
-"""Names of data modules in configurations and checkpoints."""
+"""Names of data modules, as configurations and checkpoints give them."""
 
 import sys
 

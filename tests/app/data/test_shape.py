@@ -1,4 +1,4 @@
-"""Models are tried with images of the data's shape before a run, and the ones that do not take them are refused."""
+"""Before a run the model computes images of the data's shape, and a model that does not accept them is refused."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""Transforms: pixel values and positions, one by one and by the batch."""
+"""Transforms: pixel values and positions, for single images and for batches."""
 
 import pickle
 
@@ -35,7 +35,7 @@ def test_parse_size():
 
 @pytest.mark.parametrize(("stored", "size"), [((300, 4), (4, 32)), ((433, 71), (6, 202)), ((4, 300), (32, 4))])
 def test_the_middle_of_a_very_long_image_is_resized_as_the_whole_would_be(stored, size):
-    """Bicubic filters overshoot black and white pixels, so the order of rows and columns matters."""
+    """Bicubic filters overshoot at black and white pixels, so the order of the two directions matters."""
     image = Image.fromarray(np.random.default_rng(0).choice([0, 255], stored).astype(np.uint8))
     timms = create_transform((1, *size), mean=ZERO, std=(1 / 255,), crop_pct=1.0, interpolation="bicubic")
     found, expected = eval_transform(size, ZERO, (1 / 255,))(image), timms(image)
@@ -58,7 +58,7 @@ def test_every_size_comes_out(augment, stored, size):
     [("shift", (16, 32), 2, 4), ("crop-flip", (16, 32), 2, 4), ("shift", (4, 6), 1, 1)],
 )
 def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment, size, down, right):
-    """A white pixel in the middle comes to every place within that many rows and columns, and nowhere else."""
+    """A white pixel in the middle moves to every place within this number of rows and columns, and no further."""
     row, column = size[0] // 2, size[1] // 2
     values = np.zeros(size, np.uint8)
     values[row, column] = 255
@@ -73,7 +73,7 @@ def test_shift_moves_by_at_most_an_eighth_and_fills_with_zeros(augment, size, do
 
 
 def test_resized_crop_keeps_the_output_shape_in_mind():
-    """Crops of a 2:1 output are taken between 1.5:1 and 2.67:1, so that nothing is distorted more than by 4:3."""
+    """Crops for a 2:1 output have ratios between 1.5:1 and 2.67:1, so no crop is distorted by more than 4:3."""
     crop = train_transform((32, 64), ZERO, ONE, "resized-crop").transforms[0]
     assert crop.ratio == pytest.approx((1.5, 8 / 3))
     assert train_transform(32, ZERO, ONE, "resized-crop").transforms[0].ratio == pytest.approx((3 / 4, 4 / 3))
@@ -103,7 +103,7 @@ def results(transform, image, count):
 
 
 def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
-    """Policy, operations, magnitudes and erasing are those of timm.data.create_transform."""
+    """Policy, operations, magnitudes and erasing are the same as those of timm.data.create_transform."""
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     ours = train_transform((224, 192), mean, std, "deit").transforms
     timms = create_transform(
@@ -125,7 +125,7 @@ def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
     assert repr(policy).replace(", mmax=9.99", "") == repr(wanted)
     assert [op.hparams for op in policy.ops] == [{**op.hparams, "magnitude_max": 9.99} for op in wanted.ops]
     for op in wanted.ops:
-        op.magnitude_max = 9.99  # The next test says why.
+        op.magnitude_max = 9.99  # `test_deit_never_asks_pillow_for_zero_bits` explains this limit.
     for mine, other in zip(results(policy, photo(), 30), results(wanted, photo(), 30), strict=True):
         assert mine.tobytes() == other.tobytes()
     erasing, wanted = ours[-1], timms[-1]
@@ -134,16 +134,17 @@ def test_deit_is_what_timms_train_script_makes_of_deits_arguments():
 
 
 def test_deit_never_asks_pillow_for_zero_bits():
-    """timm clips at magnitude 10 and asks for zero bits in about two of a hundred such operations."""
+    """timm's limit, magnitude 10, would give zero bits in about two of a hundred posterize operations."""
     policy = train_transform(32, ZERO * 3, ONE * 3, "deit").transforms[2]
     (posterize,) = (op for op in policy.ops if "Posterize" in op.name)
     posterize.prob = 1.0
     levels = {len(np.unique(np.asarray(out)[..., 0])) for out in results(posterize, photo(), 400)}
-    assert levels == {2, 4}  # One or two bits remain; magnitudes below 7.5 are rare.
+    # One or two bits remain, because magnitudes below 7.5 are rare.
+    assert levels == {2, 4}
 
 
 def test_three_augment_takes_one_of_three():
-    """Luminance, inversion from 128 on, and a blur each come in about a third of the results."""
+    """Each of greyscale, solarisation from 128 on, and blur is in about a third of the results."""
     image = photo()
     policy = next(s for s in train_transform(32, ZERO * 3, ONE * 3, "three-augment").transforms if "Auto" in repr(s))
     grey = np.asarray(ImageOps.grayscale(image).convert("RGB"))
@@ -155,7 +156,8 @@ def test_three_augment_takes_one_of_three():
             counts["grey"] += 1
         elif np.array_equal(out, solarised):
             counts["solarised"] += 1
-        else:  # A blur keeps the mean of each channel and leaves less of its noise.
+        # A blur keeps the mean of each channel and reduces the noise.
+        else:
             assert np.abs(out.mean((0, 1)) - values.mean((0, 1))).max() < 3
             assert (out.std((0, 1)) <= values.std((0, 1))).all()
             counts["blurred"] += 1
@@ -180,7 +182,7 @@ def test_three_augment_crop_is_a_small_shift_with_mirrored_border():
 
 @pytest.mark.parametrize("augment", ["none", "deit", "three-augment"])
 def test_colour_jitter_is_honoured(augment):
-    """The mean over a grey image moves by factors from 1 - x to 1 + x; with 0 it stays where no policy moves it."""
+    """The mean of a grey image is multiplied by factors from 1 - x to 1 + x; with 0 it stays the same."""
     image = Image.new("RGB", (24, 24), (100, 100, 100))
 
     def brightness(color_jitter):
@@ -192,12 +194,12 @@ def test_colour_jitter_is_honoured(augment):
     values = brightness(0.4)
     assert 59 <= min(values) < 70
     assert 130 < max(values) <= 141
-    # These augmentations have a jitter of their own, or none.
+    # By default only 'three-augment' has colour jitter.
     assert (max(brightness(None)) > 120) == (augment == "three-augment")
 
 
 def test_random_erasing_is_honoured():
-    """White pixels become 5; other values are noise, in 2 to 33 % of the area of a share p of the images."""
+    """White pixels become 5. Erasing replaces 2 to 33 % of the area by noise in a share p of the images."""
     image = Image.new("RGB", (40, 30), (255, 255, 255))
 
     def changes(random_erasing, count):
@@ -209,7 +211,8 @@ def test_random_erasing_is_honoured():
     assert 35 < len(changes(0.5, 100)) < 65
     erased = changes(1.0, 100)
     assert len(erased) == 100
-    assert all(0.015 < noise.shape[1] / (30 * 40) < 0.36 for noise in erased)  # Rectangles are rounded to pixels.
+    # The sides of rectangles are rounded to pixels.
+    assert all(0.015 < noise.shape[1] / (30 * 40) < 0.36 for noise in erased)
     noise = torch.cat(erased, 1) + 5
     assert abs(noise.mean()) < 0.05
     assert noise.std() == pytest.approx(1, abs=0.05)
@@ -236,8 +239,7 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.parametrize(("augment", "count"), [("none", 1), ("shift", 35), ("crop-flip", 70)])
 def test_a_batch_has_what_image_by_image_can_have(augment, count):
-    """Every augmented image of a batch is one that the transform of single images gives, and all of those come: 5 x 7
-    shifts, mirrored too with 'crop-flip'."""
+    """The batch transform can give all results of the single transform: 5 x 7 shifts, mirrored with 'crop-flip'."""
     mean, std = (0.2, 0.4, 0.6), (0.5, 0.3, 0.1)
     values = np.random.default_rng(0).integers(0, 256, (16, 24, 3)).astype(np.uint8)
     single = train_transform((16, 24), mean, std, augment)

@@ -1,4 +1,4 @@
-"""Every command but fit as it is used: with its defaults, once in a terminal and once with its output in a file.
+"""Every command but `fit`, with its defaults, once with a terminal and once with its output in a file.
 
 The numbers are checked in `tests/app/cli`, which runs the same commands in its own process.
 """
@@ -14,7 +14,7 @@ from PIL import Image
 from processes import Ranks, as_torchrun, in_terminal
 from processes import run as run_relvit
 
-# Arguments -> what is printed, and the files that are written.
+# Each command has the text that it prints, and the files that it writes.
 COMMANDS = {
     "validate best.ckpt --root photos --img_size 24": (["val/acc1", "val/loss"], []),
     "test best.ckpt --root photos": (
@@ -58,13 +58,13 @@ COMMANDS = {
         ["report.json"],
     ),
 }
-# In these a terminal shows nothing else than a file holds: no bar.
+# These commands show no progress bar, so they print the same text in a terminal and into a file.
 ALIKE = ("export", "average")
 
 
 @pytest.fixture(scope="module")
 def origin(run, photos, tmp_path_factory):
-    """A working directory with checkpoints and the photos, some of which cannot be read or are of another format."""
+    """A working directory with checkpoints and photos, some of which cannot be read or are in another format."""
     folder = tmp_path_factory.mktemp("place")
     for name in ("best.ckpt", "last.ckpt"):
         shutil.copy(run / "checkpoints" / name, folder / name)
@@ -86,7 +86,7 @@ def place(origin, tmp_path):
 
 
 def relvit_in(where, place, arguments):
-    """What the command prints; escape codes only in a terminal."""
+    """Return what the command prints; only a terminal gets escape codes."""
     if where == "terminal":
         found, text = in_terminal(arguments, place)
     else:
@@ -122,7 +122,7 @@ def test_command(command, where, place):
     check(command, place, relvit_in(where, place, command.split()))
 
 
-# `test_lost_process.py` and `test_fit.py` leave it to Lightning to start the second process.
+# In `test_lost_process.py` and `test_fit.py` Lightning starts the second process itself.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["validate", "test", "predict"])
 def test_two_processes(name, place):

@@ -1,4 +1,4 @@
-"""`relvit demo` in a real browser: load, upload, read, change the size, click on a patch, offline."""
+"""`relvit demo` in a real browser, offline: load the page, upload, read the results, change the size, click a patch."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def browser(tmp_path, monkeypatch):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    # Not what the page for new tabs asks for.
+    # Leave the page for new tabs, whose requests must not be in the log.
     browser.get("about:blank")
     browser.get_log("performance")
     yield browser
@@ -52,7 +52,7 @@ def browser(tmp_path, monkeypatch):
 
 @pytest.fixture
 def page(run, tmp_path):
-    """Address of the page, at the defaults of the command but for the port."""
+    """The address of the page; only the port differs from the command's defaults."""
     (tmp_path / "files").mkdir()
     ckpt = run / "checkpoints" / "best.ckpt"
     process = start(["demo", ckpt, "--port", "0"], tmp_path, env={"TMPDIR": str(tmp_path / "files")})
@@ -66,7 +66,7 @@ def page(run, tmp_path):
 
 
 def wait_for(browser, *words):
-    """The words of the page, when all of these are among them."""
+    """Wait until the page's text contains all of these words, and return the text."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         text = browser.find_element(By.TAG_NAME, "body").text
@@ -81,7 +81,7 @@ def upload(browser, path):
 
 
 def classes(browser):
-    """Names and percentages, as the page shows them."""
+    """Return names and percentages, as the page shows them."""
     return re.findall(r"^(cat|dog|owl)\n(\d+)%$", browser.find_element(By.ID, "classes").text, re.MULTILINE)
 
 
@@ -107,7 +107,7 @@ def test_a_visit(browser, page, run, photos, tmp_path):
     assert classes(browser) == expected(clf, photo)
 
     seen = browser.find_element(By.CSS_SELECTOR, "#seen img")
-    # In CSS pixels from the middle of the image: the last row, the first column.
+    # The click is in CSS pixels from the middle of the image, in the last row and the first column of patches.
     right, down = -seen.size["width"] * 0.45, seen.size["height"] * 0.4
     webdriver.ActionChains(browser).move_to_element_with_offset(seen, right, down).click().perform()
     wait_for(browser, "now row 2, column 0, from 0.")

@@ -1,4 +1,4 @@
-"""`relvit demo` over HTTP: a visit by requests alone, and requests that ask for files of the machine."""
+"""`relvit demo` over HTTP: a visit without a browser, and requests for other files of the machine."""
 
 import http.client
 import io
@@ -21,13 +21,14 @@ pytestmark = pytest.mark.slow
 
 SECRET = "the secret of the machine"
 SEED = 31
-# Requests with a file drawn at random, beside one for each function, each input and each way to call it.
+# Besides one request for each function, input and way to call, the test makes this number of requests with random file
+# names.
 DRAWN = 60
 OPTIONS = [["attention"], 1, "all"]
 
 
 class Visitor:
-    """Sends requests to the page and remembers all that came back."""
+    """A client that sends requests to the page and remembers all answers."""
 
     def __init__(self, address):
         self.address = address
@@ -61,7 +62,7 @@ class Visitor:
         return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
     def call(self, function, data, session="visit", event=None):
-        """The outputs of a function of the page; None where it is refused or fails."""
+        """Return the outputs of a function of the page, or None if it refuses or fails."""
         body = {"data": data, "fn_index": function, "session_hash": session, "event_data": event}
         status, _ = self.post("queue/join", body)
         if status != 200:
@@ -76,7 +77,7 @@ class Visitor:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The folder that the command runs in, with temporary files and a false Ghostscript that leaves a mark."""
+    """The command's working folder, with temporary files and a false Ghostscript that would create a marker."""
     place = tmp_path_factory.mktemp("place")
     for name in ("bin", "files"):
         (place / name).mkdir()
@@ -87,7 +88,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(run, place):
-    """The address of the page, at the defaults of the command but for the port."""
+    """The address of the page; only the port differs from the command's defaults."""
     env = {"TMPDIR": str(place / "files"), "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     process = start(["demo", run / "checkpoints" / "best.ckpt", "--port", "0"], place, env=env)
     yield re.search(r"http://\S+:\d+", process.stdout.readline())[0]
@@ -108,7 +109,7 @@ def picture(size, kind="PNG", mode="RGB"):
 
 
 def functions(visitor):
-    """The number and the count of inputs of each function of the page, by its name."""
+    """Return the number of each function of the page and the count of its inputs, by name."""
     config = json.loads(visitor.request("GET", "/config")[1])
     return {(f["api_name"] or str(f["id"])): (f["id"], len(f["inputs"])) for f in config["dependencies"]}
 
@@ -123,7 +124,7 @@ def test_a_visit_by_requests(visitor, run, photos):
     assert {one["label"]: one["confidence"] for one in classes["confidences"]} == pytest.approx(
         dict(zip(expected.names, expected.probabilities, strict=True))
     )
-    # The picture that the page made is served.
+    # The page serves a picture that it has made.
     status, content = visitor.request("GET", seen["url"].removeprefix(visitor.address))
     assert status == 200
     assert Image.open(io.BytesIO(content)).size == (480, 288)
@@ -181,13 +182,13 @@ def test_no_request_gets_a_file_of_the_machine(visitor, place):
         body = {"data": data, "fn_index": function, "session_hash": f"r{number}"}
         for path in ("run/predict", "run/show", "api/click", "call/show", "run/upload", "queue/join/upload"):
             visitor.post(path, body)
-    # Answers to such requests name no path; the answer to a path in an address repeats the path.
+    # The answers contain no path of the machine, except a path that the request's address itself contains.
     assert not [content for content in visitor.received if str(place).encode() in content]
     for target in targets:
         for path in ("file=", "file/", "proxy=", "stream/", "custom_component/"):
             name = target.replace("\0", "%00").replace(" ", "%20")
             visitor.request("GET", f"/gradio_api/{path}{name}")
-    # Whatever the page has named in its answers is asked for.
+    # Request every file that the page has named in its answers.
     for content in list(visitor.received):
         for path in re.findall(rb'"path": ?"([^"]+)"', content):
             visitor.request("GET", "/gradio_api/file=" + path.decode("ascii", "ignore"))

@@ -1,4 +1,4 @@
-"""What ends `relvit fit` in its test leaves the training as it was, and `--resume` does the test and the summary."""
+"""If the test after a training is interrupted, the training stays complete, and `--resume` does only the test."""
 
 import shutil
 import signal
@@ -15,13 +15,13 @@ from relvit.app.cli import main
 def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch, capsys, request, end):
     root, runs = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "runs"
     image = root / "test" / "cat" / "0.jpg"
-    # The model is tested with the averages of the weights, which the training does not go on from.
+    # The test uses the averaged weights, but a resumed training must start from the raw weights.
     options = ["--model.ema_decay=0.9", "--trainer.max_epochs=3", "--trainer.callbacks=failures.EndTest"]
     if end == "unreadable image":
         image.write_text("no image")
     else:
         monkeypatch.setenv("END_TEST", end)
-    # A shell starts what runs in the background with SIGINT ignored.
+    # If a shell has started the tests in the background, SIGINT is ignored: restore Python's handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     status = main(["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY, *options])
@@ -29,7 +29,7 @@ def test_the_checkpoints_stay_and_the_test_follows(photos, tmp_path, monkeypatch
     assert ("To go on: relvit fit --resume " in capsys.readouterr().out) == (end != "unreadable image")
     run = only(runs)
     last, epoch = (run / "checkpoints" / name for name in ("last.ckpt", "epoch.ckpt"))
-    # A hard link to the checkpoint at the end of the last epoch.
+    # `last.ckpt` is a hard link to the checkpoint of the last epoch.
     assert last.samefile(epoch)
     written = last.read_bytes()
 

@@ -1,4 +1,4 @@
-"""Every command that writes files, under a limit of their size: older files stay whole, and no file is cut off."""
+"""Commands that write files, under a limit of the file size: older files stay complete, and no new file is cut off."""
 
 import contextlib
 import resource
@@ -16,7 +16,7 @@ from relvit.app.utils.files import disk_errors_name
 LIMIT = 200
 DATA = ["--data=ImageFolderData", "--data.root=photos", "--data.img_size=16", "--data.num_workers=0"]
 FIT = ["fit", *DATA, *TINY, "--trainer.max_epochs=1"]
-# Arguments -> the name of the user's file or folder in the message.
+# Each command has its arguments, and the name of the file or folder in the error message.
 COMMANDS = {
     "fit": (FIT, "config.yaml"),
     "test": (["test", "best.ckpt", "--root=photos", *QUIET], "confusion.png"),
@@ -58,7 +58,7 @@ def place(run, photos, tmp_path, monkeypatch):
     for name in ("best.ckpt", "last.ckpt"):
         shutil.copy(run / "checkpoints" / name, tmp_path / name)
     shutil.copytree(photos, tmp_path / "photos")
-    # No temperature is best for images that are all classified right.
+    # `calibrate` needs an image with a wrong label: without mistakes no temperature is best.
     shutil.copy(photos / "train" / "dog" / "1.jpg", tmp_path / "photos" / "train" / "cat" / "dog.jpg")
     (tmp_path / "old").mkdir()
     for name in OLD:
@@ -70,7 +70,7 @@ def place(run, photos, tmp_path, monkeypatch):
     kwargs = {"halting": "act", "patch_size": 8}
     best = tmp_path / "best.ckpt"
     write_checkpoint_like(best, tmp_path / "halting.ckpt", "test_relvit_universal", kwargs)
-    # A model of one size is exported in seconds.
+    # A model for a single image size is exported in seconds.
     kwargs = {"dynamic_img_size": False, "patch_size": 8, "embed_dim": 16, "depth": 1}
     write_checkpoint_like(best, tmp_path / "vit.ckpt", "test_vit", kwargs, img_size=[16, 16])
     monkeypatch.chdir(tmp_path)
@@ -100,12 +100,12 @@ def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
         assert "(with --debug" not in error
     after = contents(place)
     assert before.items() <= after.items()
-    # Complete files may have been written before: they are below the limit.
+    # Files that are smaller than the limit may have been completed before the error.
     assert [path for path in after.keys() - before.keys() if len(after[path]) >= LIMIT or ".part" in path.name] == []
 
 
 def test_int8(tmp_path):
-    """`export --int8` needs more room for the file that it quantises, so the walk ends before the quantisation."""
+    """`export --int8` writes a larger file first, so the other test stops before the quantisation."""
     source = classifier_of(tmp_path / "a.onnx")
     target = tmp_path / "b.onnx"
     with file_limit(LIMIT), pytest.raises(OSError, match="File too large"), disk_errors_name(target, target):

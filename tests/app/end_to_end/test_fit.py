@@ -1,4 +1,4 @@
-"""`relvit fit` as it is used: with its progress bar, loader workers, loggers and checkpoints."""
+"""`relvit fit` as users run it: with progress bar, loader workers, loggers and checkpoints."""
 
 import re
 
@@ -22,7 +22,7 @@ def table(folder):
 
 
 def check_lines(text, folder, epochs, total):
-    """There is a line for each of these epochs, counted from 1, with the numbers of the table."""
+    """Check that each of these epochs, counted from 1, has a line with the numbers of the table."""
     lines = [LINE.fullmatch(line) for line in text.splitlines() if line.startswith("epoch ")]
     assert all(lines), text
     assert [(int(line[1]), int(line[2])) for line in lines] == [(epoch, total) for epoch in epochs]
@@ -105,7 +105,7 @@ def test_after_ctrl_c_within_an_epoch_two_processes_go_on_from_the_end_of_the_ep
     options = ["--trainer.max_epochs=3", "--trainer.callbacks=failures.Stop"]
     status, out, err = run(["fit", *SMALL, *options, "-q"], tmp_path)
     assert status == 130, out + err
-    # Half the batch on each of two processes: the optimiser's steps stay.
+    # Each of the two processes has half the batch, so an optimiser step has as many images as before.
     ranks = Ranks(
         ["fit", f"--resume={only(tmp_path / 'runs')}", "--devices=2", "--batch_size=64"], tmp_path, as_torchrun()
     )

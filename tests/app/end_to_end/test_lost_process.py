@@ -1,4 +1,4 @@
-"""Trainings on two processes of which one fails or is killed: one message, its status, and files that are whole."""
+"""Training in two processes of which one fails or is killed: one message, the exit status, and complete files."""
 
 import contextlib
 import os
@@ -16,25 +16,25 @@ pytestmark = pytest.mark.slow
 
 
 def arguments(photos, folder):
-    """Options of a training on two processes, on images in `folder`."""
+    """Return the options of a training in two processes on the images in `folder`."""
     photos = shutil.copytree(photos, folder / "photos")
     data = ["--data=ImageFolderData", f"--data.root={photos}", *TINY, "--trainer.max_epochs=500"]
     return ["fit", *data, "--devices=2", "--accelerator=cpu", "--runs=runs"]
 
 
 def train(photos, folder):
-    """A process that starts a second one to train with."""
+    """Start the main process of a training, which starts the second process."""
     return start(arguments(photos, folder), folder)
 
 
 def begin(photos, folder):
-    """A training on two processes that has finished its first epoch, and its folder."""
+    """Start a training in two processes, and wait for the end of its first epoch; return the process and the folder."""
     process = train(photos, folder)
     return process, wait_for_checkpoint(folder, lambda: process.poll() is None)
 
 
 def wait_for_checkpoint(folder, runs_on):
-    """The folder of a training that has finished its first epoch."""
+    """Return the folder of a training after its first epoch."""
     deadline = time.monotonic() + 120
     while not list(folder.glob("runs/*/checkpoints/last.ckpt")):
         assert runs_on()
@@ -45,17 +45,17 @@ def wait_for_checkpoint(folder, runs_on):
 
 
 def second_process(process):
-    """The process that another one has started; None where there is none yet."""
+    """Return the process that another process has started, or None if it has not started yet."""
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
     for child in children.split():
-        # Other children, such as a compiler, may end before they are read.
+        # Other children, such as a compiler, may end before their environment is read.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 return int(child)
     return None
 
 
-# Each process validates every second image.
+# Each process validates every other image.
 def test_an_image_that_the_second_process_cannot_read(photos, tmp_path):
     process, run = begin(photos, tmp_path)
     (tmp_path / "photos" / "val" / "cat" / "1.jpg").write_text("no image")

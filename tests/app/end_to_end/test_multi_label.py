@@ -1,4 +1,4 @@
-"""Multi-label classification from a list to predictions, on the command line, with everything else at its default."""
+"""Multi-label classification on the command line with default options, from a list of images to predictions."""
 
 import contextlib
 import csv
@@ -24,7 +24,7 @@ COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 40), "red": (220, 40, 40)}
 
 
 def write_lists(root):
-    """Grey pictures with squares of some of three colours, or of none, and a list for each split."""
+    """Write grey pictures with squares in some of three colours, or without squares, and a list for each split."""
     generator = np.random.default_rng(0)
     for split, count in {"train": 48, "test": 24}.items():
         (root / split).mkdir(parents=True)
@@ -51,14 +51,14 @@ def trained(tmp_path_factory):
     arguments += ["--data.img_size=[16,24]", "--data.augment=none", "--data.crop_pct=1"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([*arguments, "--epochs", "12", "--lr", "2e-2", "--patience", "12", "--data.val_fraction=0.3"]) == 0
-    # The run suggests no command that refuses images with several labels.
+    # The suggestions contain no command that refuses images with several labels.
     assert "relvit show, calibrate, embed, export, publish" in printed.getvalue()
     return root, only(root / "runs")
 
 
 @pytest.fixture(scope="module")
 def expected(trained):
-    """Labels and probabilities of val and test, image by image."""
+    """Compute labels and probabilities of val and test, image by image."""
     clf = relvit.load(trained[1] / "checkpoints" / "best.ckpt")
     data = clf.checkpoint.data_module()
     found = {}
@@ -81,7 +81,7 @@ def average_precision(labels, probabilities):
 
 @pytest.fixture(scope="module")
 def thresholds(trained):
-    """The thresholds of the trained checkpoint."""
+    """The thresholds in the trained checkpoint."""
     return load_classifier(trained[1] / "checkpoints" / "best.ckpt").thresholds
 
 
@@ -149,7 +149,7 @@ def test_validate_prints_average_precision_at_another_size(trained, capsys):
 
 @pytest.fixture(scope="module")
 def written(trained, tmp_path_factory):
-    """The table that `relvit predict` writes of the test images."""
+    """The table that `relvit predict` writes for the test images."""
     return run(trained, tmp_path_factory.mktemp("predicted"), "predict", trained[0] / "test") / "predictions.csv"
 
 
@@ -189,7 +189,7 @@ def test_top_and_mirror_in_python(trained):
 
 @pytest.fixture(scope="module")
 def published(trained, tmp_path_factory):
-    """A folder with `curves` of `relvit resolutions`, and the model `published` with them."""
+    """A folder with `curves` of `relvit resolutions`, and the model `published` with these curves."""
     place, best = tmp_path_factory.mktemp("published"), str(trained[1] / "checkpoints" / "best.ckpt")
     with contextlib.chdir(place):
         assert main(["resolutions", best, "--sizes", "[16,24]", "24", "--split", "test", "--output", "curves"]) == 0
@@ -245,7 +245,7 @@ def test_the_pipeline_of_transformers_has_the_same_probabilities(trained, publis
 
 @pytest.fixture(scope="module")
 def copies(trained, thresholds, tmp_path_factory):
-    """A folder with three copies of the checkpoint, the last with thresholds of its own."""
+    """A folder with three copies of the checkpoint, of which the last has other thresholds."""
     place = tmp_path_factory.mktemp("copies")
     best = torch.load(trained[1] / "checkpoints" / "best.ckpt", weights_only=True)
     for name, values in {"a": thresholds, "b": thresholds, "c": [0.25] * 3}.items():
@@ -270,7 +270,7 @@ def test_calibrate_finds_thresholds_anew_where_those_of_an_average_differ(
     ):
         assert main(["average", "a.ckpt", "c.ckpt", "--output", "mean.ckpt"]) == 0
     assert load_classifier("mean.ckpt").thresholds == [0.5] * 3
-    # The weights are those of the best checkpoint, so its thresholds come back.
+    # The mean has the weights of the best checkpoint, so the calibration finds the thresholds of the best checkpoint.
     capsys.readouterr()
     assert main(["calibrate", "mean.ckpt"]) == 0
     np.testing.assert_allclose(load_classifier("mean_calibrated.ckpt").thresholds, thresholds, rtol=1e-5)
@@ -284,9 +284,9 @@ def test_calibrate_finds_thresholds_anew_where_those_of_an_average_differ(
 
 @pytest.mark.slow
 def test_onnx(trained, tmp_path, monkeypatch, capsys):
-    """The file's predictions, and what int8 costs."""
+    """The predictions of an ONNX file, and the change of the metrics by int8."""
     monkeypatch.chdir(tmp_path)
-    # All images have one size, and a graph for all sizes takes four times as long.
+    # All images have one size, so export for this size: a graph for all sizes takes four times as long.
     monkeypatch.setattr("relvit.app.evaluation.deploy.onnx_and_pt2._takes_any_size", lambda net: False)
     best = str(trained[1] / "checkpoints" / "best.ckpt")
     assert main(["export", best, "--output", "model.onnx", "--int8"]) == 0

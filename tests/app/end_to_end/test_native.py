@@ -1,4 +1,4 @@
-"""`--data.native true`: train, validate, test, predict and embed images of many shapes, in one process and in two."""
+"""`--data.native true`: train, validate, test, predict and embed images of many shapes, in one and in two processes."""
 
 import contextlib
 import io
@@ -24,18 +24,18 @@ SMALL += [f"--model.model_kwargs.{given}" for given in ("patch_size=8", "embed_d
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Noisy photographs of mixed shapes, one of them a banner."""
+    """Noisy photographs of several shapes, one of them a banner."""
     root = write_photos(tmp_path_factory.mktemp("shapes") / "photos", count=4)
     for split in ("train", "test"):
         Image.new("RGB", (200, 10), (200, 40, 40)).save(root / split / "cat" / "banner.png")
-    # In the wrong folder, so that there is a mistake.
+    # These images are in the folder of another class, so that the model makes a mistake.
     for name, size in (("owl", (60, 20)), ("another", (20, 50))):
         Image.new("RGB", size, (40, 40, 200)).save(root / "test" / "dog" / f"{name}.png")
     return root
 
 
 def check(best, root, test, predict):
-    """Every image counts once, with the probabilities that its exact size has in the ordinary way."""
+    """Check that every image counts once, with the probabilities of the model for the image at its exact size."""
     predictor = relvit.load(best)
     right = 0
     for row in (table := rows(predict / "predictions.csv")):
@@ -57,12 +57,12 @@ def check(best, root, test, predict):
 
 @pytest.fixture(
     scope="module",
-    # By default as many patches of 16 px as 224 px have.
+    # By default the budget is 196 patches of 16 px, the number of patches of an image of 224 px.
     params=[(SMALL, 9, 8), pytest.param(([], 196, 16), marks=pytest.mark.slow)],
     ids=("small", "default"),
 )
 def trained(request, shapes, tmp_path_factory):
-    """A run in one process: its folder, its output, the most patches of an image and the side of a patch."""
+    """A run in one process: its folder, its output, the budget of patches per image, and the side of a patch."""
     (options, budget, side), place = request.param, tmp_path_factory.mktemp("trained")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([*FIT, f"--data.root={shapes}", f"--runs={place / 'runs'}", *QUIET, *options]) == 0
@@ -74,7 +74,7 @@ def trained(request, shapes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def predicted(trained, shapes):
-    """The folder of mirrored predictions of the test images."""
+    """The folder of predictions of the test images, averaged with mirrored images."""
     return evaluate("predict", trained.best, trained.place / "predict", shapes / "test", "--mirror=true")
 
 
@@ -126,7 +126,7 @@ def test_another_budget_has_another_result(trained, predicted, shapes, tmp_path)
 
 
 def test_an_image_size_in_place_of_the_budget(trained, capsys):
-    """The budget of the training gives way to it, as in Python."""
+    """The image size replaces the budget of the training, as `img_size` does in Python."""
     assert main(["validate", str(trained.best), "--img_size=32", *QUIET]) == 0
     shape = relvit.load(trained.best, img_size=32).shape
     assert shape.max_tokens == (32 // trained.side) ** 2 != trained.budget
@@ -165,7 +165,7 @@ def test_two_processes(shapes, tmp_path):
     ranks = Ranks(arguments, tmp_path, as_torchrun())
     assert ranks.finish() == [0, 0], ranks.text()[-3000:]
     best = only(tmp_path / "runs") / "checkpoints" / "best.ckpt"
-    # 15 images: the second process has one fewer, and a batch fewer.
+    # There are 15 images, so the second process has one image and one batch fewer.
     folders = []
     for command in ("test", "predict"):
         given = [command, f"--ckpt_path={best}", f"--data.root={shapes}", f"--runs={tmp_path / command}"]

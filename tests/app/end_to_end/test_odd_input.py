@@ -17,7 +17,7 @@ QUIET = ["--num_workers=0"]
 
 @pytest.fixture
 def spoilt(best, tmp_path):
-    """A function that changes the description of a checkpoint, and returns the new file."""
+    """Return a function that changes the description in a checkpoint, and returns the new file."""
 
     def change(edit):
         content = torch.load(best, weights_only=True)

@@ -1,4 +1,4 @@
-"""Figures by image size: against logits, formulas and timm's resampling; several checkpoints, and what is refused."""
+"""Results by image size compared with logits, formulas and timm's resampling; several checkpoints; errors."""
 
 import shutil
 from typing import NamedTuple
@@ -24,7 +24,7 @@ VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 @pytest.fixture(scope="module")
 def other(best, tmp_path_factory):
-    """Checkpoints of timm's models with random weights, as if trained like `best`."""
+    """Return a function that writes the checkpoint of a timm model with random weights, as if trained like `best`."""
 
     def write(model, kwargs, **data):
         return write_checkpoint_like(best, tmp_path_factory.mktemp(model) / "best.ckpt", model, kwargs, **data)
@@ -39,7 +39,7 @@ def vit(other):
 
 @pytest.fixture(scope="module")
 def gmlp(other):
-    """Its weights mix so many tokens and no others."""
+    """A model that takes only one image size, because its weights mix a fixed number of tokens."""
     return other("gmlp_ti16_224", {})
 
 
@@ -53,7 +53,7 @@ def logits_and_labels(net, photos, split, transform):
 
 
 class Wide(NamedTuple):
-    """Rows of 16 x 16 and of 16 x 40 px, and the transform, logits and labels by hand at 16 x 40 px."""
+    """The rows of 16 x 16 and 16 x 40 px, and the transform, logits and labels by hand at 16 x 40 px."""
 
     protocol: str
     split: str
@@ -97,11 +97,11 @@ def test_a_square_has_no_squashed_square_beside_it(wide):
 
 
 def test_squashed_images_show_the_same_on_a_square_of_as_many_patches(wide, best, photos):
-    """16 x 40 px are 2 x 5 patches: the square of as many has 3 x 3, and shows what the image of 16 x 40 px showed."""
+    """16 x 40 px are 2 x 5 patches. The square with about as many, 3 x 3, shows the same part of the image."""
     protocol, split, _, row, transform, _, labels = wide
     net = load_classifier(best)
     *shown, tensor, scale, normalise = transform.transforms
-    # The whole image is squashed at once.
+    # The resized image is squashed in one step.
     steps = [*(shown if protocol != "resize" else []), v2.Resize((24, 24), v2.InterpolationMode.BICUBIC)]
     squashed, _ = logits_and_labels(net, photos, split, v2.Compose([*steps, tensor, scale, normalise]))
     right = float((squashed.argmax(-1) == labels).float().mean())
@@ -127,7 +127,7 @@ def test_figures_of_a_classifier_in_memory_at_another_size(digits):
     rows = {name: evaluate_size(classifier, data, (8, 12), "test", name, fill) for name, fill in given.items()}
     images, labels = zip(*data.dataset("test"), strict=True)
     images, labels = torch.stack(images), torch.tensor(labels)
-    # The normalised mean but for rounding to 8 bits.
+    # The padding is the mean grey after normalisation, which is zero up to rounding to 8 bits.
     grey = (round(255 * data.mean[0]) / 255 - data.mean[0]) / data.std[0]
     padded = torch.nn.functional.pad(images, (2, 2, 0, 0), value=grey)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_files_that_cannot_be_read(best, photos, tmp_path):
 
 
 def test_macs_by_formula():
-    """4 x 6 patches of 8 px: patch embedding, four projections and an MLP of ratio 4, both products of attention."""
+    """4 x 6 patches of 8 px: patch embedding, four projections, an MLP of ratio 4, and both products of attention."""
     net = timm.create_model("vit_tiny_patch16_224", **VIT, img_size=(32, 48), num_classes=5).eval()
     patches, tokens, dim = 24, 25, 16
     block = tokens * 12 * dim**2 + 2 * tokens**2 * dim
@@ -181,13 +181,13 @@ def test_macs_by_formula():
 
 @pytest.mark.parametrize(("height", "width"), [(4, 6), (2, 250)])
 def test_macs_of_relative_attention(height, width):
-    """Fused: wider products; on a grid beyond 256 channels tiled, in which products are in place."""
+    """'fused' multiplies wider vectors; beyond 256 channels 'tiled' runs, whose products are in place."""
     kwargs = {"patch_size": 2, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "max_distance": (1, 2)}
     plain, relative = (timm.create_model("test_relvit", **kwargs, rel_terms=terms).eval() for terms in ("", "kv"))
     size = (2 * height, 2 * width)
     patches, heads, head_dim = height * width, 2, 16
-    # Each patch, twice (for its logits and for its output), with all rows of both tables and one of zeros, which are
-    # padded to a multiple of 8.
+    # Each patch is multiplied, for its logits and for its output, by all rows of both tables and a zero row, padded to
+    # a multiple of 8.
     tables = 2 * patches * heads * head_dim * 16
     added = count_macs(relative, size) - count_macs(plain, size)
     if width > 6:
@@ -201,7 +201,7 @@ def test_peak_memory_by_hand():
     net = torch.nn.Sequential(torch.nn.Linear(6, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 2, bias=False))
     images = torch.randn(10, 6)
     with torch.inference_mode():
-        # Weights, images, and the hidden layer before and after ReLU.
+        # The peak has the weights, the images, and the hidden layer before and after ReLU.
         assert peak_memory(net, images) == 4 * (6 * 50 + 50 * 2 + 10 * 6 + 2 * 10 * 50)
 
 
@@ -222,7 +222,7 @@ def test_sizes_that_one_cannot_take_are_left_out(best, vit, gmlp):
         rows = evaluate_sizes([best, gmlp, vit], [16, 32], accelerator="cpu")
     found = [(row["checkpoint"], row["height"]) for row in rows]
     assert found == [(str(best), 16), (str(best), 32), (str(gmlp), 16), (str(vit), 16), (str(vit), 32)]
-    # Further checkpoints have differences to the first one at the same size.
+    # Rows of further checkpoints have the difference to the first checkpoint at the same size.
     assert ["acc1_difference" in row for row in rows] == [False, False, True, True, True]
     for row, first in zip(rows[2:], (rows[0], *rows[:2]), strict=True):
         assert row["acc1_difference"] == pytest.approx(row["acc1"] - first["acc1"], abs=1e-6)

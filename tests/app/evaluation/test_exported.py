@@ -1,4 +1,4 @@
-"""Exported files in the place of a checkpoint: what they are refused for, and what they answer."""
+"""Exported files in place of a checkpoint: their predictions, and the commands that refuse them."""
 
 import json
 import zipfile
@@ -18,7 +18,7 @@ from relvit.app.evaluation.exported import ExportedClassifier
 
 @pytest.fixture
 def program(tmp_path):
-    """A .pt2 that averages over the pixels."""
+    """A .pt2 whose logits are averages over the pixels."""
 
     class Mean(torch.nn.Module):
         def forward(self, images):
@@ -32,7 +32,7 @@ def program(tmp_path):
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])
 def test_a_file_predicts_as_a_checkpoint_does(request, tmp_path, ending):
-    """Here it averages over the pixels, so that the probabilities are known."""
+    """The logits of the file are averages over the pixels, so the probabilities are known."""
     path = request.getfixturevalue("program") if ending == "pt2" else classifier_of(tmp_path / "a.onnx")
     image = torch.zeros(3, 16, 16)
     image[1] = 0.6
@@ -154,7 +154,7 @@ def test_logits_that_are_not_finite_become_no_probabilities(tmp_path):
 
 
 def test_a_file_that_takes_more_memory_than_there_is_is_refused(tmp_path):
-    """A constant of 4 TB, which depends on the images, so that no preparation finds it."""
+    """The file makes a tensor of 4 TB, whose size depends on the images, so no check before the run can find it."""
     filled = [
         helper.make_node("Shape", ["images"], ["count"], start=0, end=1),
         helper.make_node("Mul", ["count", "times"], ["size"]),

@@ -1,4 +1,4 @@
-"""Metrics of classes against scikit-learn, calibration error against torchmetrics, standard errors against SciPy."""
+"""Metrics of classes compared with scikit-learn, calibration errors with torchmetrics, standard errors with SciPy."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CLASSES = 6
 
 def test_classes():
     generator = np.random.default_rng(0)
-    # Class 4 has no images, class 5 is never predicted, class 3 neither.
+    # Class 4 has no images, and the classes 3 and 5 are never predicted.
     labels, predicted = generator.choice([0, 1, 2, 5], 200), generator.choice([0, 1, 2, 4], 200)
     confusion = confusion_matrix(labels, predicted, CLASSES)
     np.testing.assert_array_equal(confusion, sklearn.metrics.confusion_matrix(labels, predicted, labels=range(CLASSES)))
@@ -36,9 +36,9 @@ def test_calibration():
     expected = multiclass_calibration_error(probabilities, labels, CLASSES, n_bins=15, norm="l1")
     found = calibration_error(confidence.double().numpy(), (predicted == labels).numpy())
     assert found == pytest.approx(float(expected), rel=1e-5)
-    # Always certain, right in three of four cases.
+    # All predictions are certain, and three of four are right.
     assert calibration_error(np.ones(4), np.array([True, True, True, False])) == pytest.approx(0.25)
-    # One bin, ]14/15, 1]: mean confidence 0.975, half of them right.
+    # One bin, ]14/15, 1], has both images: its mean confidence is 0.975, and half of its predictions are right.
     assert calibration_error(np.array([1.0, 0.95]), np.array([False, True])) == pytest.approx(0.475)
 
 
@@ -56,10 +56,10 @@ def test_the_paired_error_is_that_of_the_mean_of_differences():
     values = second.astype(int) - first.astype(int)
     assert difference == pytest.approx(second.mean() - first.mean())
     assert error == pytest.approx(scipy.stats.sem(values, ddof=0))
-    # The counts are McNemar's.
+    # `gained` and `lost` are the counts of McNemar's test.
     gained, lost = (~first & second).sum(), (first & ~second).sum()
     assert error == pytest.approx(np.sqrt(gained + lost - (gained - lost) ** 2 / 400) / 400)
-    # Each draw has as many images.
+    # Each bootstrap sample has as many images as the test set.
     draws = generator.integers(0, 400, (4000, 400))
     assert values[draws].mean(1).std() == pytest.approx(error, rel=0.05)
     assert paired_difference(first, first) == (0.0, 0.0)

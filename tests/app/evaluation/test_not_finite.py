@@ -1,4 +1,4 @@
-"""Probabilities that are not finite are written by no command."""
+"""No command writes probabilities that are not finite."""
 
 import copy
 

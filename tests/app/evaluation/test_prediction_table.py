@@ -1,4 +1,4 @@
-"""PredictionTable: cells longer than the `csv` module reads."""
+"""PredictionTable: cells that are longer than the `csv` module can read."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""relvit.load: numbers against the checkpoint's classifier image by image, and against `relvit predict`."""
+"""relvit.load: results compared with the checkpoint's classifier image by image, and with `relvit predict`."""
 
 import re
 import shutil
@@ -27,12 +27,12 @@ def clf(best):
 
 @pytest.fixture(scope="module")
 def by_hand(best):
-    """Probabilities and features of an image of 17 x 17 pixels, whose 16 x 16 in the middle the model sees."""
+    """Compute probabilities and features of an image of 17 x 17 pixels, of which the model sees the crop of 16 x 16."""
     classifier = load_classifier(best)
 
     def compute(pixels, mirror=False):
         assert pixels.shape == (17, 17, 3)
-        # floor(16 / 0.9) = 17: nothing is resized; the crop starts at round((17 - 16) / 2) = 0
+        # floor(16 / 0.9) = 17, so nothing is resized; the crop starts at round((17 - 16) / 2) = 0.
         x = (torch.from_numpy(pixels[:16, :16].copy()).float() / 255 - MEAN) / STD
         x = x.permute(2, 0, 1)[None]
         with torch.no_grad():
@@ -90,7 +90,7 @@ def test_several_images_keep_their_order_in_batches_of_any_size(clf, by_hand, tm
     assert features.shape == (5, clf.num_features)
     assert clf.predict([]) == []
     assert clf.embed([]).shape == (0, clf.num_features)
-    # a list of one stays a list
+    # For a list of one image the result is a list.
     assert [prediction.names for prediction in clf.predict(arrays[:1])] == [clf.predict(arrays[0]).names]
 
 
@@ -112,7 +112,7 @@ def test_grey_models_take_colour(digits_run):
     x = (torch.from_numpy(grey).float() / 255 - 0.3049319887) / 0.3756725775
     with torch.no_grad():
         expected = clf.classifier(x[None, None]).softmax(-1)[0]
-    # equal channels are this grey, exactly
+    # Colour images with three equal channels become exactly this grey.
     for image in (grey, np.repeat(grey[..., None], 3, -1)):
         found = clf.predict(image, top=10)
         assert dict(zip(found.names, found.probabilities, strict=True)) == pytest.approx(
@@ -133,7 +133,7 @@ def test_averaged_weights_are_used_and_the_file_is_read_once(best, tmp_path, mon
 
 @pytest.fixture
 def broken(photos, tmp_path):
-    """A folder of six images of which two cannot be read, and its files in order."""
+    """A folder of six images of which two cannot be read, and the files in order."""
     root = shutil.copytree(photos / "test" / "cat", tmp_path / "cat")
     (root / "1.jpg").write_bytes(b"nothing")
     content = (root / "4.jpg").read_bytes()
@@ -142,7 +142,7 @@ def broken(photos, tmp_path):
 
 
 def skipping(function, images, **options):
-    """The result, and a check of the one warning, which has the line of the call."""
+    """Return the result, and check that there is one warning, which names the line of the call."""
     with pytest.warns(UserWarning, match="could not be read") as caught:
         found = function(images, on_error="skip", **options)
     (warning,) = caught
@@ -155,7 +155,7 @@ def skipping(function, images, **options):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_images_of_a_list_and_of_a_folder(clf, broken, workers):
-    """In a list predictions keep their places, of a folder they are left out; features keep their places in both."""
+    """Results for a list, and all features, keep their places; predictions for a folder leave the images out."""
     root, files = broken
     images, good, options = [*files, noise(0)], [0, 2, 3, 5, 6], {"batch_size": 2, "num_workers": workers}
     found, expected = skipping(clf.predict, images, **options), [clf.predict(images[i]) for i in good]
@@ -176,16 +176,16 @@ def test_unreadable_images_alone_and_images_of_other_kinds(clf, broken, recwarn)
     assert not recwarn
     with pytest.warns(UserWarning, match="1 of 1 images could not be read"):
         assert clf.predict(files[1], on_error="skip") is None
-    # A PIL image decodes its file when its pixels are needed.
+    # A PIL image decodes its file only when its pixels are read.
     with pytest.warns(UserWarning, match=r"1 of 2 images could not be read; the first: \S*4.jpg: .*truncated"):
         assert clf.predict([Image.open(files[4]), files[0]], on_error="skip")[0] is None
     for call, given, options, error, message in (
         (clf.predict, root / "4.jpg", {}, UnreadableImageError, r"4\.jpg"),
-        # In a list, the error names the first unreadable image.
+        # For a list, the error names the first unreadable image.
         (clf.predict, files, {"on_error": "error", "batch_size": 2}, UnreadableImageError, r"1\.jpg"),
         (clf.embed, files, {"on_error": "error", "batch_size": 2}, UnreadableImageError, r"1\.jpg"),
         (clf.attention, files[1], {}, UnreadableImageError, r"1\.jpg"),
-        # An object that is no image is a mistake of the caller.
+        # An object that is not an image is the caller's mistake, so `on_error="skip"` does not skip it.
         (clf.predict, [files[0], 3], {"on_error": "skip"}, TypeError, "got int"),
         (clf.embed, files[0], {"on_error": "skp"}, ValueError, r"on_error is 'skp'.*'skip' \(did you mean 'skip'"),
     ):
@@ -199,7 +199,7 @@ def test_attributes(clf):
     assert clf.to("cpu") is clf
     assert repr(clf) == "Predictor(test_relvit, 3 classes, 16 x 16 px, on cpu)"
     assert not clf.classifier.training
-    # Features may be trained on.
+    # A probe can be trained on the features.
     features = clf.embed([noise(0), noise(1)])
     probe = torch.nn.Linear(clf.num_features, 2)
     probe(features).sum().backward()
@@ -208,7 +208,7 @@ def test_attributes(clf):
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64, torch.device("meta")], ids=str)
 def other_default(request):
-    """Another default dtype or device of PyTorch, as the rest of a user's program may want it."""
+    """Change PyTorch's default dtype or device, as other code of a user may do."""
     if isinstance(request.param, torch.dtype):
         torch.set_default_dtype(request.param)
     else:
@@ -219,7 +219,7 @@ def other_default(request):
 
 
 def results(predictor, folder):
-    """Compute all results of a predictor for an image, and the embeddings of a folder."""
+    """Compute all results of a predictor for an image, and the features of a folder."""
     (pixels, indices), *_ = predictor.batches([noise(0)])
     arrays = pixels, indices, predictor.embed(noise(0)), embed_folder(predictor, folder).features
     return predictor.predict(noise(0)), [np.asarray(array) for array in arrays]
@@ -240,7 +240,7 @@ def test_results_do_not_depend_on_pytorchs_defaults(best, clf, photos, ordinary,
         for found, expected in zip(arrays, ordinary[1], strict=True):
             assert found.dtype == expected.dtype
             assert np.array_equal(found, expected)
-    # The defaults are the user's again.
+    # The user's default dtype and device are unchanged.
     assert other_default in (torch.ones(1).dtype, torch.ones(1).device)
 
 
@@ -252,7 +252,7 @@ def test_another_size_of_the_same_model(best):
     for size, found in (((24, 40), other), ((16, 16), clf)):
         again = relvit.load(best, size)
         assert found.predict(noise(0)) == again.predict(noise(0))
-        # The description for timm is of the training, and has nothing about weights of timm's own.
+        # The description has the size in training, and no entries about timm's own weights.
         assert again.model.default_cfg == again.model.pretrained_cfg == clf.model.pretrained_cfg
     assert clf.model.pretrained_cfg["input_size"] == (3, 16, 16)
     assert not clf.model.pretrained_cfg.keys() & {"url", "hf_hub_id", "file", "tag", "test_input_size", "label_offset"}

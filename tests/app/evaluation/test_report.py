@@ -1,4 +1,4 @@
-"""The report of a test: the pictures on the sheet of mistakes, and many classes; its other files: `tests/app/cli`."""
+"""The report of a test: pictures on the sheet of mistakes, many classes; `tests/app/cli` tests its other files."""
 
 import shutil
 from collections import Counter
@@ -17,7 +17,7 @@ from relvit.app.training import load_classifier
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """The arguments of the sheets in the place of their files."""
+    """Record the arguments of the sheets instead of drawing them."""
     found = []
     monkeypatch.setattr(module, "plot_sheet", lambda *args, **kwargs: found.append(args))
     return found
@@ -47,20 +47,20 @@ def test_the_most_confident_mistakes_as_the_model_saw_them_and_many_classes(tmp_
         expected = (data.images[index] * 0.5 + 0.5).clamp(0, 1) * 255
         np.testing.assert_array_equal(picture, expected.round().permute(1, 2, 0).numpy().astype(np.uint8))
     assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == len(wrong) + 1
-    # The confusion matrix is written as the pairs that occur, in order.
+    # The confusion matrix is written as the pairs of classes that occur, in order.
     pairs = sorted(Counter(zip(data.labels.tolist(), predicted.tolist(), strict=True)).items())
     written = [f"class {true},class {guess},{count}" for (true, guess), count in pairs]
     assert (tmp_path / "confusion.csv").read_text().splitlines() == ["true,predicted,count", *written]
     # The class without images has no recall.
     assert (tmp_path / "classes.csv").read_text().splitlines()[2].split(",")[:4:3] == ["class 1", ""]
-    # Nothing stays on the classifier.
+    # The report removes its hooks from the classifier.
     assert not classifier._forward_hooks
 
 
-# Without any picture, there is no sheet, and no error.
+# Without any readable picture there is no sheet and no error.
 @pytest.mark.parametrize("kept", [2, 0])
 def test_a_mistake_whose_file_has_gone_is_listed_without_a_picture(best, photos, tmp_path, sheets, kept):
-    """All images are under the next class; most files go between the test and the report."""
+    """All images are in the folder of another class, and most files are deleted between the test and the report."""
     names = ["cat", "dog", "owl"]
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         shutil.copytree(photos / "test" / name, tmp_path / "test" / following)

@@ -1,4 +1,4 @@
-"""Random models with relative positions, in random bands: the numbers of one pass under the mask, or refused.
+"""Random models and bands: the same numbers as one pass under a mask, or the bands are refused.
 
 FUZZ_EXAMPLES=300 pytest -m fuzz tests/app/fuzz/test_bands.py --hypothesis-seed=31
 """
@@ -16,13 +16,13 @@ from relvit.models.relative_vit import RelVisionTransformer
 
 pytestmark = pytest.mark.fuzz
 
-# Of the positions only those that see the size of the image may be refused.
+# Bands refuse only these positions, which depend on the image's size.
 REFUSED = {"fire", "low-rank"}
 PATCH = 4
 
 
 def draw_position(random):
-    """Arguments of a model that choose its position, of all that there are."""
+    """Draw one of all positions, and its arguments."""
     position = random.choice(list(POSITIONS))
     chosen = {"position": position, "rope": random.choice(["", "", "axial", "mixed"])}
     if position == "tables":
@@ -37,13 +37,13 @@ def draw_position(random):
 
 
 def draw(random):
-    """A position, sizes of the model, of the image and of the bands."""
+    """Draw a position, and the sizes of model, image and bands."""
     rows, columns = random.randint(1, 11), random.randint(1, 9)
     if rows == columns:
         rows += 1
     band = random.randint(1, rows + 1)
     position = draw_position(random)
-    # LookHere has four heads at least.
+    # LookHere needs at least four heads.
     heads = 4 if position["position"] == "lookhere" else random.choice([1, 2])
     model = position | {
         "depth": random.randint(1, 4),
@@ -52,7 +52,7 @@ def draw(random):
         "qk_norm": random.random() < 0.2,
         "global_pool": random.choice(["avg", "avg", "max", "map", ""]),
         "dynamic_img_pad": random.random() < 0.3,
-        # The size for which the model is made matters to none of these positions.
+        # None of these positions depends on the size for which the model is made.
         "img_size": (PATCH * random.randint(1, 8), PATCH * random.randint(1, 8)),
     }
     if model["position"] == "tables" and model["layout"] == "separate":
@@ -67,7 +67,7 @@ def build(options, number):
     torch.manual_seed(number)
     model = RelVisionTransformer(patch_size=PATCH, num_classes=5, mlp_ratio=2, **options)
     for parameter in model.parameters():
-        # Wide, so that every one of them matters.
+        # Use large weights, so that every parameter changes the outputs visibly.
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double().eval()
 

@@ -1,4 +1,4 @@
-"""Command lines changed at random: each works, or is refused in a line or two; none hangs or shows a traceback.
+"""Command lines with random changes: each works or is refused in one or two lines; none hangs or shows a traceback.
 
 FUZZ_EXAMPLES=200 pytest -m fuzz tests/app/fuzz/test_command_lines.py --hypothesis-seed=31
 """
@@ -20,7 +20,7 @@ from relvit.app.cli import main
 pytestmark = pytest.mark.fuzz
 
 FIT = ["fit", "--data=ImageFolderData", "--data.root=photos", *TINY, "--trainer.fast_dev_run=true", "--runs=runs"]
-# A user types such lines; every command that ends by itself has one.
+# Users type such lines. Every command that ends by itself has one.
 HONEST = [
     FIT,
     [*FIT, "--lr", "3e-4", "--epochs", "2", "--model.weight_decay", "0", "--patience", "3"],
@@ -54,7 +54,7 @@ VALUES += [
     "=",
     "x" * 500,
 ]
-# These are options of other commands and libraries, and some that start many processes or take all memory.
+# The list has options of other commands and libraries, and options that could start many processes or take all memory.
 OPTIONS = ["--gpus", "--epoch", "--output", "--split", "--img-size", "--model.lr", "--config", "--ckpt_path", "--reach"]
 OPTIONS += ["--devices", "--batch_size", "--num_workers", "--resume", "--data", "--model", "--trainer.strategy", "--x"]
 OPTIONS += ["--model.num_classes", "--model.model_kwargs.depth", "--model.model_kwargs.num_heads", "--data.img_size"]
@@ -62,7 +62,7 @@ OPTIONS += ["--model.num_classes", "--model.model_kwargs.depth", "--model.model_
 
 @pytest.fixture
 def enter(best, photos, tmp_path_factory, monkeypatch):
-    """Return a function that enters a new working directory with the files that the lines name."""
+    """Return a function that enters a new working directory, which has all files that the lines name."""
 
     def new():
         place = tmp_path_factory.mktemp("place")
@@ -70,7 +70,7 @@ def enter(best, photos, tmp_path_factory, monkeypatch):
         for name in ("best", "other"):
             shutil.copy(best, f"{name}.ckpt")
         shutil.copytree(photos, "photos")
-        # The calibration needs a mistake: without one no temperature is best.
+        # `calibrate` needs a wrong label: without mistakes no temperature is best.
         Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
         return place
 
@@ -103,12 +103,12 @@ def changed(line, chance):
                 if options:
                     number = chance.choice(options)
                     line[number] = f"{line[number].partition('=')[0]}={chance.choice(VALUES)}"
-    # No example trains for long, whatever the changes are.
+    # Whatever the changes are, no training takes long.
     return [*line, "--trainer.fast_dev_run=true"] if line[0] == "fit" else line
 
 
 def run(line, capfd, monkeypatch):
-    """Run a line and return its exit status and output; a hang ends the process."""
+    """Run a line and return its exit status and output; if it hangs, end this process."""
     capfd.readouterr()
     # `--config -` reads the standard input.
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -129,7 +129,7 @@ def test_a_changed_line_works_or_is_refused(enter, capfd, monkeypatch, chance):
     note(about)
     before = sorted(place.rglob("*"))
     status, out, err = run(line, capfd, monkeypatch)
-    # Status 1 means broken files for `check-data`, and for `calibrate` that no temperature helps.
+    # `check-data` returns 1 for broken files, and `calibrate` if no temperature helps.
     assert status in ((0, 1, 2) if line[0] in ("check-data", "calibrate") else (0, 2)), about
     assert "Traceback" not in out + err, f"{about}\n{err}"
     if status == 2:

@@ -1,9 +1,9 @@
-"""Damaged and foreign files of every kind: they give the numbers of the honest file, or are refused in a line or two.
+"""Damaged and hostile files of every kind give the results of the original file, or are refused in one or two lines.
 
 FUZZ_EXAMPLES=400 pytest -m fuzz tests/app/fuzz/test_damaged_files.py --hypothesis-seed=31
 
-A damaged file has bytes that were not written; a foreign one has descriptions that someone else chose. Neither opens
-another file of the machine nor a connection. Beside each example the honest file is read in the same way.
+A damaged file has changed bytes; a hostile file has a description that someone else chose. Reading them must open
+neither another file nor a connection. The original file of each example is read in the same way.
 """
 
 import faulthandler
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.fuzz
 
 
 class Watch:
-    """Collects openings of files named secret, and connections, while it is on; an audit hook stays for ever."""
+    """An audit hook that records, while it is on, openings of files named secret, and connections."""
 
     on, seen = False, ()
 
     def __call__(self, event, arguments):
-        # Worker processes answer over sockets within the machine.
+        # Worker processes use sockets within the machine, which are allowed.
         if event == "socket.connect" and arguments[0].family == socket.AF_UNIX:
             return
         if self.on and (event == "socket.connect" or (event == "open" and "secret.pth" in str(arguments[0]))):
@@ -59,7 +59,7 @@ class Watch:
 WATCH = Watch()
 
 
-# The honest files: a checkpoint of each family, a published folder, an ONNX file and a run.
+# The original files: a checkpoint of each family, a published folder, an ONNX file and a run.
 SAMPLES = Path(tempfile.mkdtemp())
 
 
@@ -68,7 +68,7 @@ def samples(digits_run):
     for name in FAMILIES:
         write_sample(SAMPLES / f"{name}.ckpt", name)
     publish_sample(SAMPLES / "tables.ckpt", SAMPLES / "published")
-    # A model of one size is exported in seconds.
+    # A model for a single image size is exported in seconds.
     kwargs = SMALL | {"dynamic_img_size": False}
     vit = write_checkpoint_like(SAMPLES / "tables.ckpt", SAMPLES / "vit.ckpt", "test_vit", kwargs)
     export_model(relvit.load(vit), SAMPLES / "model.onnx")
@@ -79,7 +79,7 @@ def samples(digits_run):
 
 
 def nested(chance):
-    """Return lists that hold one another twice: few bytes, and no end of leaves."""
+    """Return lists that contain each other twice: few bytes become a huge number of leaves."""
     value = ["x"]
     for _ in range(chance.randint(20, 60)):
         value = [value, value]
@@ -91,7 +91,7 @@ class RefusedError(Exception):
 
 
 def command(*line):
-    """Run a command in this process; refusals are raised."""
+    """Run a command in this process, and raise an error if it refuses a file."""
     kept = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
     try:
@@ -109,7 +109,7 @@ def command(*line):
 
 
 def predictions(model):
-    """Predict two pictures, one of which is no image; return the rows of the table."""
+    """Predict two pictures, one of them unreadable; return the rows of the table."""
     Path("pictures").mkdir(exist_ok=True)
     Image.fromarray(picture()[:20]).save("pictures/a.png")
     Path("pictures/b.png").write_bytes(b"no image")
@@ -121,7 +121,7 @@ def predictions(model):
     return rows[1:]
 
 
-# Each function writes an honest file, or one changed by `chance`, and reads it as a user would.
+# Each function writes the original file, or the file changed by `chance`, and reads it as a user would.
 
 
 def checkpoint(chance, changed):
@@ -168,7 +168,7 @@ def weights(chance, changed):
                 state[name] = chance.choice(ODD)
     torch.save(content, "a.ckpt")
     found = predictions("a.ckpt")
-    # A change must not go unnoticed.
+    # A change of the weights must be refused.
     assert not changed
     return found
 
@@ -264,7 +264,7 @@ KINDS += [run]
 
 
 def read(kind, chance, changed):
-    """Return the numbers of the file and None, or None and why it is refused; a hang ends the process."""
+    """Return the results of the file and None, or None and the refusal; if reading hangs, end this process."""
     found = refusal = None
     faulthandler.dump_traceback_later(120, exit=True)
     try:
@@ -286,7 +286,7 @@ def test_damaged_and_foreign_files_compute_the_same_or_are_refused(tmp_path, mon
     Path("secret.pth").write_bytes(b"of the machine")
     kind = chance.choice(KINDS)
     note(kind.__name__)
-    # The twin draws the same honest file; only the changes differ.
+    # `twin` draws the same original file, so that only the changes differ.
     twin = random.Random()
     twin.setstate(chance.getstate())
     honest, refusal = read(kind, twin, False)

@@ -1,4 +1,4 @@
-"""Images and configurations changed at random: each is accepted, or refused in one line.
+"""Images and configurations with random changes: each is accepted, or refused in one line.
 
 FUZZ_EXAMPLES=400 pytest -m fuzz tests/app/fuzz/test_images_and_configurations.py --hypothesis-seed=31
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fuzz
 
 
 def images():
-    """Yield small images of every format and mode that is read, some stored in several ways."""
+    """Yield small images of every format and mode that relvit reads, some of them stored in several ways."""
     noise = random.Random(0).randbytes(4 * 30 * 22)
     rgba = Image.frombytes("RGBA", (30, 22), noise).filter(ImageFilter.GaussianBlur(2))
     modes = {mode: rgba.convert(mode) for mode in ("1", "L", "LA", "P", "RGB", "CMYK")} | {"RGBA": rgba}
@@ -46,7 +46,7 @@ def images():
 
 
 def configurations():
-    """Yield the configurations that come with relvit, with the arguments that their headers ask for."""
+    """Yield the configurations that relvit ships, with the arguments that their headers require."""
     for path in shipped_configs().values():
         content = path.read_bytes().replace(b"root: null", b"root: photos")
         yield content if "data" in yaml.safe_load(content) else content + b"data: DigitsData\n"
@@ -68,7 +68,7 @@ def read(path):
 
 
 def accepts(target, path, content):
-    """Return True if a file with this content is accepted; a refusal has one line, and a hang ends the process."""
+    """Return whether a file with this content is accepted; a refusal has one line, and a hang ends the process."""
     path.write_bytes(content)
     refusal = None
     faulthandler.dump_traceback_later(60, exit=True)

@@ -1,4 +1,4 @@
-"""Images of random shapes: relvit's evaluation transform gives the pixels of timm's.
+"""Images of random shapes: relvit's evaluation transform gives the same pixels as timm's.
 
 FUZZ_EXAMPLES=4000 pytest tests/app/fuzz/test_transforms.py --hypothesis-seed=32
 """
@@ -14,19 +14,19 @@ from timm.data import create_transform, resolve_model_data_config
 import relvit
 from relvit.app.data import eval_transform
 
-# relvit resizes by the bicubic filter alone. These are timm's names of its protocols.
+# timm has other names for the protocols. relvit resizes by the bicubic filter alone.
 PROTOCOLS = {"crop": "center", "resize": "squash", "field": "center"}
-# No example resizes an image to more pixels: it would take too long.
+# No example resizes an image to more pixels than this, because it would take too long.
 MOST = 10**6
 
 
 def draw_side(random, most):
-    """Draw a side from 1 on, small ones as often as large ones."""
+    """Draw the length of a side; small and large sides are equally probable."""
     return min(most, int(most ** random.random()) + random.randint(0, 2))
 
 
 def draw_image(random, channels):
-    """Draw noise, or a smooth picture, of any shape, sometimes a line."""
+    """Draw noise or a smooth picture of any shape, sometimes a single row or column."""
     height, width = draw_side(random, 600), draw_side(random, 600)
     if random.random() < 0.15:
         height, width = random.choice([(height, 1), (1, width), (height, 2), (3, width)])
@@ -42,7 +42,7 @@ def draw(random):
     channels = random.choice([1, 3, 3])
     image = draw_image(random, channels)
     while True:
-        # The images of a model are no lines.
+        # The input of a model is never a single row or column.
         side = draw_side(random, 400)
         size = side, random.choice([side, max(1, min(400, int(side * 16 ** random.uniform(-1, 1))))])
         crop_pct = random.choice([1.0, 0.875, 0.9, 0.95, 0.56, random.uniform(0.2, 1)])
@@ -54,13 +54,13 @@ def draw(random):
 
 
 def pixels_of(values, mean, std):
-    """Return the 8-bit pixels (H, W, C) before normalisation, and their distance from whole numbers."""
+    """Return the 8-bit pixels (H, W, C) before normalisation, and how far they are from whole numbers."""
     found = (values.double().permute(1, 2, 0).numpy() * np.array(std) + np.array(mean)) * 255
     return found.round().astype(int), float(np.abs(found - found.round()).max())
 
 
 def check(ours, timms, mean, std, long):
-    """The pixels are equal, or of a very long image up to two levels."""
+    """Check that the pixels are equal, or for very long images differ by at most two levels."""
     assert ours.shape == timms.shape
     (found, rest), (expected, other) = (pixels_of(values, mean, std) for values in (ours, timms))
     assert max(rest, other) <= 1e-3, "pixels are no whole numbers"
@@ -68,7 +68,7 @@ def check(ours, timms, mean, std, long):
 
 
 def is_long(image, size, crop_pct):
-    """Return True if only the middle of the image is resized; Pillow knows its edges in single precision."""
+    """Return whether only the middle of the image is resized, whose edges Pillow gets in single precision."""
     cover = eval_transform(size, (0.5,), (0.5,), crop_pct).transforms[0]
     whole, made = cover.sizes(image.size[::-1])
     return whole != made
@@ -93,7 +93,7 @@ def predictor(request, tmp_path_factory):
 @pytest.mark.fuzz
 @fuzzed(20)
 def test_what_a_model_tells_timm_transforms_images_as_its_predictor(predictor, chance):
-    """timm reads `pretrained_cfg`, which a published folder has too, by `resolve_model_data_config`."""
+    """timm's `resolve_model_data_config` reads `pretrained_cfg`, which published folders also have."""
     timms = create_transform(**resolve_model_data_config(predictor.model))
     image = draw_image(chance, len(predictor.mean))
     note(str(image))

@@ -1,4 +1,4 @@
-"""Image sizes that models of timm cannot take are refused by running the model, and no others."""
+"""timm's models are run to find out which image sizes they take, and only the other sizes are refused."""
 
 import pytest
 import timm
@@ -20,9 +20,9 @@ FIXED = (
     [
         ("vit_tiny_patch16_224", VIT, (32, 48), (32, 40), FIXED),
         ("vit_tiny_patch16_224", DYNAMIC, (32, 48), (32, 44), "divisible by patch size (8)): give img_size [32,48]"),
-        # timm declares no class of this model, so it is built for its own size.
+        # timm does not declare this model's class, so relvit cannot know its arguments, and builds it for its own size.
         ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size 224"),
-        # timm's own would leave out the pixels beyond the last whole patch.
+        # timm's model itself would leave out the pixels beyond the last whole patch.
         ("vit_tiny_patch16_224", VIT, (36, 48), (36, 48), "height 36 is not a multiple of the patch size 8: use 32 or"),
         ("vit_tiny_patch16_224", VIT, (32, 44), (32, 44), "width 44 is not a multiple of the patch size 8: use 40 or"),
         (

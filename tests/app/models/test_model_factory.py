@@ -1,4 +1,4 @@
-"""`build_model`: arguments checked by name, and models larger than the memory refused before they take any."""
+"""`build_model`: it checks arguments by name, and refuses models larger than the memory before it allocates memory."""
 
 import math
 import re
@@ -19,7 +19,7 @@ def test_builds_relvit_and_timm_models_with_the_datas_sizes():
     assert ours.patch_embed.img_size == (16, 32)
     theirs = build_model("test_vit", 4, 3, 64, {"drop_path_rate": 0.1})
     assert theirs.patch_embed.img_size == (64, 64)
-    # ResNets take no img_size.
+    # ResNets have no argument img_size, which is then left out.
     assert build_model("test_resnet", 4, 3, 64).num_classes == 4
 
 
@@ -94,7 +94,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_takes_any(kwargs, m
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=message):
         build_model("relvit_tiny", 7, model_kwargs=kwargs)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e5  # in KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e5  # `ru_maxrss` is in KiB.
 
 
 def test_numbers_anywhere_among_the_arguments_are_checked():

@@ -1,4 +1,4 @@
-"""Figures: pixels of the confusion matrix and the sheet, lines of the training curves and of curves by image size."""
+"""Figures: pixels of the confusion matrix and the sheet, lines of training curves and of curves by image size."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ METRICS = """epoch,lr,step,train/acc1,train/loss,val/acc1,val/loss
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures in the place of their files, since drawing takes long."""
+    """Record the figures instead of writing files, because drawing takes long."""
     found = []
     monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: (found.append(self), target.touch()))
     return found
@@ -47,7 +47,8 @@ def test_each_of_a_thousand_classes_has_its_pixels(tmp_path, monkeypatch):
     drawn = pixels(tmp_path / "a.png")
     left, bottom, right, top = figures[0].axes[0].get_window_extent().extents.round().astype(int)
     inside = drawn[len(drawn) - top : len(drawn) - bottom, left:right][2:-2, 2:-2]
-    # What is not the lightest of "Blues" is the diagonal: in every row of pixels, and further right in each.
+    # Pixels on the diagonal are darker than the lightest colour of "Blues". Every row of pixels has some, and they move
+    # right with the rows.
     rows, columns = np.nonzero(abs(inside - (247, 251, 255)).sum(-1) > 6)
     assert len(np.unique(rows)) == len(inside) >= 1000
     assert (np.diff([columns[rows == row].mean() for row in range(0, len(inside), 20)]) > 0).all()
@@ -57,7 +58,7 @@ def test_each_of_a_thousand_classes_has_its_pixels(tmp_path, monkeypatch):
 def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
     plot_confusion(np.array([[0, 30], [0, 0]]), ["a", "b"], tmp_path / "a.png")
     figure = pixels(tmp_path / "a.png")
-    # Matplotlib's darkest of "Blues"; the colour bar is right of the axes.
+    # This is the darkest colour of "Blues"; the colour bar is right of the axes.
     rows, columns = np.nonzero((abs(figure - (8, 48, 107)).sum(-1) < 6)[:, :400])
     assert len(rows) > 5000
     assert rows.max() < 0.5 * figure.shape[0]
@@ -88,7 +89,7 @@ def test_sheet(tmp_path):
 
 
 def curves(axes):
-    """The points of each line, by its label."""
+    """Return the points of each line, by its label."""
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
 
 
@@ -99,7 +100,7 @@ def draw_curves(text, tmp_path, *title):
 
 @pytest.fixture
 def panels(tmp_path, figures):
-    """The panels of loss, accuracy and learning rate of a training of three epochs."""
+    """Return the panels of loss, accuracy and learning rate for a training of three epochs."""
     draw_curves(METRICS, tmp_path, "train (labels smoothed by 0.1)")
     return figures[0].axes
 
@@ -143,7 +144,7 @@ def test_letters_are_legible_at_half_the_size_and_legends_cover_no_curve(panels)
 
 @pytest.fixture
 def by_size(tmp_path, figures):
-    """The panels of accuracy, loss and calibration error of two models, trained at 16 and at 32 px, at other sizes."""
+    """Return the panels of accuracy, loss and calibration error for two models, trained at 16 and at 32 px."""
     rows = []
     for trained, sizes in ((16, [(32, 32), (16, 16), (8, 32)]), (32, [(32, 32), (8, 8)])):
         for height, width in sizes:
@@ -167,7 +168,7 @@ def test_each_model_has_a_line_over_sizes_and_its_trained_size_in_the_same_colou
 def test_sizes_with_as_many_pixels_as_in_training_but_another_shape_have_rings(by_size):
     for axes in by_size:
         rings = [part for part in axes.collections if isinstance(part, PathCollection)]
-        # The image of 8 x 32 pixels has as many as the one of the trained size.
+        # The image of 8 x 32 pixels has as many pixels as an image of the trained size.
         assert [[bool(size) for size in part.get_sizes()] for part in rings] == [[True, False, False], [False, True]]
 
 
@@ -187,7 +188,7 @@ def test_sizes_are_named_on_a_logarithmic_axis(by_size):
 
 
 def test_tables_are_drawn_whole_layer_below_layer():
-    """The tables have several lengths, and the second layer lacks one; each number has its place and colour."""
+    """The tables have different lengths, and the second layer lacks one table; each number has its place and colour."""
     generator = np.random.default_rng(0)
     tables = {
         "first": {"k rows": generator.normal(size=(2, 9, 4)), "b columns": generator.normal(size=(2, 9))},
@@ -199,7 +200,7 @@ def test_tables_are_drawn_whole_layer_below_layer():
     for image, table in zip(rows.images, (tables["first"]["k rows"], tables["second"]["k rows"]), strict=True):
         np.testing.assert_array_equal(image.get_array(), table.reshape(-1, 4))
         assert image.norm.vmax == -image.norm.vmin == max(abs(of["k rows"]).max() for of in tables.values())
-        # The offset zero of each head.
+        # The ticks are at the offset zero of each head.
         left, right, bottom, top = image.get_extent()
         heads = [top + (bottom - top) * share for share in (0.25, 0.75)]
         assert [tick for tick in rows.get_yticks() if top < tick < bottom] == pytest.approx(heads)
@@ -221,11 +222,11 @@ def test_joint_tables_are_drawn_head_beside_head():
 
 
 def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
-    """Colours of 1 to `most` steps, whatever an image has of them."""
+    """The colours are for 1 to `most` steps, even if the image has fewer."""
     image, steps = np.full((20, 40, 3), 255, np.uint8), np.array([[1, 5, 5, 5], [5, 5, 5, 3]])
     plot_steps(image, steps, 5, tmp_path / "a.png")
     figure = pixels(tmp_path / "a.png")
-    # Matplotlib's viridis at its ends and in its middle; the colour bar is right of the map.
+    # These are the colours of viridis at both ends and in the middle; the colour bar is right of the map.
     areas = {}
     for name, colour in {"one": (68, 1, 84), "five": (253, 231, 37), "three": (33, 145, 140)}.items():
         at, across = np.nonzero((abs(figure - colour).sum(-1) < 6)[:, : 9 * figure.shape[1] // 10])
@@ -237,7 +238,7 @@ def test_steps_are_drawn_over_the_shape_of_the_image(tmp_path):
 
 
 def test_grid_of_heights_and_widths(tmp_path, figures):
-    """Numbers stand in the cells; differences below two standard errors are grey, squares have none."""
+    """Numbers are in the cells; differences below two standard errors are grey, and squares have no difference."""
     rows = []
     for height in (16, 32):
         for width in (16, 24):
@@ -250,7 +251,7 @@ def test_grid_of_heights_and_widths(tmp_path, figures):
     above, below = [axes for axes in figures[0].axes if axes.get_xlabel() == "width in pixels"]
     assert [text.get_text() for text in above.texts] == ["32.0", "40.0", "48.0", "56.0"]
     cells = {text.get_position(): (text.get_text(), text.get_color()) for text in below.texts}
-    # (column, row) of each cell.
+    # The keys are (column, row) of each cell.
     assert cells == {(1, 0): ("-8.0", "0.55"), (0, 1): ("+16.0", "white"), (1, 1): ("+8.0", "0.55")}
     assert below.images[0].get_array().tolist() == [[None, 0], [16, 0]]
     assert [patch.get_xy() for patch in above.patches] == [(0.5, -0.5)]

@@ -1,4 +1,4 @@
-"""Hugging Face datasets from local files, offline: formats, labels, and that no code of theirs runs."""
+"""Hugging Face datasets from local files, offline: formats and labels; code that comes with a dataset does not run."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def place(tmp_path):
-    """Write train and test with declared classes in an order of their own; return the arguments that name them."""
+    """Write train and test, whose declared classes are not in alphabetic order; return arguments for the data."""
     names = ["cat", "ant", "bee"]
     for split, count in (("train", 4), ("test", 2)):
         files = [(name, content, names.index(label)) for name, content, label in grey_files(count)]
@@ -38,10 +38,10 @@ def place(tmp_path):
 def test_declared_classes_keep_their_order(place, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path.parent)
     data = data_of(name=f"HFDS/{tmp_path.name}", root=place["root"], test_split="test")
-    assert data.name == place["name"]  # The name has become an absolute path.
+    assert data.name == place["name"]  # `data` has made the path absolute.
     assert data.class_names == ["cat", "ant", "bee"]
     assert fits(data.dataset("test"), data.class_names) == [1, 1, 2, 2, 0, 0]
-    # A part of a split may lack classes that are declared.
+    # A part of a split may have no images of a declared class.
     data = data_of(**place, train_split="train[:6]", val_split="train[6:8]")
     assert fits(data.dataset("train"), data.class_names) == [1] * 4 + [2] * 2
     assert fits(data.dataset("val"), data.class_names) == [2, 2]
@@ -81,7 +81,7 @@ def test_saved_to_disk(tmp_path):
 
 
 def test_a_folder_of_images(tmp_path):
-    """Rows name files; the images that are put aside do not depend on where the folder is."""
+    """Rows name files; the images that are held out do not depend on the place of the folder."""
     held_out = []
     for folder in ("a", "b"):
         make(tmp_path / folder, train=4, test=1)
@@ -97,7 +97,7 @@ def test_a_folder_of_images(tmp_path):
 
 
 def test_names_of_rows(tmp_path):
-    """Rows have the names of their files, with a count where two are equal, or else their numbers."""
+    """An image has the name of its file, with a count if the name comes twice, or else the number of its row."""
     names = ["x/a.png", None, "a.png", "/far/away/a.png", "a.png"]
     write_parquet(tmp_path / "train.parquet", [(name, png(1), "a") for name in names])
     reader = HuggingFace(str(tmp_path), str(tmp_path / "cache"))
@@ -121,7 +121,7 @@ def test_links_and_devices_in_rows_are_not_opened(tmp_path):
     paths = ["https://host/a.png", "/dev/zero", "nowhere.png", "zip://a.png::/x.zip"]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     images = [{"bytes": None, "path": path} for path in [*paths, None]]
-    # `datasets` itself would look for the files, so pyarrow writes the table.
+    # `datasets` itself would try to open the files, so write the table by pyarrow.
     table = pa.Table.from_pydict({"image": images, "label": ["a"] * 5}, schema=features.arrow_schema)
     parquet.write_table(table, tmp_path / "train.parquet")
     found = HuggingFace(str(tmp_path), str(tmp_path / "cache")).find("train", labelled=False).images

@@ -1,4 +1,4 @@
-"""Tar archives: the files that are found, hostile archives, and every kind of damage."""
+"""Tar archives: which files are found in them, hostile archives, and every kind of damage."""
 
 import gzip
 import io
@@ -26,7 +26,7 @@ def in_folder(folder, count):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_contents_of_every_format(kind, tmp_path):
-    """Contents and order are as tarfile extracts them: long names, names beyond ASCII, and empty files."""
+    """Contents and order are the same as tarfile's, also for long names, names beyond ASCII, and empty files."""
     names = ["a.png", "d/" + "long/" * 30 + "b.png", "d/ü.png", "empty", "x" * 90 + ".png"]
     contents = [bytes([i]) * length for i, length in enumerate((1, 511, 512, 0, 5000))]
     file = write_tar(tmp_path / "a.tar", list(zip(names, contents, strict=True)), format=FORMATS[kind])
@@ -37,7 +37,7 @@ def test_contents_of_every_format(kind, tmp_path):
 
 
 def test_names_that_are_no_text(tmp_path):
-    """Different bytes stay different names, that can be printed."""
+    """Names with different bytes that are not UTF-8 stay different, and can be printed."""
     raw = [tarfile.TarInfo(f"{letter}.png").tobuf(tarfile.USTAR_FORMAT) for letter in "ab"]
     headers = []
     for header, byte in zip(raw, b"\xe9\xe8", strict=True):
@@ -60,7 +60,7 @@ def test_labels_are_those_of_timm(tmp_path):
 
 
 def test_archives_in_an_archive(tmp_path):
-    """The official training images of ImageNet come as archives in an archive."""
+    """ImageNet's official training images are an archive of archives."""
     inner = []
     for name, value in GREY.items():
         write_tar(tmp_path / "inner" / f"{name}.tar", [(f"{name}_{i}.JPEG", png(value)) for i in range(3)])
@@ -70,7 +70,7 @@ def test_archives_in_an_archive(tmp_path):
     assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
     assert str(data.dataset("train").samples[0][0]) == f"{file}/ant.tar/ant_0.JPEG"
     assert data_of(root=str(file), val_split="train").dataset("train").samples == data.dataset("train").samples
-    # The same archives side by side in a folder are classes, too.
+    # If the archives are files in a folder, each archive is a class, too.
     data = data_of(name="inner", root=str(tmp_path), val_split="train")
     assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
     write_tar(tmp_path / "broken.tar", [("ant.tar", inner[0][1][:700])])
@@ -89,15 +89,15 @@ def test_splits_are_folders_or_archives(tmp_path):
     for data in (one, two):
         assert fits(data.dataset("train")) == [0] * 3 + [1] * 3 + [2] * 3
         assert fits(data.dataset("val")) == [0, 0, 1, 1, 2, 2]
-    # An archive that is not needed is not opened.
+    # `predict` needs only one archive, so the broken one is not opened.
     (tmp_path / "two" / "train.tar").write_bytes(b"broken")
     assert len(data_of(**two.init_args()).dataset("val")) == 6
     with pytest.raises(ValueError, match=r"has no split 'vall', .* it holds 'all', 't.* \(did you mean 'val'\?\)"):
         data_of(root=one.root, val_split="vall").dataset("val")
-    # Another root or another name replaces the place that a checkpoint remembers.
+    # If the user gives another root or name, the place in the checkpoint is ignored.
     for change in ({"root": str(tmp_path / "two")}, {"name": str(tmp_path / "two")}):
         assert data_of(**one.init_args() | change).dataset("val").samples == two.dataset("val").samples
-    # A folder of another split is not taken for train.
+    # The folder of another split does not count as train.
     with pytest.raises(ValueError, match=r"has no split 'train', .*; it holds 'all', 'training', 'val'"):
         data_of(name=str(write_tar(tmp_path / "b.tar", [*in_folder("all/training", 3), *in_folder("all/val", 2)])))
 
@@ -141,7 +141,7 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
     for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
         with pytest.warns(UserWarning, match="not regular files"), pytest.raises(ValueError, match=message):
             data_of(**{"name": str(write_tar(tmp_path / "b.tar", in_folder("x", 3))), **arguments}).dataset("predict")
-    # As tar --dereference does it.
+    # `tar --dereference` stores the file that a link points to in this way.
     with tarfile.open(file, "w", dereference=True) as archive:
         archive.add(tmp_path / "link.png", "ant/1.png")
     assert [image.name for image in images_in(str(file))] == ["ant/1.png"]
@@ -197,7 +197,7 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
 
 
 def test_pickles_beside_an_archive_are_not_read(tmp_path):
-    """timm keeps an index in one of this name."""
+    """timm reads an index from a pickle file with this name."""
 
     class Bomb:
         def __reduce__(self):
@@ -212,7 +212,7 @@ def test_pickles_beside_an_archive_are_not_read(tmp_path):
 
 
 def test_cut_anywhere(tmp_path):
-    """Only bytes behind the first block of the end may be missing."""
+    """An archive ends with blocks of zeros; if the first of them is complete, the rest may be missing."""
     file = write_tar(tmp_path / "all.tar", in_folder("x", 1), format=tarfile.PAX_FORMAT)
     content = file.read_bytes()
     with tarfile.open(file) as archive:
@@ -228,7 +228,7 @@ def test_cut_anywhere(tmp_path):
 
 
 def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
-    """Headers have check sums: where one is broken the archive is refused."""
+    """Headers have check sums, so an archive with a broken header is refused."""
     file = write_tar(tmp_path / "a.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT)
     content = file.read_bytes()
     found = members(str(file))
@@ -240,14 +240,14 @@ def test_bytes_changed_anywhere_never_lose_images_in_silence(tmp_path):
             file.write_bytes(changed)
             with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
                 members(str(file))
-    # A size below zero would lead back to the same header for ever.
+    # With a negative size, reading would return to the same header for ever.
     header = bytearray(content[:512])
     header[124:136] = b"\xff" * 11 + b"\x00"
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
     file.write_bytes(bytes(header) + content[512:])
     with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or"):
         members(str(file))
-    # One file holds two archives.
+    # The file is two archives, one after the other.
     file.write_bytes(content + content)
     with pytest.raises(ValueError, match=r"the bytes after .* are not a header"):
         members(str(file))
@@ -269,7 +269,7 @@ SIZES = [10**6, 8**11 - 1, 2**40, 2**62, 2**63 - 512, 2**63 - 1, 2**64, 2**87]
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
 @pytest.mark.parametrize("nested", [False, True])
 def test_sizes_that_no_file_has(kind, nested, tmp_path):
-    """The sizes are those of files, and of headers for longer names, which tarfile reads whole."""
+    """The sizes are of files, and of headers for longer names, which tarfile reads into memory whole."""
     content = write_tar(tmp_path / "inner.tar", in_folder("x", 1), format=tarfile.USTAR_FORMAT).read_bytes()
     file = tmp_path / "a.tar"
     for size in SIZES:
@@ -280,7 +280,7 @@ def test_sizes_that_no_file_has(kind, nested, tmp_path):
             file.write_bytes(spoilt)
         with pytest.raises(ValueError, match=r"a\.tar: not a tar archive, or a truncated or broken one \(.+\); copy"):
             members(str(file), nested=True)
-    # The archive itself is read.
+    # The unchanged archive is accepted.
     file.write_bytes(content)
     assert len(members(str(file), nested=True)) == 3
 

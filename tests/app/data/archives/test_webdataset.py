@@ -1,4 +1,4 @@
-"""WebDataset shards: samples as by the webdataset package, splits, labels, and no URL or command."""
+"""WebDataset shards: the same samples as by the webdataset package, splits, labels; no URL or command is used."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def by_webdataset(files):
 
 
 def test_samples_are_those_of_webdataset(tmp_path):
-    """Keys with folders and dots in them, parts with several dots or capitals, and files that are no samples."""
+    """The names have folders and dots, several dots in the ending or capitals, and some files are not samples."""
     files = [
         ("__meta__/a.png", b"0"),
         ("a.b/000.PNG", b"1"),
@@ -62,7 +62,7 @@ def test_samples_are_those_of_webdataset(tmp_path):
 
 
 def test_shards_are_opened_as_they_are_named(tmp_path):
-    """`..` behind a link to a folder is the parent of that folder."""
+    """`..` after a symbolic link to a folder means the parent of the link's target."""
     (tmp_path / "shards").mkdir()
     (tmp_path / "far" / "inner").mkdir(parents=True)
     (tmp_path / "shards" / "link").symlink_to(tmp_path / "far" / "inner")
@@ -84,7 +84,7 @@ def test_shards_of_shard_writer(tmp_path):
     assert [int(label) for label in images.labels] == [int(sample["cls"]) for sample in reference]
     assert [image.read() for image in images.images] == [sample["png"] for sample in reference]
     assert all(name.startswith("s-000") and name.endswith(".png") for name, _ in data.held_out())
-    # Without root the name is the folder; the split does not depend on the order of the shards.
+    # Without root the name is the folder. The split does not depend on the order of the shards.
     part = ReaderData(f"wds/{tmp_path}", train_split="s-{0003..0001}.tar::s-0000.tar")
     assert sorted(part.held_out()) == sorted(data.held_out())
     assert (part.name, part.root) == ("wds/", str(tmp_path))
@@ -121,7 +121,7 @@ def test_labels_in_json(tmp_path):
 
 
 def test_info_names_splits_labels_and_numbers(tmp_path):
-    """timm writes such a file; a label is -1 where another set of classes lacks the class."""
+    """timm writes such a file. If a set of classes lacks the class of an image, the image's label in the set is -1."""
     made = [sample | {"json": {"few": [0, -1, 1][sample["cls"]]}} for sample in samples(3)]
     write_shards(tmp_path / "t-%d.tar", made, maxcount=5)
     write_shards(tmp_path / "v-%d.tar", samples(1))

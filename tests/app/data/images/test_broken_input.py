@@ -1,4 +1,4 @@
-"""Every case of broken and odd input has the outcome that the list in tests/support and the document name."""
+"""Broken and odd images and folders have the results listed in tests/support/data/broken_input.py and in the docs."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from relvit.app.data.images.folders import image_files, walk_once
 
 @pytest.fixture(autouse=True)
 def _no_hanging():
-    """End a test that waits for ever, as it would on opening a pipe."""
+    """Interrupt a test that hangs, as opening a pipe would."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
     signal.alarm(60)
     yield
@@ -40,7 +40,7 @@ def test_images(case, tmp_path):
     image = load_rgb(str(path))
     assert type(image) is Image.Image  # The image is detached from its file.
     assert (image.mode, image.size) == ("RGB", case.size)
-    # GIF has a palette of its own, which rounds colours.
+    # A GIF has a palette, which rounds the colours.
     assert np.abs(np.subtract(image.getpixel((0, 0)), case.pixel)).max() <= (1 if path.suffix == ".gif" else 0)
     values = eval_transform(8, (0.0,) * 3, (1.0,) * 3)(image)
     assert values.shape == (3, 8, 8)

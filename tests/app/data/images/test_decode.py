@@ -1,4 +1,4 @@
-"""Known pixel values for every kind of image file; broken files are in tests/support/data/broken_input.py."""
+"""Known pixel values for every kind of image file; tests/support/data/broken_input.py has the broken files."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ def saved(image, path, **options):
 
 
 def png(path, width, depth, colour, row, transparent):
-    """Write a PNG of one row, of a kind that Pillow does not write."""
+    """Write a PNG with one row of pixels, in a mode that Pillow cannot write."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -73,7 +73,8 @@ def test_alpha_hides_the_colour_below(tmp_path):
 @pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 is the first to read such a file")
 def test_premultiplied_grey(tmp_path):
     path = saved(Image.merge("LA", [Image.new("L", (1, 1), 20), Image.new("L", (1, 1), 51)]), tmp_path / "a.tif")
-    # Pillow does not write it, so the TIFF tag ExtraSamples (338) turns from 2, straight alpha, to 1, premultiplied.
+    # Pillow cannot write this kind of TIFF, so change the tag ExtraSamples (338) in the file from 2 (straight alpha) to
+    # 1 (premultiplied alpha).
     straight, premultiplied = (struct.pack("<HHIH", 338, 3, 1, kind) for kind in (2, 1))
     stored = path.read_bytes()
     assert stored.count(straight) == 1
@@ -130,7 +131,8 @@ def test_exif_orientation(tmp_path, name, tolerance, orientation, corner):
     expected[y, x] = 255
     centres = np.asarray(shown)[8::16, 8::16, 0].astype(int)
     assert np.abs(centres - expected).max() <= tolerance
-    # `Predictor` and the page of `relvit demo` call `as_rgb` on decoded images, transformers calls `exif_transpose`.
+    # `Predictor` and the page of `relvit demo` call `as_rgb` on decoded images, and transformers calls
+    # `exif_transpose`. Neither must turn the image again.
     for again in (as_rgb(shown), ImageOps.exif_transpose(shown)):
         assert np.array_equal(again, shown), "an upright image is turned a second time"
 
@@ -150,7 +152,7 @@ def test_a_decoder_that_reads_on_after_its_time_is_stopped(ending, tmp_path, mon
     Image.fromarray(noise).save(path)
     monkeypatch.setattr("relvit.app.data.images.decode.time.monotonic", lambda: clock[0])
     assert load_rgb(path, max_seconds=5).tobytes() == load_rgb(path).tobytes()
-    # Each question for the time takes two seconds.
+    # Each reading of the clock is two seconds later than the last one.
     monkeypatch.setattr(
         "relvit.app.data.images.decode.time.monotonic", lambda: clock.append(clock.pop() + 2) or clock[0]
     )
@@ -159,7 +161,7 @@ def test_a_decoder_that_reads_on_after_its_time_is_stopped(ending, tmp_path, mon
 
 
 def test_odd_files_print_nothing(tmp_path, capfd, recwarn):
-    """libtiff and Pillow remark on them without their names."""
+    """libtiff and Pillow would print messages that do not name the file."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8))
     for compression, picture in (("tiff_deflate", image), ("group4", image.convert("1"))):
         picture.save(tmp_path / "a.tif", compression=compression)
@@ -177,7 +179,7 @@ def test_odd_files_print_nothing(tmp_path, capfd, recwarn):
 def test_files_are_closed(tmp_path):
     good = saved(Image.new("RGB", (4, 4)), tmp_path / "good.tif")
     bad = []
-    # The file that may not be read, and the bomb, which is slow, are left out.
+    # Leave out the file without permission to read, and the decompression bomb, which is slow.
     left_out = ("no right to read it", "decompression bomb of 16,000 x 16,000 pixels")
     for number, case in enumerate(case for case in IMAGES if case.reason and case.kind not in left_out):
         (tmp_path / str(number)).mkdir()
@@ -194,7 +196,7 @@ def test_files_are_closed(tmp_path):
     assert image.getpixel((0, 0)) == (0, 0, 0)
 
 
-# The upper left and the lower right pixel of each file, as a viewer shows them.
+# Each file has its upper left and its lower right pixel, as an image viewer shows them.
 ODD = {"turned.png": ([255] * 3, [0] * 3), "transparent.png": ([255] * 3, [1, 2, 3])}
 
 
@@ -203,7 +205,7 @@ def write_odd(folder):
     exif = Image.Exif()
     exif[0x0112] = 6  # The first stored row is shown as the right column.
     stored = np.zeros((4, 6), np.uint8)
-    stored[3, 0] = 255  # The lower left corner comes to the upper left.
+    stored[3, 0] = 255  # This lower left pixel comes to the upper left.
     Image.fromarray(stored).save(folder / "turned.png", exif=exif)
     rgba = np.full((6, 4, 4), (1, 2, 3, 255), np.uint8)
     rgba[0, 0] = (200, 0, 0, 0)
@@ -211,7 +213,7 @@ def write_odd(folder):
 
 
 def test_every_data_module_of_files_decodes_so(tmp_path):
-    """The images of test and of predict are turned, or transparent."""
+    """Every data module of files handles orientation and transparency, in test and in predict."""
     options = {"img_size": (6, 4), "num_workers": 0, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
     names = ["n00000001", "n00000002"]
     for name in names:

@@ -1,4 +1,4 @@
-"""Images as people have them, against pixels known beforehand."""
+"""Images in the forms that users have (arrays, PIL images, tensors), compared with known pixels."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_grey_and_transparent_ones():
 
 
 def test_pil_images_are_seen_as_files_are(tmp_path):
-    # EXIF orientation 6: shown turned by a quarter to the right
+    # EXIF orientation 6 means that viewers turn the image by 90 degrees clockwise.
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(PIXELS).save(tmp_path / "turned.png", exif=exif)
@@ -57,7 +57,7 @@ def test_pil_images_are_seen_as_files_are(tmp_path):
     expected = np.repeat(np.round(deep / 257).astype(np.uint8)[..., None], 3, -1)
     same(Image.open(tmp_path / "deep.png"), expected)
     same(Image.fromarray(deep), expected)
-    # 2-bit grey with a transparent colour, which Pillow leaves as it was stored
+    # Pillow opens 2-bit grey with a transparent colour without scaling that colour to 8 bits.
     palette = Image.fromarray(np.array([[0, 1], [0, 1]], np.uint8), "L").convert("P")
     palette.save(tmp_path / "palette.png", transparency=1)
     same(Image.open(tmp_path / "palette.png"), np.asarray(load_rgb(tmp_path / "palette.png")))

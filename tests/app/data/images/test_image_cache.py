@@ -1,4 +1,4 @@
-"""Image cache in memory: it gives the items of the files, decodes once, and refuses where the memory is too small."""
+"""Image cache in memory: same items as from the files, each file decoded once, refused if the memory is too small."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ def noise(generator, height, width, channels=3):
 
 
 def folders(root, size=None, count=4):
-    """Write two classes of noise in train, val and test: all of one size, or of different sizes and kinds."""
+    """Write two classes of noise images in train, val and test, all of one size or of different sizes and kinds."""
     generator = np.random.default_rng(0)
     for split in ("train", "val", "test"):
         for name in ("a", "b"):
@@ -50,7 +50,7 @@ def rotated():
 
 
 def pair(root, **options):
-    """Return the data without and with cache."""
+    """Return the data without and with the cache."""
     defaults = {"img_size": (8, 6), "num_workers": 0, "mean": (0.2, 0.4, 0.6), "std": (0.5, 0.3, 0.1), "crop_pct": 1.0}
     return [ImageFolderData(root, cache=cache, **defaults | options) for cache in (False, True)]
 
@@ -79,7 +79,7 @@ def compare(loader, expected, exactly):
     assert len(ours) == len(theirs) > 0
     for (images, labels), (others, targets) in zip(ours, theirs, strict=True):
         assert torch.equal(labels, targets)
-        # Single images are divided by 255 and normalised, batches in one step.
+        # Single images are divided by 255 and then normalised, but batches in one step, so the rounding differs.
         torch.testing.assert_close(images, others, **({"rtol": 0, "atol": 0} if exactly else {}))
 
 
@@ -89,7 +89,8 @@ def test_batches(tmp_path, size, workers):
     train, val = cached.train_dataloader(), cached.val_dataloader()
     assert isinstance(val.dataset, InMemoryBatches) == (size is not None)
     if size is not None:
-        cached.dataset("train").transform = cached.dataset("val").transform = None  # Batches do not use them.
+        # Batches do not use the transforms of single images.
+        cached.dataset("train").transform = cached.dataset("val").transform = None
     compare(train, plain.train_dataloader(), exactly=size is None)
     compare(val, plain.val_dataloader(), exactly=size is None)
 
@@ -106,7 +107,7 @@ def test_augmentation_without_an_equivalent_for_batches(tmp_path):
 
 
 def test_each_split_is_stacked_by_itself_and_an_exif_orientation_counts(tmp_path):
-    """The header of the rotated image has the size of the others, but its pixels have another size."""
+    """The header of the rotated image has the size of the other images, but its decoded pixels have another size."""
     folders(tmp_path, (8, 6))
     values = np.zeros((8, 6, 3), np.uint8)
     values[:4] = 255
@@ -171,7 +172,7 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
         data.setup("fit")
     assert ("in each of 4 processes" in str(caught.value)) == (copies == 4)
     assert not decoded
-    # None stands for a system that does not report its memory.
+    # `available_memory` returns None on a system that does not report its memory.
     for available in (enough, None):
         monkeypatch.setattr("relvit.app.data.images.image_cache.available_memory", lambda amount=available: amount)
         pair(str(tmp_path))[1].setup("fit")
@@ -182,7 +183,7 @@ def test_too_little_memory_is_refused_before_anything_is_decoded(tmp_path, monke
 @pytest.mark.parametrize("size", [None, (8, 6)])
 def test_unreadable_files_are_skipped_as_without_cache(tmp_path, size, batch_size):
     folders(tmp_path, size)
-    # In training the next readable image takes the place of a broken one, and the first follows the last.
+    # In training, the next readable image replaces a broken image; after the last image comes the first one.
     last = max((tmp_path / "train" / "b").iterdir())
     bad = {
         "train": [tmp_path / "train" / "b" / "1.png", tmp_path / "train" / "b" / "2.png", last],
@@ -232,7 +233,7 @@ def test_threads_find_what_one_finds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [None, (8, 6)])
 def test_spawned_workers_share_the_memory(tmp_path, size):
-    """PyTorch hands over a reference to the shared memory instead of the pixels."""
+    """PyTorch passes a reference to the shared memory to the workers instead of the pixels."""
     dataset = pair(folders(tmp_path, size), augment="none")[1].dataset("train")
     expected = dataset[0][0].clone()
     theirs = pickle.loads(ForkingPickler.dumps(dataset))

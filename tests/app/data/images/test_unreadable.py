@@ -1,4 +1,4 @@
-"""Skip unreadable files: which images come, which count, and the list of those that were skipped."""
+"""Unreadable files are skipped: which images remain, how they are counted, and the list of skipped files."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def test_the_error_comes_out_of_a_worker(tmp_path):
     (tmp_path / "a.jpg").touch()
     with pytest.raises(UnreadableImageError) as caught:
         load_rgb(tmp_path / "a.jpg")
-    # A worker of a loader hands errors on in this way.
+    # A DataLoader worker passes errors on in this form.
     handed_on = ExceptionWrapper((type(caught.value), caught.value, caught.tb))
     with pytest.raises(UnreadableImageError, match=r"a\.jpg: the file is empty"):
         handed_on.reraise()
@@ -39,7 +39,7 @@ def test_training_batches_stay_full_and_labels_right(tmp_path, workers):
         assert len(images) == 4
         assert (images[:, 0, 0, 0] * 255).round().tolist() == [GREY[data.class_names[label]] for label in batch]
         labels += batch.tolist()
-    # The next image replaces ant 001, and the first of all, an ant, replaces cat 003, the last.
+    # The next image replaces ant 001. Cat 003 is the last image, so the first image, an ant, replaces it.
     assert Counter(labels) == {0: 5, 1: 4, 2: 3}
     assert set(data.unreadable["train"]) == {str(path) for path in bad}
     assert set(data.unreadable["train"].values()) == {"it is not an image, or of an unknown format"}
@@ -64,7 +64,7 @@ def test_evaluation_leaves_out_what_cannot_be_read(tmp_path, batch_size):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_several_devices_get_equally_many_batches(tmp_path, cache):
-    """All images of the first device, numbers 0 and 2 of each class, are broken: it gets empty batches instead."""
+    """All images of the first device (numbers 0 and 2 of each class) are broken, so it gets empty batches."""
     root = make(tmp_path, train=1, val={"ant": 4, "bee": 4})
     spoil(*(tmp_path / "val" / name / f"00{i}.png" for name in ("ant", "bee") for i in (0, 2)))
     counts = []
@@ -100,7 +100,7 @@ def test_other_mistakes_are_not_skipped(tmp_path):
 
 @pytest.fixture(scope="module")
 def skipping(photos, tmp_path_factory):
-    """Train on a folder with three broken files and no val; return the folder of images and that of the run."""
+    """Train on a folder with three broken files and without val; return the folder of images and the run's folder."""
     root = shutil.copytree(photos, tmp_path_factory.mktemp("broken") / "photos")
     shutil.rmtree(root / "val")
     spoil(root / "train" / "cat" / "0.jpg", root / "train" / "owl" / "5.jpg", root / "test" / "dog" / "1.jpg")
@@ -110,7 +110,7 @@ def skipping(photos, tmp_path_factory):
 
 def test_a_run_lists_what_it_skipped_and_put_aside(skipping, run):
     root, folder = skipping
-    # The split decides whether the broken training files are in train or in val.
+    # The random split puts each broken training file into train or val.
     found = {row["path"]: row for row in rows(folder / "unreadable.csv")}
     assert set(found) == {f"{root}/train/cat/0.jpg", f"{root}/train/owl/5.jpg", f"{root}/test/dog/1.jpg"}
     assert found[f"{root}/test/dog/1.jpg"]["split"] == "test"
@@ -122,7 +122,7 @@ def test_a_run_lists_what_it_skipped_and_put_aside(skipping, run):
     held_out = [path for path, _ in data.dataset("val").samples]
     assert [str(root / row["path"]) for row in rows(folder / "val_split.csv")] == held_out
     assert [row["label"] for row in rows(folder / "val_split.csv")] == ["cat"] * 2 + ["dog"] * 2 + ["owl"] * 2
-    # `run` has a val folder and no broken files.
+    # `run` was trained with a val folder and without broken files.
     assert not {"val_split.csv", "unreadable.csv"} & {path.name for path in run.iterdir()}
     assert "unreadable" not in json.loads((run / "summary.json").read_text())
 
@@ -133,7 +133,7 @@ def test_a_skipped_image_is_reported_once(tmp_path, capsys):
     record = DataRecord(None)
     data.unreadable["train"] = {"a.jpg": "broken"}
     record.teardown(trainer, None, "fit")
-    # The test of the best checkpoint, which follows, meets no further broken file.
+    # The test after the training finds no further broken file.
     data.unreadable["test"] = {}
     record.teardown(trainer, None, "test")
     assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1
@@ -171,7 +171,7 @@ def test_numbers_of_images_and_standard_errors_leave_out_what_was_skipped(skippi
     shutil.copytree(root / "test", tmp_path / "val")
     given = ["validate", f"--ckpt_path={folder / 'checkpoints' / 'best.ckpt'}", f"--data.root={tmp_path}", *QUIET]
     assert main(given) == 0
-    # Six of the 17 images are of the commonest class.
+    # Six of the 17 images are in the most frequent class.
     assert re.search(r"\n17 images of val at 16 x 16 px, accuracy .*class: 0\.3529\n", capsys.readouterr().out)
     assert main([*given, "--trainer.limit_val_batches=3"]) == 0
     assert "\n6 images of val at" in capsys.readouterr().out
@@ -188,7 +188,7 @@ def test_a_validation_without_a_readable_image_is_an_error(skipping, tmp_path, f
 
 
 def test_so_is_it_in_a_training(photos, tmp_path, fails):
-    """Its score would be 0 in each epoch, and the first checkpoint the best."""
+    """Without any readable image the score would be 0 in each epoch, and the first checkpoint would be the best."""
     root = shutil.copytree(photos, tmp_path / "photos")
     for image in (root / "val").rglob("*.jpg"):
         image.write_bytes(b"x")

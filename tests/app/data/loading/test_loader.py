@@ -1,4 +1,4 @@
-"""DataLoader workers: started by any method they give the same batches, and signals that stop the run spare them."""
+"""DataLoader workers: the same batches with every start method, and workers survive signals that stop the run."""
 
 import gc
 import multiprocessing
@@ -34,9 +34,9 @@ def cifar(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
-    """Python 3.14 starts workers in this way by default: they share no memory with the run."""
+    """Python 3.14 starts workers by a fork server by default, so workers share no memory with the run."""
     forkserver._forkserver._stop()
-    # The tracker starts first, since its start unblocks the stop signals.
+    # Start the resource tracker first, because starting it later would unblock the stop signals.
     resource_tracker.ensure_running()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["relvit.app.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
@@ -50,7 +50,7 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
         for (images, labels), (same_images, same_labels) in zip(found, expected, strict=True):
             assert torch.equal(images, same_images)
             assert torch.equal(labels, same_labels)
-    # Other children of the server can be stopped.
+    # The server does not block signals for its other children.
     child = context.Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
@@ -59,7 +59,7 @@ def test_workers_of_a_fork_server_give_the_same_batches(folder, cifar):
 
 
 class Frozen(Dataset):
-    """A dataset whose item is the number of objects that the garbage collector of the process never frees."""
+    """A dataset whose item is the number of objects that are frozen in the process (`gc.freeze`)."""
 
     def __len__(self):
         return 1
@@ -69,7 +69,7 @@ class Frozen(Dataset):
 
 
 def test_a_forked_worker_does_not_free_what_it_inherits():
-    """A session of onnxruntime that is freed in a worker would wait for ever for the threads of its process."""
+    """If a worker freed an inherited onnxruntime session, it would wait for ever for threads of the main process."""
     gc.unfreeze()
     (found,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
     assert found.item() > 0 == gc.get_freeze_count()
@@ -80,12 +80,12 @@ def test_what_a_user_has_frozen_stays_frozen_and_nothing_else_is():
     gc.freeze()
     before = gc.get_freeze_count()
     (_,) = SignalSafeDataLoader(Frozen(), num_workers=1, multiprocessing_context="fork")
-    # Frozen objects that are no longer used are freed, so the count may fall.
+    # The count may fall, because frozen objects that are no longer used are freed.
     assert before / 2 < gc.get_freeze_count() <= before
 
 
 def test_workers_outlive_signals_that_stop_the_run(folder):
-    """Batch systems send them to every process, also to those that have only just begun."""
+    """Batch systems send stop signals to every process, also to workers that have just started."""
     loader = folder(augment="none").train_dataloader()
     loader.worker_init_fn = _begin_slowly
     batches = iter(loader)
@@ -116,6 +116,6 @@ abandoned = []
 
 
 def _abandon(data):
-    # The list refers to the iterator until Python ends, as the traceback of an error would.
+    # Keep a reference to the iterator until Python ends, as the traceback of an error would.
     abandoned.append(iter(data.train_dataloader()))
     next(abandoned[0])

@@ -1,4 +1,4 @@
-"""Training order and random augmentation as a function of seed, epoch and position; eval shards; resume in an epoch."""
+"""Training order and augmentation depend on seed, epoch and position alone; eval shards; resume in an epoch."""
 
 import math
 import random
@@ -24,7 +24,7 @@ LABELS = [0] * 90 + [1] * 9 + [2]
 
 
 def images(sampler):
-    """The indices of the images in order."""
+    """Return the indices of the images in order."""
     return [item.index for item in sampler]
 
 
@@ -39,7 +39,7 @@ def test_class_weights_are_scikit_learns_balanced():
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("count", [7, 30, 2])
 def test_copies_and_processes(replicas, repeats, count):
-    """All processes together have the images of a single process, dealt in turn; copies follow one another."""
+    """The processes share the images of one process, dealt out in turn; copies of an image follow one another."""
     parts = [images(TrainSampler(count, None, repeats, replicas, rank, seed=4)) for rank in range(replicas)]
     assert [len(part) for part in parts] == [-(-count // replicas)] * replicas
     dealt = [index for step in zip(*parts, strict=True) for index in step]
@@ -50,7 +50,8 @@ def test_copies_and_processes(replicas, repeats, count):
     if repeats == 1:
         assert set(dealt) == set(range(count))
     if repeats == replicas == 3 and count == 30:
-        assert [set(parts[0]) == set(part) for part in parts] == [True] * 3  # Each copy is on another device.
+        # With as many processes as copies, each process gets one copy of every image.
+        assert [set(parts[0]) == set(part) for part in parts] == [True] * 3
 
 
 def test_order_follows_seed_and_epoch_alone():
@@ -65,7 +66,7 @@ def test_order_follows_seed_and_epoch_alone():
     running = iter(sampler)
     sampler.set_epoch(1)
     assert images(sampler) == order(seed=1, epoch=1)
-    # The iterator that was there before keeps the order and the augmentation of epoch 0.
+    # The iterator that was made before keeps the order and the augmentation of epoch 0.
     items = list(running)
     assert [item.index for item in items] == order(seed=1, epoch=0)
     assert {item.epoch for item in items} == {0}
@@ -139,7 +140,7 @@ def test_another_training_of_the_same_data_has_all_batches(tmp_path):
 
 
 class Dice(Dataset):
-    """Items are an index and one throw of each generator."""
+    """Each item is an index and a random number from each of the generators."""
 
     def __len__(self):
         return 10

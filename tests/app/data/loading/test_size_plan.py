@@ -1,4 +1,4 @@
-"""Training at several sizes: tokens per step, equal sizes on all devices, each image once, exact resume, graphs."""
+"""Training at several sizes: tokens per step, the same size on all devices, each image once, exact resume, graphs."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def test_all_batches_have_the_same_number_of_pixels_and_sizes_come_equally_often
     assert sum(images for _, images in batches) == 1120
     assert plan_of().epoch(0) == plan_of().epoch(0)
     assert plan_of().epoch(0) != plan_of().epoch(1) != plan_of(seed=5).epoch(1)
-    # A size too large for the tokens still has one image.
+    # If one image of a size already exceeds the number of tokens, a batch has one image.
     assert SizePlan([(256, 256)], "random", (32, 32), 8, 9).epoch(3) == [((256, 256), 1)] * 9
 
 
@@ -76,10 +76,10 @@ def test_processes_have_the_same_sizes_and_together_every_image_once(replicas):
     for batches in zip(*parts, strict=True):
         assert len({(batch.size, len(batch.indices)) for batch in batches}) == 1
     seen = Counter(item.index for part in parts for batch in part for item in batch.indices)
-    # Images of the last row of sizes may be missing, which need not be complete.
+    # The last round of sizes need not be complete, so a few images may be left out.
     assert len(seen) >= 1120 - 56 * replicas
     assert max(seen.values()) <= 2
-    # The order of the images is that of a training at one size, and so are the positions that seed augmentation.
+    # The order of the images, and the positions that seed the augmentation, are the same as in a training at one size.
     whole = list(TrainSampler(1120, None, 1, replicas, 0, 3, epoch=2))
     flat = [item for batch in parts[0] for item in batch.indices]
     assert flat[: len(whole)] == whole[: len(flat)]
@@ -97,7 +97,7 @@ def test_an_epoch_that_is_resumed_goes_on_with_its_next_batch():
 
 @pytest.mark.parametrize(("stored", "size"), [((32, 32), (48, 48)), ((32, 32), (20, 28)), ((24, 40), (32, 16))])
 def test_batches_in_memory_are_resized_before_a_random_crop(stored, size):
-    """Each is one of the windows of the resized and padded image, within one level of rounding."""
+    """Each result is one of the windows of the resized and padded image, up to rounding."""
     values = np.random.default_rng(0).integers(0, 256, (*stored, 3)).astype(np.uint8)
     transform = train_transform(size, (0.0,) * 3, (1 / 255,) * 3, "shift")
     shifted = BatchTransform.like(transform, stored)(torch.from_numpy(values).expand(50, -1, -1, -1))
@@ -131,7 +131,7 @@ def test_loader_gives_batches_of_each_size(images, options):
     assert len(loader) == len(shapes)
     assert set(shapes) == {(16, 3, 8, 8), (4, 3, 16, 16), (2, 3, 16, 32)}
     assert {tuple(batch.shape[2:]) for batch, _ in data.val_dataloader()} == {(16, 16)}
-    # The module's own transform stays that of img_size.
+    # The data module's own transform still has the size `img_size`.
     assert data.dataset("train")[0][0].shape[1:] == (16, 16)
 
 
@@ -180,7 +180,7 @@ def test_compile_makes_one_graph_for_each_size_and_then_no_more(images):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     sizes = [8, 16, 24]
-    # monkeypatch would leave the option without a default.
+    # `monkeypatch` would leave the option without a default, so use PyTorch's `patch`.
     with torch._dynamo.config.patch(recompile_limit=1):
         trained(images, [Count()], compile="eager", data={"train_sizes": sizes, "batch_size": 8}, limit_val_batches=0)
     assert made == [len(sizes)] * 2

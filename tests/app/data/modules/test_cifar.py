@@ -1,4 +1,4 @@
-"""CIFAR10Data and CIFAR100Data, from small archives in the authors' format."""
+"""CIFAR10Data and CIFAR100Data read small archives in the format of CIFAR's authors."""
 
 import tarfile
 
@@ -99,7 +99,7 @@ def test_a_damaged_or_missing_list_of_classes_is_named(cifar10, tmp_path):
 
 
 def test_download_is_torchvisions(cifar10, tmp_path, monkeypatch):
-    """torchvision is asked once, with the published address; afterwards the files are there."""
+    """torchvision downloads once, from the published address; afterwards the files are present."""
     archive = tmp_path / CIFAR10.filename
     elsewhere = archive.rename(tmp_path / "elsewhere")
     asked = []

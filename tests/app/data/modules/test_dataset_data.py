@@ -1,4 +1,4 @@
-"""Datasets in Python: transforms by hand, labels, names, the images put aside, an exact resume, mistakes."""
+"""DatasetData: transforms, labels, names, the images that are held out, exact resume, and wrong arguments."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ PIXELS = [GENERATOR.integers(0, 256, (18 + index, 30, 3), dtype=np.uint8) for in
 
 
 class Pairs(Dataset):
-    """Images of different sizes, of one kind, with labels of NumPy; `targets` where they are asked for."""
+    """Images of different sizes and of one type, with labels of NumPy; `targets` is an attribute only on request."""
 
     def __init__(self, kind=Image.fromarray, targets=False, labels=None):
         self.kind = kind
@@ -36,7 +36,7 @@ class Pairs(Dataset):
 
 
 class Fewer(Pairs):
-    """A part of the images, beside the labels of all of them."""
+    """A dataset with fewer images than labels."""
 
     def __init__(self):
         super().__init__(targets=True)
@@ -167,7 +167,7 @@ def trainer_in(folder, *callbacks, epochs=2):
 
 
 class SaveWithin(Callback):
-    """Save in the middle of an epoch, which ends the training where a file of that name is there."""
+    """Save in the middle of an epoch; if the file exists already, end the training there."""
 
     def __init__(self, path):
         self.path = path
@@ -178,7 +178,7 @@ class SaveWithin(Callback):
 
 
 def test_a_dataset_is_all_it_takes(tmp_path):
-    """Trained by Lightning's Trainer, resumed bit for bit within an epoch, tested, predicted and loaded."""
+    """A dataset in Python is trained by Lightning's Trainer, resumed bit for bit, tested, predicted and loaded."""
     kwargs = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "drop_rate": 0.1}
 
     def fit(*callbacks, ckpt_path=None):

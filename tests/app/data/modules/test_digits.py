@@ -1,4 +1,4 @@
-"""DigitsData: the fixed split, the values, and wrong arguments."""
+"""DigitsData: the fixed split, the pixel values, and wrong arguments."""
 
 import numpy as np
 import pytest
@@ -42,9 +42,9 @@ def test_loaders():
     data = DigitsData(batch_size=100)
     assert (data.class_names, data.num_classes, data.in_chans) == (list("0123456789"), 10, 1)
     data.setup("fit")
-    assert len(data.train_dataloader()) == 13  # the last batch has 57
-    assert len(DigitsData(batch_size=1256).train_dataloader()) == 1  # a batch of one is left out
-    assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # the only batch is kept
+    assert len(data.train_dataloader()) == 13  # The last batch has 57 images.
+    assert len(DigitsData(batch_size=1256).train_dataloader()) == 1  # A last batch of one image is left out.
+    assert len(DigitsData(batch_size=5000).train_dataloader()) == 1  # The only batch is kept.
     assert [len(labels) for _, labels in data.val_dataloader()] == [100, 80]
     loader = data.train_dataloader()
     (images, first), again = next(iter(loader)), next(iter(loader))[1]

@@ -1,4 +1,4 @@
-"""ImageFolderData: classes by name, the seeded split, every layout of a folder of images."""
+"""ImageFolderData: classes by name, the random split, every layout of folders."""
 
 import shutil
 
@@ -15,7 +15,7 @@ def paths(dataset):
 
 
 def test_defaults(tmp_path, monkeypatch):
-    """Construction reads no files."""
+    """The constructor reads no files."""
     monkeypatch.setattr("relvit.app.data.images.folders.os.walk", lambda *_, **__: pytest.fail("walked"))
     data = ImageFolderData(make(tmp_path, train=2))
     assert (data.class_names, data.num_classes, data.in_chans) == (["ant", "bee", "cat"], 3, 3)
@@ -65,18 +65,18 @@ def test_classes_right_in_the_root_are_the_training_images(tmp_path):
     assert data.class_names == ["ant", "bee", "cat"]
     assert (len(data.dataset("train")), len(data.dataset("val")), data.has_test) == (45, 15, False)
     fits(data.dataset("train"))
-    # The images that are put aside are the same as if the folder were called train.
+    # The same images are held out as from a folder named train.
     (tmp_path / "photos").rename(tmp_path / "train")
     other = paths(data_of(tmp_path, val_fraction=0.25).dataset("val"))
     assert [path.replace("/photos/", "/train/") for path in paths(data.dataset("val"))] == other
     (tmp_path / "train").rename(tmp_path / "photos")
     with pytest.raises(ValueError, match=r"no test folder in .*; move the class folders into .*photos.test, or"):
         data.setup("test")
-    # A checkpoint knows the classes; then all images can be predicted.
+    # With class names from a checkpoint, all images can be predicted.
     again = data_of(root, class_names=["cat", "bee", "ant"], val_fraction=0.25)
     assert set(paths(again.dataset("val"))) == set(paths(data.dataset("val")))
     assert len(predicted(again)) == 60
-    # One folder of images, or folders of folders, are no training images.
+    # Training images need at least two class folders, which contain the images directly.
     for name in ("ant", "bee"):
         shutil.rmtree(tmp_path / "photos" / name)
     with pytest.raises(FileNotFoundError, match=r"no train folder in .* holds 'cat'; expected .* or two class folders"):
@@ -108,7 +108,7 @@ def test_split_is_stratified_and_disjoint(tmp_path):
     assert not set(paths(train)) & set(paths(val))
     assert len(set(paths(train) + paths(val))) == 23
     assert ["RandomResizedCrop" in repr(dataset.transform) for dataset in (train, val)] == [True, False]
-    # One training image of each class remains.
+    # One image of each class remains in train.
     data = data_of(make(tmp_path / "b", train=4), val_fraction=0.99)
     assert np.bincount(data.dataset("train").targets).tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="add images of val"):
@@ -124,11 +124,11 @@ def test_split_depends_on_its_own_seed_only(tmp_path):
     np.random.seed(99)
     assert paths(data_of(root).dataset("val")) == first
     assert paths(data_of(root, split_seed=1).dataset("val")) != first
-    # The split does not depend on where the folder is, either.
+    # The split does not depend on the place of the folder, either.
     shutil.copytree(root, tmp_path / "b")
     moved = paths(data_of(str(tmp_path / "b")).dataset("val"))
     assert [path.replace(str(tmp_path / "b"), root) for path in moved] == first
-    # One more image in one class changes nothing in the others.
+    # An additional image in one class does not change the split of the other classes.
     add(tmp_path / "a" / "train" / "ant", count=31)
     later = paths(data_of(root).dataset("val"))
     assert [path for path in later if "ant" not in path] == [path for path in first if "ant" not in path]
@@ -181,7 +181,7 @@ def test_mistakes(tmp_path):
     with pytest.raises(ValueError, match=rf"give the folder that holds it, {tmp_path} "):
         data_of(f"{root}/train").setup("test")
     make(tmp_path, val=2)
-    # The folder of a split has class folders, but no part of it may count as validation.
+    # `val` has class folders, but its images must not be split into train and val.
     with pytest.raises(ValueError, match=rf"no val folder in {root}/val; give the folder that holds it, {tmp_path} "):
         data_of(f"{root}/val").setup("validate")
     with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):

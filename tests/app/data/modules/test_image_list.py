@@ -1,4 +1,4 @@
-"""ImageListData: paths, labels, splits, and every mistake with its line."""
+"""ImageListData: paths, labels, splits, and errors that give the line in the list."""
 
 import re
 import sys
@@ -53,7 +53,7 @@ def test_the_automatic_split_is_stratified_and_goes_by_the_written_paths(root, t
     )
     assert sorted(other.held_out()) == sorted(held_out)
     assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **AS_STORED).held_out()) != sorted(held_out)
-    # The list that a run folder keeps can be given as the list of val.
+    # The list of val images that a run writes can be the argument for val.
     again = write(root / "val.csv", [(path, data.class_names[label]) for path, label in held_out])
     assert ImageListData(data.train, again, **AS_STORED).dataset("val").samples == data.dataset("val").samples
 
@@ -78,7 +78,7 @@ def test_numbers_as_labels(root):
     data = ImageListData(write(root / "train.csv", rows), **AS_STORED)
     assert data.class_names == ["2", "9", "10"]
     fits(data.dataset("train"), ("cat", "bee", "ant"))
-    # Numbers are positions in class_names here.
+    # These labels are numbers, the positions in `class_names`.
     number = {"ant": "2", "bee": "0", "cat": "1"}
     rows = [(path, number[label]) for path, label in rows_of("train", dict.fromkeys(GREY, 2))]
     data = ImageListData(write(root / "train.csv", rows), class_names=["bee", "cat", "ant"], **AS_STORED)
@@ -181,7 +181,7 @@ def test_a_list_in_latin_1_is_named(tmp_path):
     file, cure = tmp_path / "list.csv", "; the list is not in UTF-8: save it as CSV in UTF-8$"
     for name in ("müller.png", "x.png"):
         (tmp_path / name).write_bytes(png(1))
-    # The repetition is the fault here, not the encoding.
+    # The file name is repeated, and the error must not blame the encoding instead.
     file.write_text("path,label\nmüller.png,ant\nmüller.png,ant\n", encoding="latin-1")
     with pytest.raises(ValueError, match=r"line 3: m\\xfcller.png is already in line 2$"):
         ImageListData(str(file))
@@ -205,11 +205,11 @@ HONEST_LISTS = [
     ('path,label\nx.png,"Washington, D.C."\n"a, b.png",cat\n', [("x.png", "Washington, D.C."), ("a, b.png", "cat")]),
     ("label,path\ncat,x.png\n", [("x.png", "cat")]),
     ('path, label\nx.png, "Washington, D.C."\n', [("x.png", "Washington, D.C.")]),
-    # Columns that are ignored may share a name or have none, and empty cells may follow the last column.
+    # Columns that are not used may have equal names or none, and empty cells may follow the last column.
     ("path,label,note,note,,\nx.png,cat,1,2,,\n", [("x.png", "cat")]),
     ("path,label\nx.png,cat,,\n", [("x.png", "cat")]),
     ("label,label,path\ncat,dog,x.png\n", [("x.png", "")]),
-    # Spreadsheets write a mark before the first column's name, and lines that end in two characters.
+    # Spreadsheets write a byte order mark before the first column's name, and end lines with CR LF.
     ("\ufeffpath, label\r\nx.png, ant\r\n\r\ny.png, bee\r\n", [("x.png", "ant"), ("y.png", "bee")]),
 ]
 
@@ -230,7 +230,7 @@ def test_one_image_under_two_spellings(root, tmp_path_factory):
 
 
 def test_paths_are_opened_as_they_are_written(root, monkeypatch):
-    """`..` behind a link to a folder is the parent of that folder."""
+    """`..` after a symbolic link to a folder means the parent of the link's target."""
     (root / "near").mkdir()
     (root / "near" / "link").symlink_to(root / "train")
     monkeypatch.chdir(root / "near")
@@ -256,7 +256,7 @@ def test_images_of_train_in_val_or_test(root, recwarn):
         "images",
     ]
     recwarn.clear()
-    # Lists without images of train, and images that are put aside, cause no warning.
+    # A list without training images, or with images that are held out, causes no warning.
     own = write(root / "val.csv", rows_of("test", {"bee": 2}))
     ImageListData(train, own, own, **AS_STORED).setup("fit")
     ImageListData(train, test=own, **AS_STORED).setup("fit")
@@ -281,7 +281,7 @@ def test_wrong_arguments(root):
     test = write(root / "test.csv", [("test/cat/000.png", "cat"), ("test/cat/001.png", "cats")])
     with pytest.raises(ValueError, match=r"line 3: unknown class 'cats' \(did you mean 'cat'\?\)"):
         ImageListData(train, test=test).dataset("test")
-    # The error comes before a training, too.
+    # A training also fails with this error before it starts.
     with pytest.raises(ValueError, match="line 3: unknown class 'cats'"):
         ImageListData(train, test=test).setup("fit")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
@@ -292,7 +292,7 @@ SEVERAL = ["ant;bee", "", "bee", "cat ; ant;", "cat", "bee;ant;bee"]
 
 
 def several(root, labels, name="train.csv", **options):
-    """Write a list of images with several labels."""
+    """Write a list of images with several labels each."""
     rows = [(f"train/ant/{i:03d}.png", label) for i, label in enumerate(labels)]
     return ImageListData(write(root / name, rows), label_separator=";", **AS_STORED | options)
 
@@ -307,7 +307,7 @@ def test_several_labels(root):
     hot = [[float(c in label) for c in range(3)] for _, label in data.samples("val")]
     assert labels.dtype == torch.bool
     assert labels.float().tolist() == hot
-    # Labels may be numbers, where all of a list are.
+    # Labels may be numbers if all labels of the list are numbers.
     assert data.samples("test") == [(f"{root}/test/cat/000.png", (1, 2))]
     assert type(data)(**data.init_args()).samples("train") == data.samples("train")
     report = check_data(data, processes=1)

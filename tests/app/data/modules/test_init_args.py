@@ -1,4 +1,4 @@
-"""Arguments of data modules in a checkpoint: after a way through JSON they build the same module."""
+"""The arguments of a data module in a checkpoint, converted to JSON and back, build the same module."""
 
 import copy
 import json
@@ -48,14 +48,14 @@ def test_a_data_module_without_statistics_has_those_of_imagenet():
 
 
 class Grey(NoiseImages):
-    """Names by keyword, and every other argument left out."""
+    """This class passes names by keyword and leaves out all other arguments."""
 
     def __init__(self):
         ImageData.__init__(self, class_names=["a", "b"], in_chans=1)
 
 
 class Own(NoiseImages):
-    """A user's class: arguments of narrower types, a path that is changed, and a value that no file can hold."""
+    """A user's class: narrower types, a path that the constructor changes, and a value that JSON cannot hold."""
 
     def __init__(
         self, root, img_size: int = 16, crop_pct: str = "most", source=None, *, names: list | None = None, **rest

@@ -1,4 +1,4 @@
-"""ReaderData: the same tests for Hugging Face datasets, WebDataset shards and tar archives; the command line."""
+"""ReaderData: the same tests for Hugging Face datasets, WebDataset shards and tar archives, and the command line."""
 
 import json
 import pickle
@@ -64,7 +64,8 @@ def test_a_part_of_train_is_put_aside_whatever_the_order(kind, tmp_path):
     assert sorted(fits(data.dataset("train")) + fits(data.dataset("val"))) == [0] * 10 + [1] * 10 + [2] * 10
     images = {str(image) for split in ("train", "val") for image, _ in data.dataset(split).samples}
     assert len(images) == 30
-    if kind != "wds":  # The names of these images depend on the shards, and so on the order.
+    # In shards the names of these images depend on the order of the files, and with them the split.
+    if kind != "wds":
         other = data_of(**write(kind, tmp_path / "b", {"train": files[::-1]}), val_fraction=0.3)
         assert sorted(other.held_out()) == sorted(held_out)
     # The arguments in a checkpoint build the same module.
@@ -89,7 +90,7 @@ def test_class_names_of_a_checkpoint_keep_their_order(kind, tmp_path):
         data_of(**places, test_split="test", class_names=["ant", "bee", "cats"]).dataset("test")
     with pytest.raises(ValueError, match="has no image of the classes 'dog' of class_names"):
         data_of(**places, class_names=[*GREY, "dog"]).dataset("train")
-    # No file is looked for before a split is used.
+    # The constructor looks for no files.
     gone = {key: value.replace(str(tmp_path), "/gone") for key, value in places.items()}
     data = data_of(**gone, class_names=order, test_split="test")
     with pytest.raises((ValueError, FileNotFoundError), match="/gone"):
@@ -113,13 +114,13 @@ def test_unreadable_images(kind, tmp_path):
     assert len(next(iter(data.train_dataloader()))[1]) == 6
     report = check_data(data_of(**places, val_fraction=0.5), processes=2 if kind == "wds" else 1)
     assert {bad["path"].split("/", 1)[1][-11:] for bad in report["bad"]} == found.keys()
-    # All images of a class are equal.
+    # All images of a class are equal, so each class is one group of duplicates.
     assert len(report["duplicates_across"]) == (1 if kind == "tar" else 2)
 
 
 @pytest.fixture
 def greys_of_all_kinds(tmp_path):
-    """Write the same 60 images in each format, and read one of each in this process."""
+    """Write the same 60 images in each format, and read one image of each format in this process."""
     datasets = []
     for kind in KINDS:
         data = data_of(**write(kind, tmp_path / kind, {"train": grey_files(20)}), val_split="train")
@@ -137,7 +138,7 @@ def test_loader_workers(greys_of_all_kinds):
 
 
 def test_datasets_are_handed_to_spawned_workers(greys_of_all_kinds):
-    """Pickle takes no open file, and the pickle holds no image."""
+    """The pickle of a dataset must contain neither open files, which cannot be pickled, nor images."""
     content = pickle.dumps(greys_of_all_kinds)
     assert png(GREY["bee"]) not in content
     copy = pickle.loads(content)
@@ -218,7 +219,7 @@ def test_on_the_command_line(tmp_path, photos, capsys):
     arguments = [f"--data.{key}={value}" for key, value in places.items()]
     runs = tmp_path / "runs"
     arguments += ["--data.test_split=test", f"--runs={runs}", *TINY, "--trainer.max_epochs=1"]
-    # This is the configuration of class folders.
+    # The command line replaces the data module of this configuration, class folders.
     assert main(["fit", "--config=folder", "--data=ReaderData", *arguments]) == 0
     (folder,) = runs.iterdir()
     best = folder / "checkpoints" / "best.ckpt"

@@ -1,4 +1,4 @@
-"""The page of `relvit demo` without a browser: its numbers are those of `Predictor` and of the pictures."""
+"""The page of `relvit demo` without a browser: same numbers as `Predictor` and the functions for pictures."""
 
 import re
 
@@ -19,13 +19,13 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from relvit.app.evaluation.deploy.demo_page import LABELS, Viewer, build_app, build_page  # noqa: E402
 
-# Height 36, width 24: in patches of 8 pixels and 48 pixels long 6 x 4.
+# The picture is 36 px high and 24 px wide. Resized to a longer side of 48 px, it has 6 x 4 patches of 8 px.
 PICTURE = np.random.default_rng(0).integers(0, 255, (36, 24, 3), dtype=np.uint8)
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    """Gradio keeps files there, not in a folder that all users share."""
+    """Let Gradio keep files in the test's folder, not in a folder that all users share."""
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
 
 
@@ -41,7 +41,7 @@ def viewer(best):
 
 
 def functions(page):
-    """The functions behind the events of the page, by name."""
+    """Return the functions behind the events of the page, by name."""
     return {event.name: event.fn for event in page.fns.values()}
 
 
@@ -78,7 +78,7 @@ def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, p
     clf = relvit.load(best, (24, 40))
     image = clf.transform(Image.open(photo))
     picture = picture_of(image, clf.mean, clf.std, 480)
-    # 3 x 5 patches.
+    # The image has 3 x 5 patches.
     options = {"patch": (2, 1), "layer": 0, "head": 1}
     left_out = {"tables": ("patch", "head"), "rollout": ("layer", "head")}
     for kind in kinds:
@@ -86,7 +86,7 @@ def test_pictures_are_those_of_draw_for_the_patch_layer_and_head(viewer, best, p
         figure = draw(kind, clf.model, image, picture, class_names=clf.class_names, **given)
         figure.canvas.draw()
         np.testing.assert_array_equal(view.figures[kind], np.asarray(figure.canvas.buffer_rgba())[..., :3])
-    # 40 pixels are enlarged 12 times: the frame is around rows 192 to 287 and columns 96 to 191.
+    # The image of 40 px is enlarged 12 times, so the frame is around rows 192 to 287 and columns 96 to 191.
     framed = np.asarray(view.picture)
     assert framed.shape == (24 * 12, 40 * 12, 3)
     red = (framed == (255, 0, 0)).all(-1)
@@ -118,7 +118,7 @@ def test_a_model_without_patches_shows_classes_alone(best, photo, tmp_path):
 
 @pytest.fixture
 def call(viewer):
-    """The functions behind the events of a page."""
+    """Return the functions behind the events of a page."""
     return functions(build_page(viewer))
 
 
@@ -203,14 +203,15 @@ def test_a_file_beyond_the_limit_is_refused(viewer, tmp_path):
         ("127.0.0.1", "localhost:7860", 200),
         ("127.0.0.1", "LOCALHOST", 200),
         ("127.0.0.1", "[::1]:7860", 200),
-        # By a name of its own that resolves to 127.0.0.1 another site would make its requests look local.
+        # A website can let a name of its domain resolve to 127.0.0.1, so that its requests seem to come from this
+        # machine.
         ("127.0.0.1", "rebound.example.org:7860", 403),
         ("127.0.0.1", "127.0.0.1.example.org", 403),
         ("127.0.0.1", "192.168.1.5:7860", 403),
         ("127.0.0.1", "[", 403),
         ("192.168.1.5", "192.168.1.5:7860", 200),
         ("lab.example.org", "lab.example.org", 200),
-        # Every address of the machine is the page's own, but no name of another site.
+        # At 0.0.0.0 the page accepts every address of the machine, but no name of a website.
         ("0.0.0.0", "192.168.1.5:7860", 200),
         ("0.0.0.0", "rebound.example.org:7860", 403),
     ],

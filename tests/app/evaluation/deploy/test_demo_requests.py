@@ -1,4 +1,4 @@
-"""What `relvit demo` refuses before Gradio sees it: addresses of other machines, too many uploads, malformed events."""
+"""Requests that `relvit demo` refuses before Gradio gets them: for other machines, too large, or malformed."""
 
 import http.server
 import json
@@ -36,7 +36,7 @@ def page(viewer, tmp_path, monkeypatch):
 
 @pytest.fixture
 def other(monkeypatch):
-    """A server at another address of this machine, which Gradio may ask: its check of names is taken away."""
+    """A server at another address of this machine; Gradio's check of addresses is switched off, so that it may ask."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -72,7 +72,7 @@ def upload(page, size=100):
 
 
 def answer(page, body, session):
-    """The status and text of a request, or of the event that it starts."""
+    """Return the status and the text of a request, or of the event that the request starts."""
     joined = page.post("/gradio_api/queue/join", json=body | {"session_hash": session})
     if joined.status_code != 200:
         return joined.status_code, joined.text
@@ -125,7 +125,7 @@ def test_the_pages_own_address_of_an_upload_is_allowed(page):
 
 
 def test_uploads_have_a_limit_in_sum(page, tmp_path):
-    # The limit is 65,536 bytes, and a request has some hundred beside its file.
+    # The limit is 65,536 bytes. A request has some hundred bytes besides its file.
     assert [upload(page, size).status_code for size in (31_000, 31_001, 31_002, 100)] == [200, 200, 413, 200]
     refused = upload(page, 31_002)
     assert refused.text == "All files together exceed the maximum allowed size of 0.0625 MB; try later."

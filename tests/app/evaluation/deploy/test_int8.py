@@ -1,4 +1,4 @@
-"""int8 files against the formula of dynamic quantisation, and the comparison of a file with its model."""
+"""int8 files compared with the formula of dynamic quantisation, and the comparison of a file with its model."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def session(path):
 
 @pytest.fixture
 def graph(tmp_path):
-    """A linear layer, then a product with a table of three dimensions: the file, and the two weights."""
+    """An ONNX file with a linear layer and a product with a table of three dimensions, and both weights."""
     generator = np.random.default_rng(0)
     linear, table = (generator.normal(size=shape).astype(np.float32) for shape in ((8, 6), (2, 3, 5)))
     nodes = [
@@ -38,7 +38,8 @@ def test_int8_of_linear_layers_alone(graph, tmp_path):
     quantise(path, tmp_path / "b.onnx")
     x = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
     (found,) = session(tmp_path / "b.onnx").run(None, {"x": x})
-    # Weights: symmetric, 7 bits, a scale per output channel; activations: one scale and one zero point for all.
+    # Weights have 7 bits, no zero point, and a scale for each output channel. Activations have one scale and one zero
+    # point.
     scale = np.abs(linear).max(0) / 64
     weights = np.round(linear / scale) * scale
     step = (max(x.max(), 0) - min(x.min(), 0)) / 255
@@ -60,7 +61,8 @@ def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):
     onnx.save(model, path)
     given = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(2))
     quantise(path, tmp_path / "b.onnx", given)
-    # Weights as above; activations: one scale for all images, and zero is zero. What is larger is cut off.
+    # Weights are quantised as above. Activations have one scale for all images and no zero point; larger values are
+    # clipped.
     scale, step = np.abs(linear).max(0) / 64, float(given.abs().max()) / 127
     x = np.array(given[0]) * np.float32([[1], [3]])
     rounded = np.clip(np.round(x / step), -128, 127) * step
@@ -73,7 +75,7 @@ def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):
 
 
 def test_comparison_on_val(run, best):
-    """The file predicts the first class for every image."""
+    """The exported file predicts the first class for every image."""
     predictor = Predictor(best)
     data = predictor.checkpoint.data_module(num_workers=0)
     first = SimpleNamespace(probabilities=lambda images: torch.eye(3)[:1].expand(len(images), 3))

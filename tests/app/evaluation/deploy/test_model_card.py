@@ -1,4 +1,4 @@
-"""`relvit publish`: the model card, with results, sizes, a recipe that trains and code that runs, and what it lacks."""
+"""`relvit publish`: the model card has results, sizes, the recipe and code that runs, and names what is missing."""
 
 import contextlib
 import io
@@ -17,20 +17,20 @@ from relvit.app.evaluation.deploy import publish_model
 
 
 def published(*arguments):
-    """Publish, and return the lines below 'The model card lacks:'."""
+    """Publish a model, and return the lines of the card below 'The model card lacks:'."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["publish", *map(str, arguments)]) == 0
     return out.getvalue().partition("The model card lacks:\n")[2].splitlines()
 
 
 def block(text, language):
-    """Return the first block of code of a card."""
+    """Return the first code block of a card."""
     return text.partition(f"```{language}\n")[2].partition("```")[0]
 
 
 @pytest.fixture(scope="module")
 def card(run, photos, tmp_path_factory):
-    """A run with a table of sizes, the model published from it, and another checkpoint, calibrated, outside the run."""
+    """The card of a run with a table of sizes, and the card of a calibrated checkpoint outside of a run."""
     place = tmp_path_factory.mktemp("card")
     shutil.copytree(run, place / "run")
     best = place / "run" / "checkpoints" / "best.ckpt"

@@ -1,4 +1,4 @@
-"""`relvit publish`: folders that timm loads in a process of its own, with the same logits, images and classes."""
+"""`relvit publish`: another process loads the folder with timm, and gets the same logits, images and classes."""
 
 import errno
 import json
@@ -25,11 +25,12 @@ from relvit.app.training import ImageClassifier
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.models import set_reach, transfer_weights
 
-# timm's configurations have other values.
+# These values differ from those in timm's configurations.
 OWN = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25), "crop_pct": 0.8}
 RETROFIT = {"abs_pos": "drop", "max_distance": [1, 2]}
 TINY = {"patch_size": 8, "embed_dim": 12, "depth": 2}
-# name -> changed arguments of the model and of the data; the size is not square, and of the native ones the largest
+# Each case has changed arguments of the model and of the data. The image size is not square; for native shapes it is
+# the largest size.
 CASES = {
     "relvit": (
         {"model_kwargs": {**TINY, "rel_terms": "kvb", "pos_embed": "learn", "reg_tokens": 2}, "channels_last": True},
@@ -64,7 +65,7 @@ torch.save(logits, sys.argv[2])
 
 
 def write_checkpoint(best, target, model, data):
-    """Write a checkpoint like another, of random weights, and of others as the average."""
+    """Write a copy of a checkpoint with random weights, and other random weights as the averaged weights."""
     content = torch.load(best, weights_only=True)
     shared = {"img_size": [16, 24]} | {name: data[name] for name in ("class_names", "img_size") if name in data}
     content["relvit"]["model"] |= {**shared, **model}
@@ -80,7 +81,7 @@ def write_checkpoint(best, target, model, data):
 
 @pytest.fixture(scope="module")
 def published(best, tmp_path_factory):
-    """A folder for each case, beside its checkpoint."""
+    """Publish each case into a folder beside its checkpoint."""
     place = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
     for name, (model, data) in CASES.items():
@@ -100,21 +101,21 @@ def test_transformers_compute_the_same(published, name, capsys):
         torch.testing.assert_close(theirs(images).logits, model(images), rtol=0, atol=1e-6)
         features = transformers.AutoModel.from_pretrained(folder)(images).last_hidden_state
         torch.testing.assert_close(features, model.forward_features(images), rtol=0, atol=1e-6)
-    # `Trainer` trains by this loss.
+    # transformers' `Trainer` trains with this loss.
     loss = theirs(images, labels=torch.tensor([0, 1])).loss
     loss.backward()
     torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1])).backward()
     for (leaf, ours), other in zip(model.named_parameters(), theirs.timm_model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, ours.grad, rtol=1e-5, atol=1e-6, msg=leaf)
     assert [*theirs.config.id2label.values()] == model.pretrained_cfg["label_names"]
-    # An image file becomes the same pixels.
+    # transformers and timm make the same pixels from an image.
     image = Image.effect_noise((40, 30), 80).convert("RGB")
     pixels = transformers.AutoImageProcessor.from_pretrained(folder)(image)["pixel_values"][0]
     torch.testing.assert_close(pixels, create_transform(**resolve_model_data_config(model))(image), rtol=0, atol=0)
 
 
 def test_save_a_model_of_another_training(tmp_path):
-    """Its size is not that of its name, and it is in training."""
+    """The image size differs from the size in the model's name, and the model is in training mode."""
     model = relvit.retrofit(timm.create_model("test_vit", num_classes=2, img_size=(32, 48)), rel_terms="b")
     save_model(model, tmp_path / "model", ["no", "yes"], "mit")
     again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
@@ -128,7 +129,7 @@ def test_save_a_model_of_another_training(tmp_path):
 
 @pytest.mark.parametrize("name", ["test_vit", "test_relvit"])
 def test_a_model_made_with_a_size_has_the_size_in_its_description(name, tmp_path):
-    """The registered size of 160 px is no multiple of these patches."""
+    """The registered size, 160 px, is not a multiple of the patch here."""
     options = {"num_classes": 2, "patch_size": 12, "pos_embed": "learn"}
 
     def build(img_size):
@@ -141,7 +142,7 @@ def test_a_model_made_with_a_size_has_the_size_in_its_description(name, tmp_path
     assert tuple(resolve_model_data_config(loaded)["input_size"]) == (3, 36, 60)
     images = torch.randn(2, 3, 36, 60)
     assert torch.equal(loaded(images), model(images))
-    # The embedding becomes that of a larger grid, and of a grid with as many patches.
+    # The embedding is resized to a larger grid, and to a grid with the same number of patches.
     for img_size in ((60, 96), (60, 36)):
         found = build(img_size)
         transfer_weights(found, Pretrained(str(tmp_path / "model")).weights())
@@ -162,7 +163,7 @@ def test_a_model_that_does_not_take_the_size_of_its_description(tmp_path):
 
 @pytest.mark.parametrize("reach", ["stretch", "logn", "windows", "mirror"])
 def test_a_reach_is_not_lost_unsaid(reach, tmp_path):
-    """At the size of the training it changes no output."""
+    """A reach changes no outputs at the size in training, so the comparison there would not notice that it is lost."""
     model = timm.create_model("test_relvit", num_classes=2, img_size=(32, 48), pos_embed="learn", depth=1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -192,7 +193,7 @@ def test_a_light_process_of_timm_and_relvit_alone_computes_the_same(published, t
         clf = relvit.load(published / f"{name}.ckpt")
         with torch.no_grad():
             expected = clf.model(images[str(published / name)])
-        # Convolutions of another memory format may add up in another order.
+        # Convolutions in another memory format may add up in another order, and so round differently.
         tolerance = 1e-6 if clf.classifier.hparams.channels_last else 0
         torch.testing.assert_close(logits[str(published / name)], expected, rtol=0, atol=tolerance)
         assert expected.std() > 1e-3
@@ -230,7 +231,7 @@ def test_timm_gets_the_size_and_normalisation_of_the_training(published, name):
     expected = {"input_size": (3, *data["img_size"]), **{key: data[key] for key in OWN}, **BICUBIC}
     described = resolve_model_data_config(relvit.load(published / f"{name}.ckpt").model)
     assert described == expected
-    # JSON has lists for tuples.
+    # JSON turns tuples into lists, so compare as JSON.
     assert json.dumps(resolve_model_data_config(model)) == json.dumps(described)
 
 
@@ -241,7 +242,7 @@ def test_timms_transform_makes_the_same_pixels(published, name, size):
     noise = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
     pixels = create_transform(**resolve_model_data_config(clf.model))(image)
-    # `relvit predict` reads files in this way, with a checkpoint and with an exported file.
+    # `relvit predict` reads files by `file_transform`, for a checkpoint and for an exported file.
     files = ImagePathsData([], ["a", "b", "c"], clf.img_size, clf.mean, clf.std, clf.crop_pct)
     for ours in (clf.transform, files.file_transform):
         torch.testing.assert_close(pixels, ours(image), rtol=0, atol=1e-6)
@@ -249,7 +250,7 @@ def test_timms_transform_makes_the_same_pixels(published, name, size):
 
 @pytest.fixture(scope="module")
 def grey(digits_run, tmp_path_factory):
-    """A checkpoint of grey images, the model that timm loads after its publication under a licence, and the card."""
+    """A checkpoint for grey images, the model that timm loads after publishing with a licence, and the card."""
     folder, best = tmp_path_factory.mktemp("grey") / "digits", digits_run / "checkpoints" / "best.ckpt"
     publish_model(best, str(folder), license="mit")
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -290,7 +291,7 @@ def test_a_retrofitted_folder_to_start_a_training_from(published):
 
 
 def test_the_hub(best, tmp_path, monkeypatch, capsys):
-    """A folder takes the place of the hub."""
+    """A folder stands in for the hub."""
 
     def upload(api, *, repo_id, folder_path, commit_message):
         shutil.copytree(folder_path, tmp_path / repo_id)
@@ -337,7 +338,7 @@ def test_a_full_disk_is_told_as_such(best, tmp_path, monkeypatch):
 
 
 def test_what_timm_cannot_build_is_not_published(best, tmp_path):
-    """A position of a user's own has no plain arguments; another model than that of the description differs."""
+    """A user's own position has no arguments that JSON can hold, and a model may differ from its description."""
     clf = relvit.load(best)
     mine = relvit.retrofit(timm.create_model("test_vit", num_classes=3), position=relvit.layers.SlopePosition2d)
     clf.classifier.net = mine

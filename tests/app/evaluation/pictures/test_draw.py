@@ -1,4 +1,4 @@
-"""Figures hold the numbers of the functions, with title, axes, units and colour bars that are legible at half size."""
+"""Figures show the numbers of the functions, with titles, axes, units and colour bars that are legible at half size."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import relvit
 from relvit.app.evaluation.pictures import KINDS, NotApplicableError, aft_windows, draw, effective_kernels, logit_parts
 from relvit.models.attention_maps import attention_rollout
 
-# 3 x 5 patches.
+# The image has 3 x 5 patches.
 IMAGE = images(24, 40)[0]
 PICTURE = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)
 MODEL = {"rel_terms": "kb", "class_token": True, "global_pool": "token", "reg_tokens": 1}
@@ -22,7 +22,7 @@ def model_for(kind):
 
 
 def pictures(figure):
-    """The arrays of all panels, without colour bars, from the first row on."""
+    """Return the arrays in all panels, without colour bars, from the first row on."""
     panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
     return [np.asarray(axes.get_images()[0].get_array()) for axes in panels if axes.get_images()]
 
@@ -37,14 +37,14 @@ def test_all_is_labelled_and_legible(kind):
         pytest.importorskip("pytorch_grad_cam")
     model = model_for(kind)
     before = model(IMAGE[None])
-    # The figure of AFT is laid out like that of kernels, of which all layers are drawn.
+    # Without a layer, 'aft-windows' draws all layers; choose one, so that its figure has the layout of 'kernels'.
     layer = -1 if kind == "aft-windows" else None
     figure = draw(kind, model, IMAGE, PICTURE, layer=layer, class_names=["a$b", *"cdef"])
     figure.draw_without_rendering()
     assert len(figure.get_suptitle()) > 10
     bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
     panels = [axes for axes in figure.axes if axes not in bars]
-    # Tables say in words what the colours are.
+    # Titles of tables explain the colours in words.
     assert bars or all(" to red " in axes.get_title() for axes in panels)
     for bar in bars:
         assert bar.get_ylabel() or bar.get_xlabel()
@@ -54,7 +54,7 @@ def test_all_is_labelled_and_legible(kind):
     for axes in figure.axes:
         texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]
     assert min(text.get_fontsize() for text in texts if text.get_text()) * figure.dpi / 72 / 2 > 8
-    # Nothing runs out of the figure.
+    # No text or axis extends beyond the figure.
     box, whole = figure.get_tightbbox(), figure.get_size_inches()
     assert min(box.x0, box.y0, whole[0] - box.x1, whole[1] - box.y1) > -0.05
     assert torch.equal(model(IMAGE[None]), before)
@@ -74,7 +74,7 @@ def test_kernels_and_windows():
     assert len(pictures(one)) == 2
     assert one.axes[0].get_ylabel() == "blocks.2.attn\ndy (patches)"
     assert "mean query of all patches" in one.get_suptitle()
-    # Rows are dy, downwards; the query is in the middle.
+    # The vertical axis is dy, downwards, and the query is in the middle.
     assert one.axes[0].get_images()[0].get_extent() == [-4.5, 4.5, 2.5, -2.5]
 
 
@@ -83,7 +83,7 @@ def test_one_head(kind):
     model = model_for(kind)
     drawn = draw(kind, model, IMAGE, PICTURE, head=1)
     every, one = pictures(draw(kind, model, IMAGE, PICTURE)), pictures(drawn)
-    # A row of maps begins with the image; then come two heads, of which the first is left out.
+    # Each row of maps begins with the image, followed by two heads, and `head=1` leaves out the first head.
     columns, first = (3, 1) if kind in ("logits", "attention") else (2, 0)
     kept = [picture for number, picture in enumerate(every) if number % columns != first]
     assert len(one) == len(kept)

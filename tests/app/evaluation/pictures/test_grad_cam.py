@@ -1,4 +1,4 @@
-"""Grad-CAM against the formula with gradients of autograd, and that it leaves a model as it was."""
+"""Grad-CAM compared with its formula and autograd's gradients; the model is unchanged afterwards."""
 
 import pytest
 import timm
@@ -9,21 +9,21 @@ from vits import images, small
 
 from relvit.app.evaluation.pictures import NotApplicableError, grad_cam
 
-# OpenCV, which it needs, needs libraries of the system.
+# pytorch_grad_cam needs OpenCV, which needs libraries of the system.
 pytest.importorskip("pytorch_grad_cam", exc_type=ImportError)
 PREFIX = {"class_token": True, "global_pool": "token", "reg_tokens": 2}
-# 3 x 5 patches.
+# The image has 3 x 5 patches.
 IMAGE = images(24, 40)[0]
 
 
 def by_formula(model, label, layer=-1):
-    """Weights are mean gradients of the patches; the sum over channels is cut at zero, scaled and enlarged."""
+    """The weights are mean gradients over patches; the weighted sum of channels is cut at zero, scaled and enlarged."""
     kept = []
     handle = model.blocks[layer].norm1.register_forward_hook(lambda _module, _given, out: kept.append(out))
     logit = model(IMAGE[None].to(next(model.parameters())))[0, label]
     handle.remove()
     (gradient,) = torch.autograd.grad(logit, kept)
-    # SAM's tokens are (1, rows, columns, dim).
+    # Tokens of SAM have the shape (1, rows, columns, dim).
     features, gradient = (part.flatten(1, -2)[0, -15:].detach() for part in (kept[0], gradient))
     found = torch.zeros(3, 5)
     for row in range(3):
@@ -55,7 +55,7 @@ def test_formula(kind):
     for label, layer in ((best, -1), (0, 0)):
         found = grad_cam(model, IMAGE, label, layer)
         torch.testing.assert_close(found, by_formula(model, label, layer), rtol=0, atol=1e-4)
-    # The model keeps its outputs, hooks and gradients.
+    # Outputs, hooks and gradients of the model are unchanged.
     assert torch.equal(model(IMAGE[None]), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -84,7 +84,7 @@ def test_what_is_refused():
         grad_cam(model, IMAGE)
     with pytest.raises(ValueError, match="layer is 3, the model has 3: give a number from 0 to 2"):
         grad_cam(model.eval(), IMAGE, layer=3)
-    # Behind the last attention, the class token gets nothing from patches.
+    # Without the last attention the class token gets no gradient from the patches of the last block.
     model.blocks[-1].attn.proj.weight.data.zero_()
     with pytest.raises(NotApplicableError, match=r"reaches the patches at blocks.2.norm1 of .*: choose another layer"):
         grad_cam(model, IMAGE)

@@ -1,4 +1,4 @@
-"""Tables, effective kernels, parts of logits and AFT windows against loops over pairs of tokens in float64."""
+"""Tables, effective kernels, parts of logits and AFT windows compared with loops over pairs of tokens in float64."""
 
 from itertools import product
 
@@ -32,7 +32,7 @@ TABLES = {
     "slopes": {"position": "slopes"},
 }
 CHANNELS = {"pape": {"position": "pape"}, "low-rank": {"position": "low-rank", **PREFIX}}
-# Of 2 x 5 patches.
+# The image has 2 x 5 patches.
 IMAGE = images(16, 40, dtype=torch.float64)[0]
 
 
@@ -41,7 +41,7 @@ def model_of(options):
 
 
 def vectors(model, layer):
-    """Queries and keys of a relvit model, (heads, N, head_dim), from the tokens that enter its attention."""
+    """Compute queries and keys of a relvit model, (heads, N, head_dim), from the inputs of its attention."""
     attn, tokens = model.blocks[layer].attn, []
     handle = attn.register_forward_pre_hook(lambda _module, given: tokens.append(given[0]))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def vectors(model, layer):
 
 @torch.no_grad()
 def pair_logit(terms, head, query, key, start, end, scale):
-    """The position part of one logit, by the formula."""
+    """Compute the position part of one logit by the formula."""
     given = {name: pair_entries(getattr(terms, name), head, start, [end], terms.bucketing) for name in ("query", "key")}
     parts = {name: 0.0 if entry is None else float(entry @ (key if name == "query" else query)) * scale
              for name, entry in given.items()}  # fmt: skip
@@ -92,7 +92,7 @@ def test_kernels_and_parts_of_tables(name):
 
 
 def by_offset(pairs):
-    """Numbers (..., 10, 10) of pairs of patches by offset: means of all pairs, and the pairs of the patch (1, 3)."""
+    """Sort the numbers (..., 10, 10) of pairs by offset: means over all pairs, and the pairs of patch (1, 3)."""
     total, count = torch.zeros(*pairs.shape[:-2], 3, 9), torch.zeros(3, 9)
     of_patch = torch.full_like(total, torch.nan)
     for index, other in product(range(10), repeat=2):
@@ -130,7 +130,8 @@ def test_the_sum_of_the_parts_is_what_softmax_sees(case):
             weights = torch.stack(list(parts.values())).sum(0).softmax(-1).float()
             index = maps.prefix + patch[0] * 5 + patch[1]
             torch.testing.assert_close(weights, maps.weights[layer][0, :, index], rtol=0, atol=1e-6)
-    # The kernel of that patch is the position part at its offsets; the term q has the mean key there.
+    # The kernel of the patch is the position part of the logits at its offsets. The term q is left out: its kernel uses
+    # the mean key.
     position = torch.stack([part for name, part in parts.items() if name not in ("content", "q")]).sum(0)
     if "q" not in parts:
         kernel = effective_kernels(model, IMAGE, (1, 3))
@@ -166,7 +167,7 @@ def test_tables_are_the_parameters():
 
 def test_computed_tables_reach_over_the_windows_of_their_layers():
     found = position_tables(retrofitted(build("swinv2")), (24, 40))
-    assert {table["b, joint"].shape[1:] for table in found.values()} == {(5, 7)}  # of 3 x 4 patches
+    assert {table["b, joint"].shape[1:] for table in found.values()} == {(5, 7)}  # The grid has 3 x 4 patches.
 
 
 def test_windows_of_aft():
@@ -174,7 +175,7 @@ def test_windows_of_aft():
     with torch.no_grad():
         assert torch.equal(aft_windows(conv, (24, 16))["blocks.0.attn"], conv.blocks[0].attn.learned_bias(Grid(3, 2)))
     full = small("relvit_aft_full_small", bias_dim=3).eval()
-    # Of 2 x 5 patches, behind a class token.
+    # The grid has 2 x 5 patches after a class token.
     mean, of_patch = by_offset(full.blocks[1].attn.learned_bias(Grid(2, 5, 1)).detach()[1:, 1:])
     found = aft_windows(full, (16, 40), (1, 3))["blocks.1.attn"][0]
     torch.testing.assert_close(found, of_patch, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Temperature scaling against SciPy's search, and the calibrated checkpoint in every command that takes one."""
+"""Temperature scaling compared with SciPy's optimiser, and commands that take a calibrated checkpoint."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def test_where_there_is_no_optimum():
 
 @pytest.fixture(scope="module")
 def calibrated(digits_run, tmp_path_factory):
-    """A checkpoint whose moving average differs from its weights, and its calibrated copy."""
+    """A checkpoint whose averaged weights differ from its raw weights, and its calibrated copy."""
     path = tmp_path_factory.mktemp("calibrated") / "best.ckpt"
     content = torch.load(digits_run / "checkpoints" / "best.ckpt", weights_only=True)
     content[AVERAGE_KEY] = {name: 3 * tensor for name, tensor in content["state_dict"].items()}
@@ -67,7 +67,7 @@ def logits_and_labels(path, split, **changes):
 
 
 def next_command(out):
-    """The arguments of the command that is printed last, but for the name of the program."""
+    """Return the arguments of the last command that is printed, without the name of the program."""
     program, *arguments = shlex.split(out.strip().splitlines()[-1])
     assert program == "relvit"
     return arguments
@@ -92,7 +92,7 @@ def test_no_tensor_is_in_the_file_twice(calibrated):
 
 @pytest.fixture
 def again(calibrated, tmp_path, capsys):
-    """A checkpoint calibrated from a calibrated one, and what the command printed."""
+    """A checkpoint that was calibrated twice, and what the second command printed."""
     path = tmp_path / "again.ckpt"
     assert main(["calibrate", str(calibrated[1]), "--output", str(path), "--split", "val"]) == 0
     return path, capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_the_default_name_of_a_calibrated_checkpoint_is_its_own_and_never_replac
 
 @pytest.fixture(scope="module")
 def probabilities(calibrated):
-    """Calibrated probabilities of an image of val or test, by split, and the labels."""
+    """Compute calibrated probabilities of images in val and test, by split, and the labels."""
     temperature, found = Checkpoint.read(calibrated[1]).temperature, {}
     for split in ("val", "test"):
         logits, labels = logits_and_labels(calibrated[0], split)
@@ -177,7 +177,7 @@ def test_load_uses_it(calibrated):
 
 
 def test_export_uses_it(calibrated, tmp_path):
-    """All formats have the same wrapper of the model, which is around a model of any kind."""
+    """All formats export the same wrapper of the model, which works for every model."""
     path, temperature = tmp_path / "best.ckpt", Checkpoint.read(calibrated[1]).temperature
     kwargs = {"dynamic_img_size": False, "patch_size": 4, "embed_dim": 16, "depth": 1}
     write_checkpoint_like(calibrated[1], path, "test_vit", kwargs, img_size=[8, 8])
@@ -202,7 +202,7 @@ def test_a_training_goes_on_without_it(calibrated, tmp_path):
 
 @pytest.fixture
 def moved(best, photos, tmp_path):
-    """A checkpoint and its images elsewhere, in a folder whose name a shell would divide; one has a wrong label."""
+    """A copy of a checkpoint and its images; the folder's name has spaces, and one image has a wrong label."""
     shutil.copytree(photos, tmp_path / "my photos")
     for split in ("train", "val", "test"):
         shutil.copy(photos / split / "dog" / "1.jpg", tmp_path / "my photos" / split / "cat" / "dog.jpg")
@@ -214,7 +214,7 @@ def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
     monkeypatch.chdir(moved)
     for split, following in (("train", "test"), ("test", "val")):
         assert calibrate("best.ckpt", f"{split}.ckpt", split, "my photos").next_split == following
-    # Without a test folder another split takes its place, at last that of the calibration.
+    # Without a test folder the results are of val, or else of the split of the calibration.
     shutil.rmtree(moved / "my photos" / "test")
     assert calibrate("best.ckpt", "again.ckpt", "train", "my photos").next_split == "val"
     assert main(["calibrate", "best.ckpt", "--root", "my photos"]) == 0
@@ -226,7 +226,7 @@ def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
 def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path, capsys):
     lines = [f"{path},{path.parent.name}" for path in sorted((photos / "test").glob("*/*.jpg"))]
     (tmp_path / "my list.csv").write_text("\n".join(["path,label", *lines]))
-    # A temperature can only be fitted if a label is wrong.
+    # A temperature can be fitted only if at least one prediction is wrong.
     shutil.copy(photos / "test" / "dog" / "1.jpg", tmp_path / "dog.jpg")
     with open(tmp_path / "my list.csv", "a") as file:
         file.write(f"\n{tmp_path / 'dog.jpg'},cat\nbroken.jpg,cat\n")
@@ -242,7 +242,7 @@ def test_the_next_command_names_the_data_that_were_given(best, photos, tmp_path,
 
 
 def test_a_temperature_that_harms_val_is_not_written(moved, capsys):
-    """Where two of three classes of val have the other's name, a temperature from train makes a model too sure."""
+    """In val the classes have exchanged names, so a temperature from train makes the model too confident."""
     checkpoint, root = moved / "best.ckpt", moved / "my photos"
     assert main(["calibrate", str(checkpoint), f"--root={root}", "--split=train", f"--output={moved / 'a.ckpt'}"]) == 0
     classes = sorted(path.name for path in (root / "val").iterdir())
@@ -273,7 +273,7 @@ def test_a_temperature_that_is_none(calibrated, tmp_path):
 def test_of_named_images_without_a_val_a_warning_says_that_val_is_a_part(best, photos, tmp_path, recwarn):
     for root, notes in ((photos / "train", 1), (photos, 0)):
         recwarn.clear()
-        # With so few images there may be no temperature, which is another matter.
+        # With so few images the fit may fail, which this test ignores.
         with contextlib.suppress(ValueError):
             calibrate(best, tmp_path / f"{notes}.ckpt", root=str(root))
         assert sum("so val is a part of them" in str(warning.message) for warning in recwarn) == notes

@@ -1,4 +1,4 @@
-"""Probes against brute force and scikit-learn by hand; features against those of `relvit embed`."""
+"""Probes compared with brute force and scikit-learn; features compared with `relvit embed`."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_the_linear_probe_is_logistic_regression_with_a_chosen_strength():
     mean, std = features.mean(0), features.std(0)
     model = LogisticRegression(C=strength, max_iter=1000).fit((features - mean) / std, labels)
     assert found.mean() == model.score((queries - mean) / std, truth)
-    # For pure noise, the strongest weight decay is as good as any, and the smallest C is chosen.
+    # If the features are noise, the strongest weight decay is among the best, so the smallest C is chosen.
     noise = np.random.default_rng(3).normal(size=(40, 30)).astype(np.float32)
     one_each = [int(np.flatnonzero(labels == label)[0]) for label in range(4)]
     assert linear_right(features[one_each], labels[one_each], queries, truth, 0)[1] == 1
@@ -77,7 +77,7 @@ def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
     assert all(f"{float(row['knn']):.4f}" in out and f"{float(row['linear']):.4f}" in out for row in table)
     with Image.open(tmp_path / "probe.png") as image:
         assert image.size == (900, 650)
-    # From the features that users get in Python.
+    # Users get the same features in Python.
     predictor, data = relvit.load(path), DigitsData()
     data.evaluate_on("train")
     parts = []
@@ -114,7 +114,7 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
         (model, *of_share) for model in (path, "test_vit") for of_share in ((0.5, 9, 18), (1.0, 18, 18))
     ]
     assert [row["features"] for row in rows] == [16, 16, 64, 64]
-    # The checkpoint has learned the colours.
+    # The checkpoint has learned the colours of the classes.
     assert rows[1]["linear"] == 1.0
     assert rows[0]["knn_se"] == pytest.approx(accuracy_error(rows[0]["knn"], 18))
     out = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
 
 
 def test_unreadable_images_and_small_shares(best, photos, tmp_path, recwarn):
-    """Only images of the largest share are read; of those that cannot be, the others keep their places."""
+    """Only images of the largest share are read, and unreadable images do not move the results of the other images."""
     root = shutil.copytree(photos, tmp_path / "photos")
     data = ImageFolderData(str(root), num_workers=0, on_error="skip")
     labels = np.repeat([0, 1, 2], 6)
@@ -147,14 +147,14 @@ def test_unreadable_images_and_small_shares(best, photos, tmp_path, recwarn):
     (text,) = [str(warning.message) for warning in recwarn]
     broken = data.samples("train")[part[0]][0]
     assert text.startswith(f"1 image of train could not be read and was left out. The first is {broken}: it is not an")
-    # The result is that without the unreadable image, whose class has one image left.
+    # The result is the same as without the unreadable image, whose class has one image left.
     features = relvit.load(best).embed([data.samples("train")[index][0] for index in part[1:]]).numpy()
     queries = relvit.load(best).embed([path for path, _ in data.samples("val")]).numpy()
     assert rows[0]["knn"] == knn_right(features, labels[part[1:]], queries, labels, 20).mean()
 
 
 def test_one_label_per_class_needs_no_warning(best, tmp_path, recwarn):
-    """scikit-learn takes more than 20 labels for a regression if less than two of them are of one class."""
+    """With few images for each of many classes, scikit-learn warns that the labels may be of a regression."""
     for split in ("train", "val"):
         for number in range(21):
             path = tmp_path / split / f"class {number}" / "0.png"
@@ -177,5 +177,5 @@ def test_size_and_normalisation_are_those_of_the_model(monkeypatch, photos):
     assert [tuple(images.shape) for images in seen] == [(18, 3, 160, 160)] * 2
     expected = ImageFolderData(str(photos), img_size=160, crop_pct=0.95, mean=(0.5,) * 3, std=(0.5,) * 3)
     torch.testing.assert_close(seen[1], torch.stack([image for image, _ in expected.dataset("val")]))
-    # The user's module stays as it was.
+    # The user's data module is unchanged.
     assert (data.img_size, data.mean[0]) == ((32, 32), 0.485)

@@ -1,4 +1,4 @@
-"""`relvit test --robustness`: each layout against the classifier image by image, among the classes there are."""
+"""`relvit test --robustness`: each layout compared with the classifier image by image, among the classes present."""
 
 import contextlib
 import io
@@ -27,13 +27,13 @@ OPTIONS = {"img_size": 16, "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 0.
 
 @pytest.fixture(scope="module")
 def corrupted(photos, tmp_path_factory):
-    """Two corruptions, one of them in a folder of its kind, and two severities that cost many a class."""
+    """Write two corruptions, one of them in a folder of its kind, with two severities, which cause mistakes."""
     root = tmp_path_factory.mktemp("set-c")
     for severity in (1, 2):
         for path in sorted((photos / "test").glob("*/*.jpg")):
             with Image.open(path) as image:
                 blurred = image.filter(ImageFilter.GaussianBlur(severity))
-                # To the next class, for half of the images at the second severity.
+                # At the second severity half of the images get the colour of the next class.
                 shifted = Image.merge("RGB", image.split()[1:] + image.split()[:1]) if severity == 2 else image
             name, turned = path.parent.name, shifted if int(path.stem) % 2 else image
             for folder, picture in (("blur/gaussian_blur", blurred), ("colour", turned)):
@@ -50,7 +50,7 @@ def evaluated(checkpoint, root, tmp_path, *options):
 
 
 def by_hand(checkpoint, paths, classes, mirror=False):
-    """The class of each image among some classes."""
+    """Compute the most probable class of each image among some classes."""
     predictor = relvit.load(checkpoint)
     order = [NAMES.index(name) for name in classes]
     with torch.no_grad():
@@ -63,7 +63,7 @@ def by_hand(checkpoint, paths, classes, mirror=False):
 
 @pytest.fixture(scope="module")
 def tested(best, corrupted, tmp_path_factory):
-    """The folder of a test of the corrupted images, its summary and its output."""
+    """The folder, the summary and the output of a test on the corrupted images."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         folder, results = evaluated(best, corrupted, tmp_path_factory.mktemp("tested"))
     return folder, results, out.getvalue()
@@ -71,7 +71,7 @@ def tested(best, corrupted, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def accuracies(best, corrupted):
-    """The accuracy by hand for each corruption and severity."""
+    """Compute the accuracy for each corruption and severity."""
     expected = {}
     for name, severity in product(("blur/gaussian_blur", "colour"), ("1", "2")):
         paths = sorted((corrupted / name / severity).glob("*/*.jpg"))
@@ -111,7 +111,7 @@ def test_a_corruption_alone_is_named_by_its_folder(corrupted):
 
 
 def test_some_of_the_classes_under_other_names(best, corrupted, tmp_path):
-    """Images of cats and owls that were turned to dogs' colour, and mirrored: the class dog is no answer."""
+    """The images are cats and owls, some in the colour of dogs, so the class dog must not be predicted."""
     root = tmp_path / "set-r"
     folders = {"n01": "cat", "n02": "owl"}
     for wnid, name in folders.items():
@@ -120,7 +120,7 @@ def test_some_of_the_classes_under_other_names(best, corrupted, tmp_path):
     options = [f"--data.class_map={tmp_path / 'map.json'}", "--mirror=true"]
     folder, results = evaluated(best, root, tmp_path / "runs", *options)
     paths = sorted(root.glob("*/*.jpg"))
-    # Without the restriction some are dogs.
+    # Without the restriction to these classes some images are predicted as dogs.
     assert "dog" in by_hand(best, paths, NAMES)
     found = by_hand(best, paths, ["cat", "owl"], mirror=True)
     right = [folders[path.parent.name] == name for path, name in zip(paths, found, strict=True)]
@@ -131,7 +131,7 @@ def test_some_of_the_classes_under_other_names(best, corrupted, tmp_path):
 
 
 def test_numbers_are_positions(photos, tmp_path):
-    """ImageNet-V2's folders are numbers, and sort in another order than the classes."""
+    """The folders of ImageNet-V2 are numbers, whose alphabetical order differs from the order of the classes."""
     names = [*(f"other {number}" for number in range(9)), *NAMES]
     for name in NAMES:
         shutil.copytree(photos / "test" / name, tmp_path / str(names.index(name)))
@@ -156,7 +156,7 @@ def test_wordnet_ids(best, photos, tmp_path):
 
 
 def test_mce_is_that_of_the_paper():
-    """CE is the sum of errors over the severities divided by AlexNet's sum, mCE the mean of 15 of them."""
+    """CE is the sum of errors over the severities divided by AlexNet's sum; mCE is the mean over 15 corruptions."""
     generator = np.random.default_rng(0)
     conditions = [(f"kind/{name}", s) for name in [*ALEXNET, "spatter"] for s in range(1, 6) for _ in range(20)]
     right = generator.random(len(conditions)) < 0.6
