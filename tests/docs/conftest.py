@@ -1,4 +1,4 @@
-"""A working directory with the files that the documents name."""
+"""A working directory with the files that the documentation mentions."""
 
 import shutil
 from pathlib import Path

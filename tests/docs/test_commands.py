@@ -1,4 +1,4 @@
-"""Commands and options in the README and in docs/*.md run as printed, each training with one step of a tiny model."""
+"""Commands and options in the README and in docs/*.md run as printed; each training takes one step of a tiny model."""
 
 import re
 import shlex
@@ -13,25 +13,24 @@ from photos import TINY
 from relvit.app.cli import main
 
 TINY_MODEL = [f"--model.model_kwargs.{name}" for name in ("patch_size=8", "embed_dim=12", "depth=1")]
-# Learning rates that follow the batch come out smaller than the least one.
+# With small batches, learning rates that scale with the batch fall below the default of `min_lr`.
 ONE_STEP = [*TINY[-3:], "--data.img_size=16", "--data.batch_size=4", "--trainer.fast_dev_run=true", "--model.min_lr=0"]
-# Several devices and machines: tests/app/training/run/test_processes.py, tests/app/training.
-# timm's weights: `test_fine_tuning`.
+# Tests in tests/app/training run several devices and machines, and `test_fine_tuning` timm's weights.
 OTHER_TESTS = ("docs/several_devices.md", "docs/fine_tune.md")
-# Options that cannot be in one training with the others: of the loss, of the data, of what Lightning checks.
+# Each of these options gets its own training, because it cannot be combined with the other options.
 APART = ("--model.loss", "--model.teacher", "--model.compile", "--trainer.determ", "--lr_find", "--model.layer_decay")
 
 
 def commands(page):
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     found = [line for line in lines if line.startswith("relvit ")]
-    # Other pages name runs that none of their commands has begun.
+    # Pages other than the README use the folders of runs that no command on the page has made.
     return [shlex.split(line, comments=True) for line in found if "RUN" not in line or page == "README.md"]
 
 
 @pytest.fixture
 def random_weights(monkeypatch):
-    """Weights of timm are random here instead of downloaded."""
+    """Replace timm's downloaded weights by random weights."""
     monkeypatch.setattr(
         "timm.models._builder.load_state_dict_from_hf",
         lambda name, *args, **kwargs: timm.create_model(name.removeprefix("timm/")).state_dict(),
@@ -48,7 +47,7 @@ def random_weights(monkeypatch):
 )
 def test_commands_run(page, place, random_weights, capsys):
     if page == "docs/trust.md":
-        # Without a mistake no temperature is best.
+        # `calibrate` needs a wrong label: without mistakes no temperature is best.
         Path("photos/val/cat/0.jpg").rename("photos/val/dog/cat.jpg")
     if page == "README.md":
         Path("runs/RUN/checkpoints").mkdir(parents=True)
@@ -63,16 +62,17 @@ def test_commands_run(page, place, random_weights, capsys):
                 extra.append("--data.patch_size=8")
             if "finetune" in arguments:
                 extra = [*ONE_STEP, "--trainer.precision=32-true"]
-            # The page's own value of an option counts.
+            # If the page gives an option itself, use the page's value.
             extra = [option for option in extra if f"--{option.partition('=')[0].rpartition('.')[2]}" not in arguments]
-            if "act" in arguments:  # halting needs two steps
+            # Halting needs at least two steps.
+            if "act" in arguments:
                 extra.append("--model.model_kwargs.depth=2")
         if command == "resolutions" or "bands" in arguments:
-            # A quarter of the sizes has a sixteenth of the patches.
+            # A quarter of an image's sides has a sixteenth of the patches.
             arguments = [re.sub(r"\d{3,}", lambda size: str(int(size[0]) // 4), argument) for argument in arguments]
         if command in ("validate", "test", "predict"):
             extra = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-        # docs/sizes.md exports in Python, too, where it is quicker.
+        # Skip exports here: docs/sizes.md also exports in Python, which is quicker.
         if command != "export":
             assert main([command, *arguments, *extra]) == 0, (command, arguments, capsys.readouterr().err)
     if page == "docs/train_your_images.md":
@@ -85,7 +85,7 @@ def test_commands_run(page, place, random_weights, capsys):
 def test_fine_tuning(place, random_weights, capsys):
     sources = []
     for command in commands("docs/fine_tune.md"):
-        # The checkpoint has a patch of 8, the others of 16: one patch.
+        # The images have one patch of 16 px, or four patches of 8 px in the checkpoint's model.
         options = [*ONE_STEP, "--trainer.precision=32-true"]
         assert main([argument for argument in command[1:] if argument not in ("--img_size", "288")] + options) == 0
         out = capsys.readouterr().out
@@ -111,13 +111,14 @@ def test_commands_in_the_text(place, capsys):
 
 
 def options_of_fit():
-    """Return the options in docs/options.md: all that go together, then each that needs a training of its own."""
+    """Return the options in docs/options.md: those of one training together, then each that needs its own."""
     rows = text("docs/options.md").partition("| options | what they do |\n")[2].partition("\n\n")[0].splitlines()
     options = [option for row in rows for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])]
     assert len(options) >= 15
-    # One step keeps no checkpoints, tests/app/cli/fit/test_options.py does; the logger needs a package of its own.
+    # A training of one step keeps no checkpoints, and tests/app/cli/fit/test_options.py tests them. The logger needs
+    # another package.
     options = [option for option in options if "ModelCheckpoint" not in option and "wandb" not in option]
-    # A compiler would take a minute.
+    # Compiling would take a minute, so compile with the backend 'eager'.
     options = [option.replace("compile true", "compile eager").replace(" X ", " best.ckpt ") for option in options]
     apart = [option for option in options if option.startswith(APART)]
     return " ".join(option for option in options if option not in apart), *apart

@@ -1,4 +1,4 @@
-"""Examples in the docstrings of the core run, and every public function and class has one."""
+"""The examples in docstrings of the core run, and every public function and class has an example."""
 
 import doctest
 import inspect
@@ -13,11 +13,11 @@ from relvit import layers, models, ops
 from relvit.families import aft, reformer, reversible, transformer_xl, universal
 
 PACKAGES = (ops, layers, models, aft, reformer, reversible, transformer_xl, universal)
-# What the examples use without an import.
+# The examples use these modules without importing them.
 LIBRARIES = {"torch": torch, "timm": timm, "relvit": relvit, "partial": partial}
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}
 DOCUMENTED = {name: value for name, value in PUBLIC.items() if inspect.isclass(value) or inspect.isfunction(value)}
-# The functions that return or take these values show them.
+# These classes need no example: the examples of functions that return or take them show them.
 WITHOUT = {"Choice", "AttentionMaps", "AttentionInputs", "LayerPlan", "Bands", "Memory", "Weights", "TransferReport"}
 WITHOUT |= {"Pondered", "ReversibleDepth"}
 

@@ -1,4 +1,4 @@
-"""Pages of docs/elsewhere: commands and Python blocks of each run in their order, with the packages of its extra."""
+"""Pages of docs/elsewhere: commands and Python blocks run in order, with the packages of the page's extra."""
 
 import os
 import re
@@ -18,14 +18,14 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 def requirements(page):
-    """Return the requirements of the extras that a page has installed, without those of relvit's own."""
+    """Return the requirements of the extras that a page installs, without relvit's own requirements."""
     extras = re.findall(r'pip install -e "\.\[([\w,]+)\]"', text(page))
     found = [requirement for given in extras for extra in given.split(",") for requirement in EXTRAS[extra]]
     return [requirement for requirement in found if not requirement.startswith("relvit[")]
 
 
 def skip_without(page):
-    """Skip a page whose packages are not installed; pytest's summary then has the page and the package."""
+    """Skip a page whose packages are not installed; pytest's summary then names the page and the package."""
     for requirement in map(Requirement, requirements(page)):
         try:
             found = metadata.version(requirement.name)
@@ -36,7 +36,7 @@ def skip_without(page):
 
 
 def script(page):
-    """Return the blocks of a page as one script, in which commands are processes."""
+    """Return the blocks of a page as one script, which runs commands as processes."""
     lines = ["import subprocess, sys"]
     for language, block in re.findall(r"```(bash|python)\n(.*?)```", text(page), re.DOTALL):
         if language == "python":
@@ -50,7 +50,7 @@ def script(page):
 
 
 def run(code):
-    """Run a page in a process of its own, where nothing is imported that the page does not import."""
+    """Run a page in a new process, in which nothing is imported except by the page."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, and their committed outputs are those of one such run."""
+"""The notebooks run from the first to the last cell, and their committed outputs are from one such run."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from documents import ROOT, text
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = {"make_your_sam_smaller", "retrofit_a_vit", "see_relative_positions", "train_on_your_photos"}
-# Paths from the root, dates with a time as in the names of runs, addresses in memory.
+# This pattern finds absolute paths, dates with a time (as in names of runs), and memory addresses.
 OF_A_MACHINE = r"(?<![\w.])/(?:home|root|tmp|Users|work|opt|usr|var|mnt)/|\d{4}-\d\d-\d\d[_T ]\d\d|0x[0-9a-f]{6}"
 
 
@@ -27,7 +27,7 @@ def test_committed_outputs(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output["output_type"] != "error"
-        # Progress bars are there.
+        # Progress bars also write to stderr, so look for warnings and errors in its text.
         assert output.get("name") != "stderr" or not re.search("warn|error", "".join(output["text"]), re.IGNORECASE)
         printed = [output.get("text", []), output.get("data", {}).get("text/plain", [])]
         assert not re.search(OF_A_MACHINE, "".join("".join(lines) for lines in printed)), printed
@@ -46,7 +46,7 @@ def test_notebooks_run(path, tmp_path):
     if path.stem == "make_your_sam_smaller":
         pytest.importorskip("transformers", reason="pip install 'relvit[elsewhere]' brings transformers")
     copy = tmp_path / path.name
-    # Trainings need not learn much here.
+    # Two epochs are enough, because the trainings need not learn much here.
     copy.write_text(re.sub(r"(epochs[ =])\d+", r"\g<1>2", path.read_text()))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, ROOT / "notebooks" / "execute.py", copy]

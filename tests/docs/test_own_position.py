@@ -1,4 +1,4 @@
-"""The position of docs/own_position.md: plain attention with the paper's formula as a mask, and in graphs."""
+"""The position of docs/own_position.md compared with attention under the paper's formula as a mask; graphs."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ def test_the_page_of_positions_has_a_row_for_every_name():
 
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory):
-    """The class, from a module of its own, as users have it."""
+    """Import the page's class from a new module, as users would."""
     (block,) = blocks("docs/own_position.md", "python")
     assert len(block.splitlines()) <= 40
     folder = tmp_path_factory.mktemp("docs")

@@ -7,7 +7,7 @@ from one_block import use_one_block
 
 from relvit.app.evaluation.deploy import publish_model
 
-# What a page computes, where that is more than shapes.
+# For some pages, check more than that the code runs.
 RESULTS = {
     "docs/dense.md": lambda names: [tuple(m.shape) for m in names["maps"]] == [(1, 192, 6, 10)] * 3,
     "docs/attention.md": lambda names: names["x"].shape == (2, 140, 64),
@@ -18,7 +18,7 @@ RESULTS = {
 }
 
 
-# This page's export takes longest, and tests in `tests/app/cli/commands` that are not slow export, too.
+# This page's export takes long, so it is marked slow; tests in `tests/app/cli/commands` also export.
 SLOW = ("docs/sizes.md",)
 
 
@@ -27,7 +27,7 @@ SLOW = ("docs/sizes.md",)
     [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PAGES if blocks(page, "python")],
 )
 def test_blocks_run(page, place, monkeypatch, capsys):
-    # Exports take half a minute with all blocks.
+    # With all blocks, exports would take half a minute.
     use_one_block(monkeypatch)
     names = {}
     for library in ("transformers", "segment_anything") if page == "docs/sam.md" else ():
@@ -35,13 +35,13 @@ def test_blocks_run(page, place, monkeypatch, capsys):
     if page == "docs/publish.md":
         publish_model("best.ckpt", "my_model")
     for block in blocks(page, "python"):
-        # A reader copies one block of the README; other pages are read from top to bottom.
+        # A user may copy a single block of the README, but reads other pages from top to bottom.
         own = {} if page == "README.md" else names
         exec(compile(block, page, "exec"), own)
         names |= own
     assert RESULTS.get(page, lambda names: True)(names)
     if page == "README.md":
-        # Code blocks of the README are short.
+        # Code blocks in the README must be short.
         assert all(len(block.splitlines()) <= 8 for language in ("python", "bash") for block in blocks(page, language))
     if page == "docs/sizes.md":
         assert (place / "model.onnx").is_file()

@@ -1,4 +1,4 @@
-"""The documentation site, without MkDocs: its navigation, and how links are rewritten; .ci/run builds it."""
+"""The documentation site, tested without MkDocs: navigation and rewritten links; .ci/run builds the site."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""The contract of all depths: states, features, pruning, masks, checkpointing, transforms, precision, lacks."""
+"""The contract of all depths: intermediate states, features, pruning, masks, checkpointing, transforms, precision."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DEPTHS = {
     "universal": {"name": "test_relvit_universal"},
     "halting": {"name": "test_relvit_universal", "halting": "act"},
 }
-# No image is square, and class and register tokens are before the patches.
+# The image is not square, and class and register tokens come before the patches.
 X = images(16, 40, batch=3, dtype=torch.float64)
 each_depth = pytest.mark.parametrize("kind", DEPTHS)
 
@@ -38,7 +38,7 @@ def test_states_are_those_of_every_way_to_features(kind):
     assert_same(states(model, indices=[0, 2]), [taken[0][0], taken[2][0]], atol=0)
     assert_same(states(model, indices=[1], stop_early=True), [taken[1][0]], atol=0)
     final, normed = model.forward_intermediates(X, norm=True, output_fmt="NLC", return_prefix_tokens=True)
-    # Graphs and states compute all tokens, the model those alone that have not halted.
+    # With halting, intermediate states are computed for all tokens, but outputs only for tokens that have not halted.
     assert_same(final, model.forward_features(X), atol=1e-10)
     if kind != "halting":
         assert_same(torch.cat(normed[-1][::-1], dim=1), final, atol=0)

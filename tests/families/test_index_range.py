@@ -1,4 +1,4 @@
-"""AFT and LSH attention beyond 2^31 - 1, on the meta device: tensors are no larger than the guard takes them for."""
+"""AFT and LSH attention with more than 2^31 - 1 elements, on the meta device: no tensor is larger than checked."""
 
 import pytest
 from oracles.largest_tensor import Largest, meta
@@ -53,7 +53,7 @@ def test_no_tensor_is_larger_than_the_guard_takes_it_for(name, grid, monkeypatch
     said = []
     for module in (operations, operation):
         monkeypatch.setattr(module, "check_tensor_size", lambda device, number, *_: said.append(number))
-    # Tiles of pairs have up to this number, which every device can count.
+    # The tiles of the backend 'pairs' have at most this number of elements, which every device can index.
     tile = 2**24 if "pairs" in name else 0
     with Largest() as largest:
         CALLS[name](grid).sum().backward()

@@ -52,7 +52,7 @@ def test_shapes_gradients_and_names(name):
 
 @each_mixer
 def test_padding_and_dropped_patches_are_as_if_they_were_not_there(name):
-    # One bucket holds all tokens of LSH attention, so that its chunks are not others.
+    # Removing tokens would change the chunks of LSH attention, so use one bucket for all tokens.
     mixer = build(name, **({"bucket_size": 11} if name == "LSH" else {}))
     keep = torch.tensor([0, 2, 3, 5, 11, 19])
     tokens = torch.cat((torch.tensor([0]), keep + 1))
@@ -64,7 +64,7 @@ def test_padding_and_dropped_patches_are_as_if_they_were_not_there(name):
 
 @each_mixer
 def test_causal_tokens_see_earlier_ones_alone(name):
-    # A change of later tokens must not change the buckets of earlier ones in LSH attention: there is one.
+    # Changing later tokens could move earlier ones to other chunks of LSH attention, so use one bucket.
     mixer = build(name, **({"bucket_size": 11} if name == "LSH" else {}))
     changed = torch.cat((X[:, :9], X[:, 9:] + 1), dim=1)
     one, other = (mixer(x, GRID, is_causal=True) for x in (X, changed))
@@ -74,7 +74,7 @@ def test_causal_tokens_see_earlier_ones_alone(name):
 
 @each_mixer
 def test_half_precision_and_devices(name):
-    # Rounding moves tokens to other buckets of LSH attention where there are several.
+    # Rounding could move tokens to other buckets of LSH attention, so use one bucket.
     mixer = build(name, **({"bucket_size": 11} if name == "LSH" else {}))
     expected = mixer(X, GRID).detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The training module against formulas worked out by hand: steps, metrics, mixing, precision, compilation, errors."""
+"""The training module compared with formulas: steps, metrics, mixing, precision, compilation, errors."""
 
 import pytest
 import timm
@@ -13,7 +13,7 @@ FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
 @pytest.fixture(scope="module")
 def plain():
-    """The weights and the metrics after a few steps."""
+    """Return the weights and the metrics after a few steps."""
     module = build(**OPTIONS)
     metrics = train(module, **FEW).callback_metrics
     return {name: value.clone() for name, value in module.state_dict().items()}, metrics
@@ -30,7 +30,8 @@ def test_metrics_count_every_sample_once():
     }
     results = trainer.validate(module, data, verbose=False)[0]
     assert results == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
-    # With fewer images than processes a process predicts an empty batch, which models need not compute.
+    # If there are fewer images than processes, a process predicts an empty batch, for which the model must not be
+    # called.
     module.net.register_forward_pre_hook(lambda *_: pytest.fail("computes"))
     assert module.predict_step((data.images[:0], []), 0)["probabilities"].shape == (0, 7)
 
@@ -48,9 +49,9 @@ def test_training_on_mixed_images_is_named_so_and_mixes_anew_at_every_step():
     assert {"train/acc1_mixed", "train/acc5_mixed", "val/acc1"} <= set(trainer.callback_metrics)
     assert "train/acc1" not in trainer.callback_metrics
     assert [tuple(targets.shape) for targets in seen] == [(4, 7)] * 4
-    # Both epochs have the same images, mixed in other ways.
+    # Both epochs have the same images, but mix them differently.
     assert not torch.equal(seen[0], seen[2])
-    # The larger part of a mixed image counts as its class, as a single step shows.
+    # The larger part of a mixed image counts as its class. One step with known targets shows it.
     module = build(mixup=0.8)
     module.log_dict, module.trainer = lambda *args, **kwargs: None, trainer
     module.mixing, images = None, torch.randn(2, 3, 8, 12)
@@ -63,7 +64,7 @@ def test_channels_last_gives_the_same_numbers(plain):
     module = build(channels_last=True, ema_decay=0.9, **OPTIONS)
     train(module, **FEW)
     assert module.net.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
-    # The gradient of the keys' bias is mere rounding, which Adam amplifies.
+    # Attention does not depend on the bias of keys, so its gradient is only rounding errors, which Adam amplifies.
     assert_close(module.state_dict(), plain[0], atol=1e-4, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The private attribute of Lightning that relvit reads says when a validation is due."""
+"""`validation_due` reads a private attribute of Lightning, which still tells when a validation is due."""
 
 from lightning.pytorch.callbacks import LambdaCallback
 from small_training import build, train

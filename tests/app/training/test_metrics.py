@@ -1,4 +1,4 @@
-"""Metrics exist when callbacks read them, and a process that reads them alone, as a progress bar does, never waits."""
+"""Metrics exist when callbacks read them, and reading them in one process alone, as progress bars do, never waits."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ BAR_OFF = "--trainer.enable_progress_bar=false"
 
 @pytest.mark.slow
 def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
-    """A bar reads metrics in training, in validation and in the test of the best checkpoint."""
+    """A progress bar reads metrics during training, validation and the test of the best checkpoint."""
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", *(a for a in TINY if a != BAR_OFF)]
-    # 18 images in batches of 5 on each of two processes: the last batch is smaller.
+    # Each of the two processes has 9 of 18 images in batches of 5, so the last batch is smaller.
     arguments += ["--data.batch_size=5", "--model.warmup_epochs=0", "--runs=runs", "--trainer.max_epochs=2"]
     ranks = Ranks([*arguments, "--trainer.callbacks=failures.MetricReader"], tmp_path, as_torchrun())
     assert ranks.finish(seconds=90) == [0, 0], ranks.text()
@@ -29,7 +29,7 @@ def test_a_bar_reads_on_one_process_alone(photos, tmp_path):
 
 
 class Seen(Callback):
-    """The metrics that a callback sees at the end of epochs, where callbacks come before the module."""
+    """A callback that records the metrics at the end of epochs, where Lightning calls callbacks before the module."""
 
     def __init__(self):
         self.found, self.right = [], []
@@ -72,7 +72,7 @@ def test_the_bar_shows_the_mean_of_the_epoch_so_far():
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_sums_are_float32_or_more_in_every_precision(precision):
-    """With sums in bfloat16 the mean loss of 1,500 images could be 1.0 in the place of 0.729."""
+    """If sums were in bfloat16, the mean loss of 1,500 images could be 1.0 instead of 0.729."""
     options = {"opt": "sgd", "lr": 1e-3, "warmup_epochs": 0}
     module, losses, norms = build(**options), [], []
     step, before = module.training_step, module.on_before_optimizer_step
@@ -100,14 +100,14 @@ def test_sums_are_float32_or_more_in_every_precision(precision):
     assert float(trained["train/grad_norm"]) == pytest.approx(sum(norms) / len(norms), rel=1e-5)
     logits = module.eval()(Noise().images.to(module.dtype)).double()
     expected = torch.nn.functional.cross_entropy(logits, Noise().labels)
-    # Models in two-byte numbers round their logits by the batch.
+    # With two-byte weights, logits of a batch may be rounded differently from logits of all images at once.
     tolerance = 1e-6 if precision == "64-true" else 2e-3
     assert float(validated["val/loss"]) == pytest.approx(float(expected), rel=tolerance)
 
 
 @pytest.mark.parametrize(("split", "is_nan"), [("train", False), ("val", True), ("test", True)])
 def test_a_loss_of_nan_counts_in_an_evaluation(split, is_nan):
-    """A training leaves out the steps that it skips."""
+    """In training the mean leaves NaN out, because the step is skipped."""
     metrics, labels = epoch_metrics(OneLabel(), 3, f"{split}/"), torch.tensor([0, 1])
     for loss in (0.5, float("nan")):
         count_batch(metrics, torch.tensor(loss), torch.zeros(2, 3), labels)

@@ -1,4 +1,4 @@
-"""Multi-label metrics against scikit-learn and brute force, and thresholds in checkpoints and resumed trainings."""
+"""Multi-label metrics compared with scikit-learn and brute force; thresholds in checkpoints and resumed trainings."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from relvit.app.training.labels import SeveralLabels as Several
 
 @pytest.fixture
 def scored():
-    """Probabilities with many ties, and labels; the last class has no images, the one before all of them."""
+    """Return probabilities with many ties, and labels; the last class has no images, the one before it all images."""
     generator = np.random.default_rng(0)
     labels = generator.random((60, 6)) < [0.5, 0.3, 0.1, 0.05, 2, -1]
     scores = np.clip(0.3 * labels + 0.7 * generator.random((60, 6)), 0, 1)
@@ -45,7 +45,7 @@ def test_no_other_threshold_has_a_better_f1(scored):
     found = multi_label_metrics(scores, labels)
     assert found.threshold[5] == 0.5
     for c in range(5):
-        # Thresholds are tried from high to low, and the first of equally good ones counts.
+        # Thresholds are tried from high to low, and the first of several equally good thresholds is chosen.
         others = np.unique(scores[:, c])[::-1]
         f1 = [sklearn.metrics.f1_score(labels[:, c], scores[:, c] >= t) for t in others]
         best = int(np.argmax(f1))
@@ -58,7 +58,7 @@ def test_the_metric_of_batches_is_that_of_all_images(scored):
     metric, logits = MultiLabelScores(), scores.logit().float()
     for part in (slice(0, 25), slice(25, 25), slice(25, 60)):
         metric.update(logits[part], labels[part])
-    # An empty batch of the loaders has no second dimension.
+    # The labels of an empty batch have only one dimension.
     metric.update(logits[:0], torch.empty(0, dtype=torch.long))
     expected = multi_label_metrics(logits.sigmoid().numpy(), labels.numpy())
     assert metric.compute() == pytest.approx(expected.means())
@@ -69,12 +69,12 @@ def test_the_metric_of_batches_is_that_of_all_images(scored):
 def test_classes_above_their_thresholds():
     probabilities = torch.tensor([[0.25, 0.9, 0.6], [0.1, 0.1, 0.1], [0.7, 0.4, 0.7]])
     assert Several([0.25, 0.5, 0.65]).classes(probabilities, 1) == [[1, 0], [], [0, 2]]
-    # The first threshold exceeds the probability by less than single precision can express.
+    # The difference between threshold and probability is too small for single precision.
     assert Several([float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]).classes(probabilities, 1) == [[], [], [0]]
 
 
 def test_thresholds_and_resume(tmp_path):
-    """A training that resumes within an epoch, after a validation, ends as the training that wrote the checkpoint."""
+    """A training that is resumed within an epoch, after a validation, ends like the training without interruption."""
 
     def fit(name, ckpt_path=None):
         module = build(multi_label=True, loss="asl", warmup_epochs=0, model_kwargs={"drop_rate": 0.1}, mixup=0.8)
@@ -99,7 +99,8 @@ def test_thresholds_and_resume(tmp_path):
         assert torch.equal(again["state_dict"][name], value), name
     assert again[KEY]["thresholds"] == whole[KEY]["thresholds"] == module.thresholds == resumed.thresholds
     assert part[KEY]["thresholds"] != module.thresholds
-    # The checkpoint holds the thresholds of the best F1 on val, and Lightning has logged the metrics of these.
+    # The checkpoint holds the thresholds of the best F1 on val, and Lightning has logged the metrics at these
+    # thresholds.
     classifier = load_classifier(tmp_path / "whole.ckpt")
     with torch.no_grad():
         probabilities = classifier(data.images).sigmoid().numpy()

@@ -1,4 +1,4 @@
-"""A user's own loaders, data modules and subclasses of `ImageClassifier`: what they may return, and what is refused."""
+"""A user's own loaders, data modules and subclasses of `ImageClassifier`: accepted batches, and refused ones."""
 
 import lightning
 import numpy as np
@@ -23,7 +23,7 @@ def loader(labels):
 
 
 def fit(training, evaluation, **arguments):
-    """Train and validate on labels, and return what was logged."""
+    """Train and validate with labels, and return the logged values."""
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.fit(build(warmup_epochs=0, **arguments), loader(training), loader(evaluation))
     return trainer.callback_metrics
@@ -43,7 +43,7 @@ def test_several_labels_of_every_type_are_those_of_bool(dtype):
 @pytest.mark.parametrize(
     ("kind", "training", "evaluation", "got"),
     [
-        # As soft targets these would be evaluated by another loss, with an accuracy of zero.
+        # If these labels were taken as soft targets, the loss would differ and the accuracy would be zero.
         ("one", LABELS, HOT.float(), r"whole numbers \(B,\); got float32 of shape \(4, 7\)"),
         ("one", LABELS, HOT, r"got int64 of shape \(4, 7\)"),
         ("one", LABELS.float(), LABELS, r"or soft targets, floating point \(B, 7\); got float32 of shape \(4,\)"),
@@ -51,7 +51,7 @@ def test_several_labels_of_every_type_are_those_of_bool(dtype):
         ("one", HOT[:, :5].float(), LABELS, r"got float32 of shape \(4, 5\)"),
         ("several", LABELS, HOT, r"0 or 1 for each class, \(B, 7\), or soft .*; got int64 of shape \(4,\)"),
         ("several", HOT[:, :5], HOT, r"got int64 of shape \(4, 5\)"),
-        # Some datasets mark labels that are unknown by -1.
+        # Some datasets mark unknown labels by -1.
         ("several", HOT * 2 - 1, HOT, r"got int64 of shape \(4, 7\) with values from -1 to 1"),
         ("several", HOT, HOT * 2 - 1, r"got int64 of shape \(4, 7\) with values from -1 to 1"),
         ("several", HOT * 1.5, HOT, r"or soft targets between them; got float32 .* from 0 to 1\.5"),
@@ -112,7 +112,7 @@ def test_names_in_an_array_and_one_mean_for_all_channels(tmp_path):
 
 
 def test_arguments_of_numpy_are_in_the_checkpoint_as_plain_values(tmp_path):
-    """`relvit.load` could not read a checkpoint that holds objects of NumPy."""
+    """With NumPy's objects in a checkpoint, `relvit.load` could not read it."""
     names = np.array(NAMES)
     module = build(class_names=list(names), lr=np.float64(0.01), warmup_epochs=0, class_weights=torch.ones(7))
     pairs = [(Image.new("RGB", (12, 8)), label) for label in range(7)]
@@ -132,7 +132,7 @@ def test_classes_may_be_named_by_numbers():
 
 
 class Steps(ImageClassifier):
-    """Another optimiser, with a scheduler that Lightning calls after each epoch."""
+    """A subclass with another optimiser and a scheduler that Lightning calls after each epoch."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -140,7 +140,7 @@ class Steps(ImageClassifier):
 
 
 class Plain(ImageClassifier):
-    """Another optimiser, without a scheduler."""
+    """A subclass with another optimiser and without a scheduler."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Trainings in two processes that are stopped by a signal, also by Slurm's, or lose a process, and are resumed."""
+"""Trainings in two processes that end by a signal (also Slurm's) or lose a process, and are resumed."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from scripts import load
 pytestmark = pytest.mark.slow
 
 PROOF = load("resume_proof")
-# The processes import this module by its name.
+# The training processes import this module by its name.
 sys.path.append(str(ROOT / "tools"))
 WHOLE = PROOF.EPOCHS * PROOF.BATCHES
 
@@ -24,13 +24,13 @@ def images(tmp_path_factory):
 
 
 def flags(images, folder, callback="resume_proof.Interrupt"):
-    # 28 images: seven batches for each of two processes.
+    # With 28 images each of two processes has seven batches.
     data = [f"--data.root={images}", "--data.batch_size=2", "--data.num_workers=1", f"--runs={folder / 'runs'}"]
     return ["fit", *PROOF.CONFIGURATION.split(), *data, f"--trainer.callbacks={callback}"]
 
 
 def counting(folder, name, launcher=as_torchrun, **second):
-    """Environments of two processes that count their steps; that of the second may hold more."""
+    """Return the environments of two processes that count their steps; the second one may get further variables."""
     environments = launcher()
     for rank, environment in enumerate(environments):
         environment |= {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(folder / f"{name}.{rank}")}
@@ -39,7 +39,7 @@ def counting(folder, name, launcher=as_torchrun, **second):
 
 
 def steps(folder, name):
-    """Count the batches of each process."""
+    """Read the number of batches of each process."""
     return [(folder / f"{name}.{rank}").stat().st_size for rank in (0, 1)]
 
 
@@ -50,7 +50,7 @@ def run_of(folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(images, tmp_path_factory):
-    """The folder of a training that nothing interrupts."""
+    """The folder of a training without interruption."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     ranks = Ranks(flags(images, folder), folder, counting(folder, "steps"))
     assert ranks.finish() == [0, 0], ranks.text()
@@ -59,7 +59,7 @@ def uninterrupted(images, tmp_path_factory):
 
 
 def check_resume(uninterrupted, folder):
-    """Resume in two processes, and compare."""
+    """Resume in two processes, and compare the results with the uninterrupted training."""
     ranks = Ranks(["fit", f"--resume={run_of(folder)}"], folder, counting(folder, "after"))
     assert ranks.finish() == [0, 0], ranks.text()
     assert 0 < steps(folder, "after")[0] < WHOLE
@@ -77,7 +77,7 @@ def test_all_stop_at_the_same_step_when_one_is_stopped_and_go_on_exactly(images,
 
 
 def test_the_signal_of_slurm_before_the_end_saves_once_and_ends_with_138(images, uninterrupted, tmp_path):
-    # Only the script of the job may queue the job again.
+    # The process itself must not call scontrol, because only the job's script may queue the job again.
     (tmp_path / "scontrol").write_text(f"#!/bin/bash\ntouch {tmp_path}/called\n")
     (tmp_path / "scontrol").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -105,7 +105,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
     assert ranks.finish() == [1]
     assert "relvit fit: error: a process that loads images " in ranks.text()
     last = torch.load(run_of(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    # PyTorch notices the end of the worker at once, or where the next batch is missing.
+    # PyTorch notices the end of a worker immediately, or when it needs the next batch.
     assert last["position"]["epoch"] == 1
     assert 1 <= last["position"]["batch"] < 14
     assert Ranks(["fit", f"--resume={run_of(tmp_path)}"], tmp_path, [{}]).finish() == [0]
@@ -114,7 +114,7 @@ def test_a_killed_loader_worker_ends_the_run_which_goes_on(images, tmp_path):
 
 
 def test_torchrun_and_all_its_processes_are_stopped(images, tmp_path):
-    # Both processes count in one file.
+    # Both processes append to one file.
     count = tmp_path / "steps"
     environment = {PROOF.PLACE: "", PROOF.END: "", PROOF.COUNT: str(count)}
     process = start([*flags(images, tmp_path), "--trainer.max_epochs=1000"], tmp_path, TORCHRUN, env=environment)

@@ -1,6 +1,6 @@
-"""Training and evaluation in two processes against one process; both processes start once for all tests.
+"""Training and evaluation in two processes compared with one process; the two processes run once for all tests.
 
-Quicker tests of one process are in the other files of this folder; `data/loading` tests how images are divided.
+The other files of this folder have quicker tests in one process; `data/loading` tests how images are divided.
 """
 
 import math
@@ -24,10 +24,10 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The folder of checkpoints, and the results of each of the two processes."""
+    """The folder of checkpoints, and the results of both processes."""
     folder = tmp_path_factory.mktemp("two")
     torch.manual_seed(3)
-    # A teacher of other weights than the student's, with large logits.
+    # The teacher has other weights than the student, and large logits.
     net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     nn.init.normal_(net.head.weight, std=3.0)
     save_for_hf(net, folder / "teacher", model_args=VIT | {"img_size": [8, 12]})
@@ -39,7 +39,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("count", [23, 1])
 def test_evaluation_counts_every_image_once(found, count, multi_label):
-    """Where there is one image, one process has none and still takes part."""
+    """If there is only one image, the second process has none, but still takes part."""
     data, module = (SeveralLabels if multi_label else NoiseImages)(count), build(multi_label=multi_label)
     for rank in found[1]:
         evaluated = rank["evaluate"][count, multi_label]
@@ -74,7 +74,8 @@ def test_two_devices_make_the_steps_of_one_with_the_double_batch(found, name, op
     record, trainer = alone(**STEP, **options)
     for rank in ranks:
         assert rank[name]["rates"] == pytest.approx(record.rates)
-        assert rank[name]["rates"][0] == pytest.approx(0.05)  # lr is 0.1 for 16 images
+        # The option `lr`, 0.1, is for 16 images, and a step has half as many.
+        assert rank[name]["rates"][0] == pytest.approx(0.05)
         assert len(rank[name]["steps"]) == len(record.weights) == 4
         for ours, theirs in zip(rank[name]["steps"], record.weights, strict=True):
             assert_close(ours, theirs, **CLOSE)
@@ -109,14 +110,14 @@ def test_the_teacher_sees_what_the_student_sees_and_stays(kind, found):
             assert [bool((images == image).flatten(1).all(1).any()) for image in ours] == [kind != "mixed"] * 4
         assert rank["modes"] == [False] * 4
         assert_close(rank["weights of the teacher"], net)
-    # Each process mixes its own images.
+    # Each process mixes its images differently.
     assert not torch.equal(first["student"][0], second["student"][0])
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_validation_within_a_training_with_batch_norm(found, ema_decay):
-    """All processes validate with the statistics of the main process, which checkpoints hold."""
-    # The processes have nine and eight of 17 images, in three and two batches.
+    """All processes validate with the batch norm statistics of the main process, which checkpoints hold, too."""
+    # Of the 17 images, the first process has nine in three batches, the second has eight in two batches.
     first, second = (rank["batch norm"][ema_decay] for rank in found[1])
     assert len(first) == len(second) == 2
     labels = NoiseImages(17).labels

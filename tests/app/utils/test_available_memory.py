@@ -1,4 +1,4 @@
-"""Available memory, read from made-up /proc and /sys."""
+"""Available memory, computed from made-up files of /proc and /sys."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def version_1(folder, limit, taken, files):
     ("files", "gib"),
     [
         ({}, 20),
-        # The job of a cluster: 8 - 5 + 1.
+        # In the job of a cluster 8 - 5 + 1 GiB are available.
         (groups("0::/a/b\n") | version_2("a/b/", 8 * GIB, 5 * GIB, GIB), 4),
-        # The group around it leaves less than its own, which has no limit.
+        # The parent group leaves less memory than the process's own group, which has no limit.
         (groups("0::/a/b\n") | version_2("a/b/", "max", 5 * GIB, GIB) | version_2("a/", 7 * GIB, 6 * GIB, 0), 1),
-        # A container, which sees itself as the root and the path as that of the machine.
+        # In a container the own group is the root of /sys/fs/cgroup, but /proc has the group's path on the machine.
         (groups("0::/elsewhere\n") | version_2("", 8 * GIB, 5 * GIB, 0), 3),
         (groups("5:cpu,cpuacct:/x\n4:memory:/c\n0::/\n") | version_1("c/", 3 * GIB, GIB, GIB), 3),
-        # Version 1 without a limit; over the limit.
+        # Version 1 without a limit, and version 2 above its limit.
         (groups("4:memory:/\n") | version_1("", 2**63 - 4096, GIB, GIB), 20),
         (groups("0::/\n") | version_2("", GIB, 2 * GIB, 0), 0),
     ],
@@ -55,7 +55,7 @@ def test_a_system_without_proc(tmp_path, monkeypatch):
     pages = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)
     assert available_memory(tmp_path) == 4_096_000
-    # As of Linux before 3.14.
+    # /proc/meminfo has no MemAvailable in Linux before 3.14.
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 5 kB\n")
     assert available_memory(tmp_path) == 4_096_000

@@ -1,4 +1,4 @@
-"""Names of devices, and a note where other processes want the cores; `test_number_types` has the note of a training."""
+"""Names of devices, and a note if other processes use the cores; `test_number_types` tests the note of a training."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Paths as tables name them and as checkpoints keep them; folders that are replaced in one step."""
+"""Paths as tables and checkpoints contain them; folders that are replaced in one step."""
 
 import json
 import multiprocessing
@@ -31,7 +31,8 @@ def test_one_name_for_one_file(path, expected, tmp_path, monkeypatch):
     assert from_here(path.format(**places)) == expected.format(**places)
 
 
-# `link` leads to `far/inner`; there is a.txt in far and here, so that a wrong path opens another file.
+# `link` leads to `far/inner`. There is an a.txt in `far` and one in the current folder, so a wrong path opens another
+# file.
 SAME = ["a.txt", "./a.txt", "link/../a.txt", "{here}/link/../a.txt", "far/inner/../a.txt", "far/../a.txt", "link/b.txt"]
 SAME += ["alias.txt", "link/.././inner//b.txt", "../here/a.txt", "~/a.txt"]
 
@@ -53,7 +54,7 @@ def test_an_absolute_path_is_of_the_same_file(path, tmp_path, monkeypatch):
     assert ".." not in Path(found).parts
     assert Path(found).read_text() == Path(path).read_text()
     assert Path(from_here(path)).read_text() == Path(found).read_text()
-    # A link is not replaced by its target, because the target may be another one later.
+    # A link is kept in the path, because it may lead to another target later.
     assert ("alias" in found, found.endswith("link/b.txt")) == ("alias" in path, path == "link/b.txt")
 
 
@@ -78,7 +79,7 @@ def test_spellings_of_one_name(tmp_path):
 
 
 def _replace_folder(folder, kill_at):
-    """Write a published folder anew, and kill this process at one of the system's operations."""
+    """Replace a published folder, and kill this process at one of the system calls."""
     count = 0
 
     def kill(event, arguments):
@@ -108,12 +109,12 @@ def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_on
         process = context.Process(target=_replace_folder, args=(folder, count))
         process.start()
         process.join()
-        # Files of other names stay in the folder.
+        # Files with other names stay in the folder.
         assert (folder / ".git" / "HEAD").read_text() == "main"
         (content,) = {(folder / name).read_text() for name in ("weights", "card")}
         found.append((content, process.exitcode))
     assert {("old", -signal.SIGKILL), ("new", -signal.SIGKILL)} <= {*found}
-    # A process that ends leaves nothing beside the folder.
+    # A process that is not killed leaves no temporary files beside the folder.
     assert len(list(tmp_path.glob(".*"))) < count
 
 

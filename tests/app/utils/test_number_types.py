@@ -1,4 +1,4 @@
-"""Numbers out of their ranges are refused in Python and on the command line; those at the ends are taken."""
+"""Numbers outside of their ranges are refused in Python and on the command line; the ends are accepted."""
 
 import math
 from typing import Annotated
@@ -16,7 +16,7 @@ from relvit.utils.ranges import Range
 
 
 def example(a: Share = 0.5, b: ShareBelowOne | None = None, *, c: list[Annotated[int, Range(2, 5, above=True)]] = ()):
-    """A function with ranges."""
+    """Return a function whose arguments have ranges."""
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_command_line(option, message, fails, tmp_path):
 
 
 def test_numbers_at_the_ends_of_their_ranges_train(photos, tmp_path, monkeypatch, capsys):
-    """The training also says at its start that other processes want the cores."""
+    """The training also prints a note at its start that other processes use the cores."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     options = ["--trainer.max_epochs=-1", "--trainer.max_steps=1", "--trainer.gradient_clip_val=0", "--patience=1"]
     options += ["--model.weight_decay=0", "--model.warmup_epochs=0", "--trainer.num_sanity_val_steps=-1"]

@@ -1,4 +1,4 @@
-"""Files at remote addresses are fetched completely; what cannot be fetched is an error of one line."""
+"""Files at remote addresses are fetched completely, or the error is one line."""
 
 import contextlib
 import http.server
@@ -18,7 +18,7 @@ CONTENT = os.urandom(100_000)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers by the last word of the path."""
+    """A server whose answer depends on the last word of the path."""
 
     def do_GET(self):
         status = {"missing": 404, "broken": 500}.get(self.path.rpartition("/")[2], 200)
@@ -42,7 +42,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path, monkeypatch):
-    """Whatever happens, no copy or part of one stays."""
+    """Check that no copy of a file, complete or not, remains."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("relvit")] == []

@@ -1,4 +1,4 @@
-"""Names and messages as a terminal may show them."""
+"""Names and messages in a form that is safe in a terminal."""
 
 import os
 import unicodedata
@@ -48,7 +48,7 @@ def test_controls_are_escaped(name):
 
 
 def test_every_control_character_of_unicode():
-    """By Python's own tables, also the marks that change the direction of text."""
+    """The set is the same as in Python's tables, including marks that change the direction of text."""
     marks = ("RLE", "LRE", "RLO", "LRO", "PDF", "RLI", "LRI", "FSI", "PDI")
     named = [unicodedata.lookup(f"{side} MARK") for side in ("LEFT-TO-RIGHT", "RIGHT-TO-LEFT", "ARABIC LETTER")]
     for character in map(chr, range(0x30000)):

@@ -1,4 +1,4 @@
-"""Attention-free models: the paper's sizes, its computation block by block, every image size."""
+"""Attention-free models: sizes in the paper, the computation block by block, every image size."""
 
 import re
 
@@ -21,7 +21,7 @@ PAPER = {
 }
 OTHERS = [f"{mixer}_{size}" for mixer in ("local", "simple", "conv") for size in ("tiny", "small")]
 OTHERS = [f"relvit_aft_{name}" for name in (*OTHERS, "conv_tiny_patch4_32", "conv_small_patch4_32")]
-# These are kernel and heads of 'conv' where the name does not say them.
+# These are the kernel size and the number of heads of 'conv' models whose names do not contain them.
 CONV = {"tiny": (11, 192), "small": (15, 384), "tiny_patch4_32": (11, 192), "small_patch4_32": (11, 384)}
 MIXERS = {
     "conv": {"kernel_size": (3, 5)},
@@ -42,7 +42,7 @@ def build(mixer="conv", **options):
 @pytest.mark.parametrize("name", [*PAPER, *OTHERS])
 def test_registered_models_are_what_they_say(name):
     with torch.device("meta"):
-        # The depth of the others is that of the paper's, with which they share it.
+        # Models that are not in the paper are as deep as its models, so one block is enough for them.
         model = timm.create_model(name, **({} if name in PAPER else {"depth": 1}))
     mixer, size = name.split("_")[2:4]
     attn, patch = model.blocks[0].attn, 4 if "patch4" in name else 16

@@ -1,4 +1,4 @@
-"""Attention-free mixers: the paper's parametrisation, written out, and what they refuse."""
+"""Attention-free mixers compared with the paper's parametrisation, and arguments that they refuse."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ OPTIONS = {
 def make(kind, dim=8, heads=2, **options):
     torch.manual_seed(0)
     layer = kind(dim, heads, **OPTIONS[kind] | options).double()
-    # Gains and offsets start at zero: then they would hide what they are multiplied with.
+    # Initial gains and offsets of zero would hide errors in the factors, so draw all parameters at random.
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     return layer
@@ -31,7 +31,7 @@ def tokens(count=7, dim=8):
 
 
 def bias_by_hand(layer):
-    """w(head, here, there) by the layer's parameters, places being (row, column) or None."""
+    """Compute w(head, here, there) from the layer's parameters; a place is (row, column), or None for prefix tokens."""
     if isinstance(layer, AFTConv2d):
         filters = []
         for head in range(layer.num_heads):
@@ -62,10 +62,10 @@ def test_what_the_paper_says(kind, causal):
     q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
     mixed = oracle.aft(q, k, v, GRID, bias_by_hand(layer), causal)
     expected = layer.proj(mixed.transpose(1, 2).flatten(2))
-    # Filters are normalised with an eps in their deviation.
+    # Filters are normalised with a small number added to their deviation, which the formula here lacks.
     atol = 1e-7 if kind is AFTConv2d else 1e-11
     torch.testing.assert_close(layer(x, GRID, is_causal=causal), expected, rtol=0, atol=atol)
-    # A backend may be set later.
+    # `backend` can be changed after the construction.
     for layer.backend in () if causal else kind.backends:
         torch.testing.assert_close(layer(x, GRID), expected, rtol=0, atol=atol)
 
@@ -74,11 +74,11 @@ def test_filters_start_as_aft_simple_and_learn_from_the_second_step_on():
     torch.manual_seed(0)
     layer = AFTConv2d(8, 2, kernel_size=3).double()
     assert (layer.learned_bias(GRID) == 0).all()
-    # A window of one place has no deviation to be divided by.
+    # The filter of a window of one place has the standard deviation 0, by which it must not be divided.
     narrow = AFTConv2d(8, 2, kernel_size=1).double()
     torch.nn.init.ones_(narrow.gamma)
     assert (narrow.learned_bias(GRID) == 0).all()
-    # None of the filters may be the same everywhere: such a one would never learn.
+    # If all numbers of a filter were equal, the filter would never learn.
     assert (layer.kernel.flatten(1).std(dim=1) > 0.005).all()
     x = tokens()
     layer(x, GRID).square().sum().backward()
@@ -104,7 +104,7 @@ def test_factors_are_interpolated_on_other_grids(kind):
         place = torch.cartesian_prod(torch.arange(4), torch.arange(5))
         far = ((place[:, None] - place).abs() >= torch.tensor(layer.window)).any(-1)
         bias[1:, 1:][far] = 0
-    # timm resamples in single precision.
+    # timm interpolates in single precision.
     torch.testing.assert_close(layer.learned_bias(grid), bias, rtol=0, atol=1e-5)
     before = layer(x, grid)
     layer.set_grid_size((4, 5))

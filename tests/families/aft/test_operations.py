@@ -1,4 +1,4 @@
-"""Attention-free operations: against the equations number by number, against each other, and at extreme numbers."""
+"""Attention-free operations compared with the equations number by number, with each other, and for extreme numbers."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from relvit.ops import Grid, make_grid
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
 CONV = (*api.WINDOW_FORMS, "pairs", "auto")
-# Exact however small the weights are.
+# These backends are exact even for very small weights.
 SAFE = [backend for backend in CONV if backend != "difference"]
 
 
@@ -38,7 +38,7 @@ def bias_of(grid, heads=None, dtype=torch.float64):
 
 
 def ways(q, k, v, weight, bias, grid):
-    """The result of each operation and backend, beside that of its reference."""
+    """Return the results of each operation by each backend, beside the result of its reference."""
     for operation, learned, backends in (("aft_conv", weight, CONV), ("aft_full", bias, ("products", "pairs"))):
         expected = getattr(reference, operation)(q, k, v, learned, grid)
         for backend in backends:
@@ -73,7 +73,8 @@ def test_references_and_operations_equal_the_papers_equations(grid, causal):
         ("aft_conv", (weight,), lambda h, i, j: oracle.conv_bias(weight, h, i, j)),
         ("aft_simple", (), lambda *pair: 0.0),
     ]
-    if grid.prefix < 2:  # Prefix tokens have numbers of their own.
+    # `number` gives every prefix token the row 0, so the grid may have one prefix token at most.
+    if grid.prefix < 2:
         cases.append(("aft_full", (bias,), lambda h, i, j: float(bias[h, number(i), number(j)])))
     for operation, learned, w in cases:
         expected = oracle.aft(q, k, v, grid, w, causal)
@@ -172,7 +173,7 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
 @pytest.mark.parametrize("backend", SAFE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
-    """The form of the paper, exp(w) - 1 convolutond plus the sum over everything, is wrong by 0.3 here."""
+    """The paper's form, the convolution with exp(w) - 1 plus the sum over all tokens, is wrong by 0.3 here."""
     grid = Grid(1, 3)
     key, value = (torch.tensor(row, dtype=dtype).view(1, 1, 3, 1) for row in ([18.0, 0, 0], [1.0, 2, 3]))
     weight = torch.full((1, 1, 3), -20.0, dtype=dtype)
@@ -182,12 +183,12 @@ def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype
 
 
 def test_differences_are_taken_where_they_do_not_cancel():
-    """The worst that 'auto' leaves to them: all weight is on a key with the smallest weight."""
+    """The worst case in which 'auto' takes 'difference': all weight is on a key with the lowest bias."""
     key, value = (torch.tensor(row).view(1, 1, 3, 1) for row in ([18.0, 0, 0], [1.0, 2, 3]))
     weight, query, grid = torch.full((1, 1, 3), -5.0), torch.zeros(1, 1, 3, 1), Grid(1, 3)
     got, expected = (run(query, key, value, weight, grid) for run in (aft_conv, reference.aft_conv))
     torch.testing.assert_close(got, expected, rtol=300 * 6e-8, atol=0)
-    # Further down that is no longer so.
+    # With lower biases 'auto' takes another backend, and 'difference' is wrong.
     got, expected = (run(query, key, value, 4 * weight, grid) for run in (aft_conv, reference.aft_conv))
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert not torch.allclose(aft_conv(query, key, value, 4 * weight, grid, backend="difference"), expected, rtol=0.1)
@@ -201,11 +202,11 @@ def test_biases_of_any_size_are_exact_by_choice(size):
     tolerance = {"rtol": 1e-4 * size / 90, "atol": 1e-4}
     torch.testing.assert_close(aft_conv(q, k, v, weight, grid), reference.aft_conv(q, k, v, weight, grid), **tolerance)
     torch.testing.assert_close(aft_full(q, k, v, bias, grid), reference.aft_full(q, k, v, bias, grid), **tolerance)
-    # Elsewhere they are bounded, and nothing becomes infinite or undefined.
+    # Other backends may be inexact here, but their results stay finite.
     for backend in api.WINDOW_FORMS:
         assert aft_conv(q, k, v, weight, grid, backend=backend).isfinite().all()
     assert aft_full(q, k, v, bias, grid, backend="products").isfinite().all()
-    # A window over everything has nothing outside: all weights may be far below the 0 that would be there.
+    # If the window covers all pairs, no pair has the bias 0, so all biases may be far below 0.
     weight = window_of(2, 7, 9).detach().float() - 300
     expected = reference.aft_conv(q, k, v, weight, grid)
     for backend in ("convolution", "auto"):
@@ -238,7 +239,7 @@ def test_the_choice_of_a_backend(monkeypatch):
         return taken.pop() if taken else "pairs"
 
     assert choice(14, 14) == choice(3, 5, scale=5.0) == "difference"
-    # Weights below -5 cancel there; on one row the smallest is a quarter of the smallest of all.
+    # With biases below -5 'difference' would lose digits. On one row the lowest bias is a quarter of the lowest of all.
     assert choice(14, 14, scale=5.1) == choice(1, 57, scale=20.4) == "convolution"
     assert choice(2, 2, is_causal=True) == choice(2, 2, scale=100.0) == "pairs"
 

@@ -1,4 +1,4 @@
-"""Properties of attention-free averages for every backend: right gradients, no leak from the future or padding."""
+"""Attention-free averages by every backend: gradients, and no influence of later tokens or padding."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 
 HEADS, DIM, HEIGHT, WIDTH, PREFIX = 2, 5, 3, 4, 1
 TOKENS = PREFIX + HEIGHT * WIDTH
-LATER = 7  # tokens from here on are changed
+LATER = 7  # The test changes the tokens from this one on.
 BACKENDS = {
     "simple": ("auto", "reference"),
     "full": ("products", "pairs", "reference"),
     "local": ("products", "pairs", "reference"),
     "conv": ("convolution", "difference", "pairs", "reference"),
 }
-# Kind, backend, whether it is causal.
+# Each case has the kind of operation, the backend, and whether it is causal.
 CASES = [(kind, backend, False) for kind, backends in BACKENDS.items() for backend in backends]
 CASES += [(kind, name, True) for kind, name, _ in CASES if name in ("auto", "pairs", "reference")]
 

@@ -1,4 +1,4 @@
-"""Weights into attention-free models: from attention, from their own kind at other sizes, and what is refused."""
+"""Weights for attention-free models: from attention, from attention-free models at other sizes, and refused weights."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 CASES = {
     "conv": Case({**CONV, "num_heads": 2}, ["kernel", "gamma", "beta"], ABSENT),
-    # A head for each channel: projections of attention's own shape, which could be taken for all of it.
+    # With one head per channel `qkv` has the shape of attention's `qkv`, but only the values must be transferred.
     "conv-heads": Case({**CONV, "num_heads": 12}, ["kernel", "gamma", "beta"], ABSENT),
     "full": Case({"mixer": "full", "bias_dim": 5}, ["u", "v"], set()),
 }
@@ -56,7 +56,7 @@ def test_all_of_deit_but_positions_class_token_queries_and_keys(case):
         elif name.rpartition(".")[2] in case.filters:
             assert torch.equal(tensor, before[name])
         else:
-            # Pooled by average, the same norm has another name.
+            # With average pooling the last norm has the name `fc_norm`.
             assert torch.equal(tensor, given[name.replace("fc_norm", "norm")]), name
     assert given.keys() - found.keys() == case.absent
 
@@ -88,7 +88,7 @@ def test_simple_takes_all_of_attention_since_its_own_tensors_look_the_same():
 
 @pytest.mark.parametrize(("mixer", "patch_size"), [({"mixer": "full"}, 8), ({"mixer": "local", "window": 2}, 4)])
 def test_biases_of_another_grid_are_interpolated(mixer, patch_size):
-    """From 4 x 6 places to 5 x 3; also where only the patches, and so the places, were smaller."""
+    """Biases are interpolated from 4 x 6 to 5 x 3 patches, also if only the size of patches differs."""
     old, new = (4 * patch_size, 6 * patch_size), (40, 24)
     there, here = make(**mixer, size=old, patch_size=patch_size), make(**mixer, size=new, seed=1)
     report = transfer_weights(here, weights_of(there, old))
@@ -102,12 +102,12 @@ def test_biases_of_another_grid_are_interpolated(mixer, patch_size):
     assert set(report.plain()["resized"]) == resized | ({"patch_embed.proj.weight"} if patch_size == 4 else set())
     assert (report.in_part, report.new, report.skipped) == ({}, [], [])
     if patch_size == 8:
-        # In the model, forward interpolates just so.
+        # The model itself interpolates its biases for images of another size in the same way.
         torch.testing.assert_close(here(pictures(2, 3, *new)), there(pictures(2, 3, *new)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_grid_of_the_models_own_size_is_the_models_own():
-    """2 x 8 places, which by their number alone might be 4 x 4; of plain weights nothing else is known."""
+    """2 x 8 patches are as many as 4 x 4, and plain weights do not say which grid they are for."""
     options = {"mixer": "full", "size": (16, 64), "class_token": False, "pos_embed": ""}
     there, here = make(**options), make(**options, seed=1)
     transfer_weights(here, Weights("there", there.state_dict()))

@@ -1,4 +1,4 @@
-"""LSH attention as a layer: its projections around the operation, its rotations, what it refuses."""
+"""LSH attention as a layer: its projections, its rotations, and arguments that it refuses."""
 
 import copy
 
@@ -27,7 +27,7 @@ def test_is_the_operation_between_projections(options):
     x = tokens(grid)
     qk, v = attn.qk_v(x).chunk(2, dim=-1)
     qk, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in (qk, v))
-    # 21 tokens at 3 each: 6 buckets, as many as fit in pairs.
+    # 21 tokens with 3 per bucket make 6 buckets, because buckets come in pairs.
     rotations = attn.rotations[:, :, :3]
     out = reference.lsh_attention(attn.qk_norm(qk), v, grid, rotations, terms=attn.position(grid))
     expected = attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))
@@ -46,7 +46,7 @@ def test_rotations_are_fixed_in_evaluation_and_drawn_in_training():
         results.append(one(tokens(grid), grid))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
-    # Fewer rounds are the first of more.
+    # The rotations of fewer rounds are the first of those of more rounds.
     assert torch.equal(layer(rounds=1).rotations[0], layer(rounds=3).rotations[0])
 
 

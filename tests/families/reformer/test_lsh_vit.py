@@ -1,4 +1,4 @@
-"""LSH models: full attention of shared queries and keys on small images, every size and kind of graph, refusals."""
+"""LSH models: full attention with shared queries and keys on small images, every size, graphs, refused arguments."""
 
 import pytest
 import timm
@@ -33,7 +33,7 @@ def test_registered_models_have_the_parameters_counted_by_hand():
 
 @pytest.mark.parametrize("position", ["tables", "slopes"])
 def test_small_images_get_full_attention(position):
-    """Every block as timm's, but that keys are queries at unit length and no token attends to itself."""
+    """Each block computes as timm's, except that keys are normalised queries and no token attends to itself."""
     model = build(bucket_size=16, position=position, depth=2, class_token=True).double()
     x = images(dtype=torch.float64)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LSH attention against its definition in float64, against full attention where nothing is left out, and its checks."""
+"""LSH attention compared with its definition in float64, and with full attention if all tokens are in one bucket."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_equals_the_definition(grid, rounds, joint, bucketing, buckets, chunk, i
 
 
 def full_attention(query_key, value, grid, terms):
-    """Softmax over all other tokens, of queries and the same at unit length."""
+    """Compute attention to all other tokens, whose keys are the normalised queries."""
     logits = query_key @ F.normalize(query_key, dim=-1).transpose(-1, -2)
     logits = logits + pair_bias(terms, grid, grid, query_key)
     logits = logits.masked_fill(torch.eye(logits.shape[-1], dtype=torch.bool), -torch.inf)
@@ -118,7 +118,7 @@ def test_low_precision(dtype, atol):
     query_key, value = (x.to(dtype) for x in inputs(grid))
     out = lsh_attention(query_key, value, grid, rotations(3, 4).float(), terms=tables())
     assert out.dtype == dtype
-    # The same buckets: hashes of rounded vectors.
+    # The reference hashes the same rounded vectors, so it gets the same buckets.
     expected = reference.lsh_attention(
         query_key.double(), value.double(), grid, rotations(3, 4).float().double(), terms=tables()
     )

@@ -1,4 +1,4 @@
-"""Reversible blocks: gradients of plain autograd, random numbers, autocast, frozen parts, memory, compiled blocks."""
+"""Reversible blocks: gradients equal autograd's, random numbers, autocast, frozen parts, memory, compilation."""
 
 import copy
 
@@ -19,7 +19,7 @@ X = images(16, 40, dtype=torch.float64)
 
 
 def plain_blocks(blocks, x, grid, attn_mask=None, is_causal=False, taken=()):
-    """The formula, block by block, from the parts of timm's block; autograd keeps everything."""
+    """Compute the blocks by the formula from the parts of timm's block; autograd keeps all tensors."""
     first = second = x
     means = []
     for block in blocks:
@@ -31,7 +31,7 @@ def plain_blocks(blocks, x, grid, attn_mask=None, is_causal=False, taken=()):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Runs a function with everything kept for backward."""
+    """Return a function that runs another function without recomputation: autograd keeps all tensors."""
 
     def run(function):
         with monkeypatch.context() as patch:
@@ -42,7 +42,7 @@ def kept(monkeypatch):
 
 
 def results(model, x=X, seed=3, loss=lambda out: out.square().sum()):
-    """Output and gradients of all that wants one."""
+    """Return the output, and the gradients of all tensors that require one."""
     torch.manual_seed(seed)
     out = model(x)
     wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
@@ -68,9 +68,9 @@ def test_gradients_are_those_of_plain_autograd(options, kept):
     model, x = build(**options), X.clone().requires_grad_()
     got, expected = results(model, x), kept(lambda: results(model, x))
     assert_same(got, expected, atol=1e-9)
-    # Some blocks are dropped for all samples.
+    # Stochastic depth drops some blocks for all samples, whose parameters have zero gradients.
     assert sum(bool(grad.abs().max() > 0) for grad in got[1:-1]) > 0.6 * len(got)
-    # The plain model has the same names in its state dict, but computes another function.
+    # A plain model has the same names in its state dict, but its outputs differ.
     plain = build(**{**options, "reversible": False})
     plain.load_state_dict(model.state_dict())
     assert (plain.eval()(X) - model.eval()(X)).abs().max() > 1e-6
@@ -173,7 +173,8 @@ def test_deep_models_lose_little_by_rounding(kept):
 
 def kept_by(function):
     graph = []
-    function()  # what is remembered of rasters is not this call's
+    # The first call caches index tensors, which must not count.
+    function()
     return sum(allocations(lambda: graph.append(function())))
 
 
@@ -195,7 +196,7 @@ def test_without_gradients_there_is_no_recomputation(monkeypatch):
         expected = model(X)
     with torch.inference_mode():
         assert_same(model(X), expected, atol=0)
-    # Graphs hold plain operations.
+    # Traced graphs compute the blocks without recomputation.
     nodes = create_feature_extractor(model, ["blocks.0.attn", "head"])
     assert_same(nodes(X)["head"], expected, atol=1e-9)
 
@@ -241,7 +242,7 @@ def test_blocks_whose_parameters_are_sharded_are_refused_instead_of_getting_no_g
 
 
 def last_of_two(**options):
-    """A model of one block, which drops paths, as the first block of several does not."""
+    """Return a model of one block with stochastic depth; in deeper models the first block has a drop rate of 0."""
     model = build(depth=2, **options)
     del model.blocks[0]
     return model
@@ -279,8 +280,8 @@ def test_compiled_numbers_are_the_same(way):
 @pytest.mark.slow
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="PyTorch >= 2.12: attention in float64")
 def test_compiled_by_inductor_with_random_numbers():
-    """The graphs of forward and of recomputation are two, and must take the same random numbers."""
-    # AFT-simple, the shortest mixer, as the C++ compiler takes most of the time.
+    """Forward and recomputation are compiled to two graphs, which must draw the same random numbers."""
+    # Use the smallest mixer, AFT-simple, because the C++ compiler takes most of the time.
     model = last_of_two(name="test_relvit_aft", mixer="simple", proj_drop_rate=0.3, drop_path_rate=0.3)
     model.compile(dynamic=False)
     weight, step = model.blocks[0].mlp.fc1.bias, 1e-6

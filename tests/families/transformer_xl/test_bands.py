@@ -1,4 +1,4 @@
-"""Images in bands: the numbers of one pass under a mask, gradients of an explicit loop, tiles, what is refused."""
+"""Images in bands compared with one pass under a mask, gradients of an explicit loop, tiles, refused models."""
 
 import copy
 
@@ -14,7 +14,7 @@ from relvit.layers import AnySizePatchEmbed
 from relvit.models import attention_maps, logit_inputs, set_reach
 from relvit.ops import Grid, make_grid, relative_attention
 
-# 7 x 3 patches: no multiple of the bands.
+# The grid has 7 x 3 patches, and 7 is not a multiple of the bands' rows.
 HEIGHT, WIDTH = 56, 24
 
 
@@ -47,7 +47,7 @@ def test_equal_to_one_pass_under_the_mask_at_every_depth(options, band, memory):
     features, logits = model.forward_features(x, attn_mask=mask), model(x, attn_mask=mask)
     assert set_bands(model, band, memory) is model
     torch.testing.assert_close(model.forward_features(x), features, rtol=0, atol=1e-10)
-    # The memory of an image ends with the call.
+    # A second call must not see the memory of the first image.
     for _ in range(2):
         torch.testing.assert_close(model(x), logits, rtol=0, atol=1e-10)
 
@@ -82,7 +82,7 @@ def test_made_with_bands_pooled_and_padded(global_pool):
 
 
 def loop_by_hand(model, x, band, memory):
-    """All tokens, row by row of bands, with detached inputs of each layer as further keys."""
+    """Compute all tokens in a loop over bands, with detached inputs of each layer as additional keys."""
     tokens = model.patch_embed.proj(x).flatten(3).permute(0, 2, 3, 1)
     kept, out = [tokens[:, :0] for _ in model.blocks], []
     for top in range(0, tokens.shape[1], band):
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_the_explicit_loop_and_not_of_the_full_pass(check
 def test_bands_that_come_one_by_one_and_how_much_is_kept():
     model, x = build(), photos()
     expected = set_bands(copy.deepcopy(model), 2, 3)(x)
-    # Of different heights is fine, too, as long as they are those of the mask.
+    # Bands may have different heights, as long as the mask has the same bands.
     torch.testing.assert_close(classify_bands(model, iter(x.split(16, dim=2)), 3), expected, rtol=0, atol=1e-12)
     memory, kept = None, []
     for band in x.split(16, dim=2):
@@ -139,7 +139,7 @@ def test_tiles_attend_to_earlier_tiles_of_the_image():
     owner = torch.zeros(4, 5, dtype=torch.long)
     for number, (top, left, rows, columns) in enumerate(tiles):
         owner[top : top + rows, left : left + columns] = number
-    # The oldest tile of two rows is forgotten when the third one has been computed.
+    # A memory of four rows holds the last two tiles, so a tile attends to itself and to two earlier tiles.
     age = owner.flatten()[:, None] - owner.flatten()
     expected = model.forward_features(x, attn_mask=(age >= 0) & (age <= 2)).unflatten(1, (4, 5))
     memory = None
@@ -163,20 +163,21 @@ def test_frames_at_the_same_coordinates():
 
 
 def test_reach_in_bands_of_the_trained_height():
-    model, x = build(), photos()  # made for 3 x 2 patches
+    # The model is made for 3 x 2 patches.
+    model, x = build(), photos()
     plain, expected = model(x), model(x, attn_mask=band_mask(7, 3, 3, 3))
     torch.testing.assert_close(set_reach(model, "bands")(x), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(model, "trained")(x), plain, rtol=0, atol=1e-12)
     set_reach(model, "bands", trained_size=(40, 16))
     assert tuple(model.recurrence) == (5, 5)
-    # The bands that a model was made with stay.
+    # `set_reach` keeps the bands with which a model was made.
     assert tuple(set_reach(build(band_rows=2), "trained").recurrence) == (2, None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="PyTorch >= 2.11: a graph of generators")
 def test_compiled_training_step():
-    # There are three bands, of 2, 2 and 1 rows: what is compiled grows with the number of bands and of layers.
+    # The image has three bands, of 2, 2 and 1 rows. Few bands and layers keep the compiled graph small.
     model, x = small(position="xl", band_rows=2, memory_rows=1, depth=1), images(40, WIDTH)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -185,7 +186,7 @@ def test_compiled_training_step():
 
 
 class Stem(AnySizePatchEmbed):
-    """A patch embedding of one's own."""
+    """A user's own patch embedding."""
 
 
 def native():

@@ -1,4 +1,4 @@
-"""Transformer-XL's positions: the layer against the paper's formula, pair by pair, in float64."""
+"""Transformer-XL's positions: the layer compared with the paper's formula, pair by pair, in float64."""
 
 import math
 
@@ -19,7 +19,7 @@ def build(cls=RelativeAttention, position=None, **options):
 
 
 def by_hand(attn, x, grid, **options):
-    """The layer by the oracle, between the layer's own projections."""
+    """Compute the layer by the oracle, with the layer's own projections."""
     q, k, v = attn.qkv(x).unflatten(-1, (3, HEADS, DIM // HEADS)).permute(2, 0, 3, 1, 4)
     q, k, position, places = attn.q_norm(q), attn.k_norm(k), attn.position, all_places(grid, len(x))
     projection = torch.cat((position.row_weight, position.col_weight), dim=1)

@@ -1,4 +1,4 @@
-"""Universal Transformers: halting against a loop over tokens from the papers, tokens that leave, features by step."""
+"""Universal Transformers: halting compared with the papers' loop over tokens, tokens that have halted, features."""
 
 import math
 
@@ -28,7 +28,7 @@ def doubles(*size, batch=3):
 
 
 def signal(gain, row, column, step):
-    """Equations 4 and 5 of arXiv 1807.03819, channel by channel; the half of a row, the half of a column."""
+    """Equations 4 and 5 of arXiv 1807.03819, channel by channel; one half is for the row, one half for the column."""
     dim = len(gain)
 
     def wave(position, channel, width):
@@ -46,7 +46,7 @@ def signal(gain, row, column, step):
 
 
 def reference(model, x):
-    """Adaptive computation time, image by image and token by token: logits, steps and cost."""
+    """Compute adaptive computation time by the paper, image by image and token by token: logits, steps and cost."""
     tokens, grid = model.embed(x)
     block, prefix, halting = model.blocks[0], grid.prefix, model.halting
     coords = patch_coords(grid).expand(len(x), -1, -1) if grid.coords is None else grid.coords
@@ -59,7 +59,8 @@ def reference(model, x):
         output, running, ran = [0.0] * len(image), [True] * len(image), [True] * len(image)
         for step in range(1, model.steps + 1):
             for i, place in enumerate(places):
-                if ran[i]:  # one that has halted stands still from then on
+                # A token that has halted keeps its state.
+                if ran[i]:
                     inputs[i] = state[i] + signal(model.signals.gain, *place, step)
             after = block(torch.stack(inputs)[None], own)[0]
             ran = list(running)
@@ -146,7 +147,7 @@ def test_tokens_that_have_halted_leave(prefix):
         longest = [int((steps >= number).sum(1).max()) for number in range(1, STEPS + 1)]
         assert counts == [model.num_prefix_tokens + count for count in longest]
         counts.clear()
-        # All patches halt at once: only the tokens before them go on, and without such tokens nothing does.
+        # All patches halt after the first step, so only prefix tokens, if there are any, run on.
         torch.nn.init.constant_(model.halting.bias, 99.0)
         assert model.ponder(doubles(24, 40)).steps.tolist() == [[1] * 15] * 3
     assert counts == [model.num_prefix_tokens + 15, *([model.num_prefix_tokens] * (STEPS - 1) if prefix else [])]
@@ -171,7 +172,7 @@ def test_another_number_of_steps_in_the_test():
 
 @pytest.mark.parametrize("prefix", PREFIXES, ids=str)
 def test_all_steps_are_the_model_of_as_many_equal_blocks(prefix):
-    """And so are all forms of intermediate layers, and pruning to some."""
+    """Intermediate layers in all forms, and models pruned to some of the steps, are the same, too."""
     model, plain = build(halting="", **prefix), small(depth=STEPS, **prefix).double().eval()
     state = model.state_dict()
     for name in plain.state_dict():
@@ -302,7 +303,7 @@ def test_errors_of_calls():
         build(rel_term="k")
 
 
-# Width, heads.
+# Each size has its width and its number of heads.
 FAMILY = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 
 

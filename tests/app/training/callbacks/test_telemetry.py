@@ -1,4 +1,4 @@
-"""Speed and waiting time, by a clock that the test sets."""
+"""Images per second and waiting time, measured by a clock that the test sets."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -26,16 +26,16 @@ def test_waiting_and_speed(monkeypatch):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), world_size=1)
     assert measure.measured(trainer) == {}
     measure.on_train_start(trainer, None)
-    # The second epoch follows a validation that took long.
+    # A long validation comes before the second epoch, and must not count.
     for before in (0, 50):
         clock.now += before
         measure.on_train_epoch_start(trainer, None)
         for images in (4, 4, 3):
-            clock.now += 1  # to load
+            clock.now += 1  # Loading a batch takes one second.
             measure.on_train_batch_start(trainer, None, batch(images), 0)
-            clock.now += 3  # to train
+            clock.now += 3  # A training step takes three seconds.
             measure.on_train_batch_end(trainer, None, None, batch(images), 0)
-        clock.now += 1000  # to validate
+        clock.now += 1000  # The validation takes a long time.
         measure.on_validation_end(trainer, None)
         found = measure.measured(trainer)
         assert found["system/images_per_second"] == pytest.approx(11 / 12)
@@ -45,7 +45,7 @@ def test_waiting_and_speed(monkeypatch):
 
 def test_lightning_calls_it_for_every_image_and_after_those_that_save(monkeypatch):
     module, measure, found = build(), Telemetry(), []
-    # Every reading of the clock is a second later than the last one: six batches take twelve.
+    # Each reading of the clock is a second later than the last one, so six batches take twelve seconds.
     monkeypatch.setattr("relvit.app.training.callbacks.telemetry.time", SimpleNamespace(perf_counter=count().__next__))
     module.on_train_epoch_end = lambda: found.append(12 * measure.measured(module.trainer)["system/images_per_second"])
     options = {"callbacks": [measure], "enable_checkpointing": True, "accumulate_grad_batches": 2}

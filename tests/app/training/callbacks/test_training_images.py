@@ -1,4 +1,4 @@
-"""The sheet of training images: its pictures, and a training that goes on as it would without the sheet."""
+"""The sheet of training images: its pictures, and that a training gives the same results with and without the sheet."""
 
 import random
 import shutil
@@ -17,19 +17,19 @@ from relvit.app.training.callbacks import training_images
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """The arguments of each sheet, which is not drawn."""
+    """Record the arguments of each sheet instead of drawing it."""
     drawn = []
     monkeypatch.setattr(training_images, "plot_sheet", lambda *arguments, **options: drawn.append(arguments))
     return drawn
 
 
 def fit_of(data):
-    """Stand-ins for the trainer and the module of a callback."""
+    """Return stand-ins for the trainer and the module that a callback gets."""
     return SimpleNamespace(datamodule=data, is_global_zero=True), SimpleNamespace(mixing=None)
 
 
 def test_shows_the_first_images_as_the_model_sees_them(photos, tmp_path, sheets):
-    """The sheet has every image as it was augmented, with its class, and changes no random state."""
+    """The sheet shows each image as it was augmented, with its class; random states do not change."""
     seen, states = [], []
 
     class Watch(TrainingImages):
@@ -71,7 +71,7 @@ def test_images_that_cannot_be_read_or_drawn_end_nothing(photos, tmp_path, monke
 
 
 def test_twenty_of_a_batch_of_images_in_memory(tmp_path, sheets, monkeypatch):
-    """Images of CIFAR are augmented as a batch; here noise stands in for them."""
+    """CIFAR's images are augmented as a batch; noise stands in for the images."""
     data = CIFAR10Data(num_workers=0, batch_size=16)
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8))
     noise = StackedImages(pixels, [i % 10 for i in range(40)], data.train_transform)

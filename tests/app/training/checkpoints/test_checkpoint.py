@@ -1,4 +1,4 @@
-"""The `Checkpoint` type."""
+"""The type `Checkpoint`."""
 
 import re
 from dataclasses import replace

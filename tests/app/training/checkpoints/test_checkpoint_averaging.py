@@ -1,4 +1,4 @@
-"""The mean of checkpoints against NumPy, tensor by tensor, and checkpoints that have no mean."""
+"""The mean of checkpoints compared with NumPy, tensor by tensor, and checkpoints that cannot be averaged."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ def trained(path, model="test_relvit", kwargs=KWARGS, epochs=1, **options):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Paths and contents of three epochs; the second has averaged weights, the third was trained in another way."""
+    """Paths and contents of three checkpoints: the second has averaged weights, the third another training."""
     folder = tmp_path_factory.mktemp("three")
     options = ({}, {"ema_decay": 0.5, "epochs": 2}, {"label_smoothing": 0.0, "opt": "sgd", "epochs": 2})
     paths = [folder / f"{name}.ckpt" for name in "abc"]
@@ -32,7 +32,7 @@ def three(tmp_path_factory):
 
 
 def used(content):
-    """The weights with which a checkpoint is evaluated."""
+    """Return the weights with which a checkpoint is evaluated."""
     return content.get(AVERAGE_KEY, content["state_dict"])
 
 
@@ -50,14 +50,14 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
     assert set(content) == {"state_dict", "state_dict_ema", "relvit", "pytorch-lightning_version"}
     record = content["relvit"]
     assert record["average_of"] == [str(path) for path in paths]
-    # The description says which network and data these are, and nothing about a training.
+    # The description has the network and the data, but no options of a training.
     known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit", "multi_label")
     assert record["model"] == {name: contents[0]["relvit"]["model"][name] for name in known}
     assert record["data"] == contents[0]["relvit"]["data"]
 
 
 def test_sums_are_taken_in_float64_and_dtypes_kept(three, tmp_path):
-    # Added up in their own dtype, 1e8 + 1 is 1e8 and 256 + 1 + 1 is 256.
+    # Sums in the tensors' own dtypes would be wrong: in float32 1e8 + 1 is 1e8, in bfloat16 256 + 1 + 1 is 256.
     for path, value, rough in zip("pqr", (1e8, 1.0, -1e8), (256.0, 1.0, 1.0), strict=True):
         content = torch.load(three[0][0], weights_only=True)
         content["state_dict"]["net.fc_norm.bias"].fill_(value)
@@ -125,7 +125,7 @@ HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("
             "only .*q.ckpt has 'net.more': average checkpoints of one model",
         ),
         (lambda content: content["state_dict"].pop("net.head.bias"), "only .*p.ckpt has 'net.head.bias'"),
-        # The folder of the images and the recipe of the training may differ.
+        # The folder of the images and the options of the training may differ.
         (put("relvit", "data", "init_args", "root", "elsewhere"), None),
         (put(*MODEL, "lr", 1.0), None),
     ],

@@ -1,4 +1,4 @@
-"""Checkpoints of `ImageClassifier` open with `relvit.load`, whatever Trainer and data they come from."""
+"""`relvit.load` opens checkpoints of `ImageClassifier`, whatever Trainer and data it was trained with."""
 
 import warnings
 
@@ -13,14 +13,14 @@ from relvit.app.training import Checkpoint
 
 
 class Described(Noise):
-    """A data module of Lightning that says how its images are transformed."""
+    """A data module of Lightning that has attributes for the transforms of its images."""
 
     class_names = NAMES[::-1]
     mean, std, crop_pct = torch.tensor([0.1, 0.2, 0.3]), (0.4, 0.5, 0.6), 0.8
 
 
 def fitted(tmp_path, data, module, **loaders):
-    """Train by Lightning's own Trainer as it is, and return what its own callback has saved."""
+    """Train with Lightning's own Trainer, and return the path of the checkpoint that its own callback has saved."""
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False
     )
@@ -63,7 +63,7 @@ def test_a_data_module_of_lightning(tmp_path):
 
 @pytest.mark.parametrize("data", [NoiseImages(8), SeveralLabels(8, crop_pct=0.7)], ids=["one", "several"])
 def test_a_data_module_of_relvit(data, tmp_path):
-    """What its class fixes, and no argument has, is in the checkpoint as well."""
+    """The checkpoint also has the attributes that the class sets itself and that are no arguments."""
     path = fitted(tmp_path, data, build(class_names=NAMES, multi_label=data.multi_label, warmup_epochs=0))
     checkpoint = Checkpoint.read(path)
     assert checkpoint.class_names() == NAMES

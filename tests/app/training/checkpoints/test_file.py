@@ -1,4 +1,4 @@
-"""Checkpoints are written atomically; damaged files, spoilt weights and unbounded descriptions are refused."""
+"""Checkpoints are written atomically; damaged files, unusual weights and huge descriptions are refused."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def test_a_new_one_takes_the_place_of_the_old_one(tmp_path):
         write_checkpoint(content, path)
         same(path, content)
     assert os.listdir(tmp_path) == ["x.ckpt"]
-    # Others may read the file, as any file that is simply opened.
+    # The file has the same permissions as a file that `touch` creates.
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -71,7 +71,7 @@ def test_a_full_disk_is_called_one(tmp_path):
     path = tmp_path / "x.ckpt"
     write_checkpoint(OLD, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # In place of a full disk the system lets no file grow beyond a megabyte.
+    # Instead of filling a disk, limit the size of files to a megabyte.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
@@ -132,7 +132,7 @@ def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, link
         lightning_module=layer, optimizers=[torch.optim.AdamW(layer.parameters())], is_global_zero=True
     )
     monkeypatch.setattr("relvit.app.training.checkpoints.file.has_links", lambda folder: links)
-    # AdamW keeps two numbers for each weight; the size is in MB.
+    # AdamW keeps two numbers for each weight, so a checkpoint needs 12 MB, or 16 MB with averaged weights.
     size = 12 if ema is None else 16
 
     def fits(megabytes):
@@ -148,7 +148,7 @@ def test_the_disk_takes_the_average_and_the_copy_that_replaces_another(ema, link
     with pytest.raises(DiskSpaceError, match=rf"takes about {size}\.0 MB and {copies} of them have to fit"):
         check_disk_space(tmp_path / "checkpoints", trainer)
     assert fits(copies * size)
-    # An existing checkpoint, which has two names here, reduces the space that is needed by one.
+    # The existing checkpoint has two names (hard links), so one checkpoint less has to be written.
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     os.link(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "checkpoints" / "epoch.ckpt")
@@ -216,7 +216,7 @@ def test_damaged_files_are_refused(sample, tmp_path):
         largest = max(tensors, key=lambda entry: entry.file_size)
         start = original.index(archive.read(largest))
     damages = {
-        # PyTorch reads these without an error: other signs of the numbers of a tensor, and bytes of 0xff.
+        # PyTorch reads these files without an error: one has changed signs of numbers, one has bytes of 0xff.
         "signs": bytes(byte ^ 0x80 if n % 4 == 3 else byte for n, byte in enumerate(original[start : start + 64])),
         "ones": b"\xff" * 64,
     }
@@ -227,7 +227,7 @@ def test_damaged_files_are_refused(sample, tmp_path):
         for use in USES:
             with pytest.raises(ValueError, match="is damaged, the checksum of"):
                 use(path)
-    # A file that was written without checksums has nothing to compare.
+    # A file without checksums has nothing to compare with its contents, so it is accepted.
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(torch.load(sample, weights_only=True), path)

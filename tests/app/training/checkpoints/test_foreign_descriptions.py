@@ -1,4 +1,4 @@
-"""A foreign checkpoint, published folder or repository of the hub cannot choose the weights that are loaded."""
+"""A checkpoint, published folder or hub repository of a stranger cannot choose other weights to load."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from relvit.app.cli import main
 from relvit.app.models.model_factory import BUILDER_ARGUMENTS, build_model
 from relvit.app.training.checkpoints.pretrained import Pretrained
 
-# Arguments of timm's builders with which a description would choose where weights come from.
+# By these arguments of timm's builders a description could choose which weights are loaded.
 CHOICES = [
     {"pretrained": True},
     {"checkpoint_path": "secret.pth"},
@@ -39,7 +39,7 @@ def published(sample):
 
 @pytest.fixture(autouse=True)
 def alone(published, monkeypatch, tmp_path):
-    """No connection can be made, and reading the other file of the machine fails the test."""
+    """Any connection, and reading the other file of this machine, fails the test."""
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": torch.ones(1)}, "secret.pth")
     load = torch.load
@@ -83,7 +83,7 @@ def test_folders_that_choose_weights_are_refused(published, fails):
 
 
 def test_the_hub_likewise(monkeypatch):
-    """The function that downloads a config.json is replaced."""
+    """A description stands in for the downloaded config.json."""
     config = {"mean": (0.5,)}, "test_relvit", {"checkpoint_path": "secret.pth"}
     monkeypatch.setattr("relvit.app.training.checkpoints.pretrained.load_model_config_from_hf", lambda name: config)
     with pytest.raises(ValueError, match=r"config.json of hf-hub:someone/else must not hold 'checkpoint_path'"):
@@ -104,7 +104,7 @@ def test_honest_descriptions_load(published):
 
 
 def test_no_argument_of_a_model_is_one_of_the_builder():
-    # There is a small test model of every class.
+    # There is a small test model of every class of models.
     for name in [*timm.list_models("test_relvit*"), "vit_small_patch16_224", "eva02_tiny_patch14_224", "resnet18"]:
         parameters = timm.create_model(name, num_classes=2).__init__.__code__.co_varnames
         assert not BUILDER_ARGUMENTS & set(parameters)

@@ -1,4 +1,4 @@
-"""Pretrained weights: files, folders, addresses and names of timm, and the time at which they are loaded."""
+"""Pretrained weights: files, folders, addresses and timm's names, and when they are loaded."""
 
 import json
 import re
@@ -28,7 +28,7 @@ DATA = NoiseImages(4, std=(0.25,) * 3)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The checkpoint of two steps, with averaged weights."""
+    """A checkpoint with averaged weights after two steps."""
     module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, ema_decay=0.5, warmup_epochs=0)
     path = tmp_path_factory.mktemp("trained") / "best.ckpt"
     train_and_save(path, module, DATA, max_epochs=2)
@@ -55,7 +55,7 @@ def test_files_and_folders_of_weights(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     save_file(vit.state_dict(), tmp_path / "a.safetensors")
     torch.save({"model": vit.state_dict()}, tmp_path / "a.pth")
-    # The training script of timm writes such files with averaged weights.
+    # timm's training script writes files with averaged weights in this form.
     torch.save({"state_dict": {}, "state_dict_ema": vit.state_dict()}, tmp_path / "a.pth.tar")
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
         assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
@@ -95,7 +95,7 @@ def test_a_name_of_timm_is_downloaded_by_timm(monkeypatch):
 
 @pytest.mark.parametrize("name", ["deit3_small_patch16_224.fb_in22k_ft_in1k", "hf-hub:owner/model"])
 def test_without_a_network_one_line_says_what_to_do(name, tmp_path, monkeypatch, caplog):
-    """The hub's library would try for minutes, and print a warning for each try."""
+    """The hub's library would retry for minutes, and print a warning for each attempt."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -165,14 +165,15 @@ def test_loaded_only_at_the_start_of_a_new_training(checkpoint, tmp_path, capsys
     assert module.hparams.model == "test_relvit"
     assert module.hparams.model_kwargs == KWARGS
     averaged = torch.load(checkpoint, weights_only=True)[AVERAGE_KEY]
-    assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # not yet
+    assert not torch.equal(module.net.head.weight, averaged["net.head.weight"])  # The weights are not loaded yet.
     trainer = train_and_save(tmp_path / "second.ckpt", module, DATA, max_epochs=1)
     assert_close(module.state_dict(), averaged)
     count = len(averaged)
     assert f"pretrained: {count} of {count} tensors from {checkpoint}\n" in capsys.readouterr().out
     checkpoint.unlink()
 
-    # Without the file the module trains anew and is evaluated, and its checkpoint loads and trains on.
+    # Later the file is not needed: a second training, a validation, and a resume from the module's checkpoint work
+    # without it.
     train(module, DATA, max_epochs=1)
     trainer.validate(module, DATA, verbose=False)
     loaded = load_classifier(tmp_path / "second.ckpt")
@@ -216,7 +217,7 @@ def test_a_note_about_another_normalisation(checkpoint):
 
 def test_normalisation_of_weights(checkpoint, tmp_path):
     assert Pretrained(str(checkpoint)).normalisation() == ((0.5,) * 3, (0.25,) * 3)
-    # timm has a table of these, so nothing is downloaded.
+    # timm's table has the mean and the standard deviation of these weights, so nothing is downloaded.
     assert Pretrained("vit_small_patch16_224.augreg_in21k").normalisation() == ((0.5,) * 3, (0.5,) * 3)
     assert Pretrained("deit_small_patch16_224").normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.save({}, tmp_path / "plain.pth")
@@ -247,7 +248,7 @@ def test_a_training_fetches_each_address_once(options, length, run, photos, tmp_
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda self, path, *args: fetched.append(path) or get_file(self, path, *args)
     )
-    # Without --model.model the pretrained weights choose the model.
+    # Without --model.model the pretrained weights determine the model.
     tiny = TINY if "--ckpt_path" in options else [option for option in TINY if not option.startswith("--model.model")]
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path}", *tiny]
     for option in options:

@@ -1,4 +1,4 @@
-"""timm itself loads the checkpoints of a training, with the weights that relvit would use."""
+"""timm itself loads the checkpoints of a training, with the weights that relvit evaluates."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ from relvit.app.training.checkpoints.file import AVERAGE_KEY, TIMM_KEY
 from relvit.models import checkpoint_filter_fn
 
 SIZE = {"img_size": (8, 12)}
-# name -> arguments of `ImageClassifier`
+# Each name has arguments of `ImageClassifier`.
 TRAINED = {
     "relvit": {"model": "test_relvit", "model_kwargs": KWARGS},
     "with an absolute embedding": {"model": "test_relvit", "model_kwargs": {**KWARGS, "pos_embed": "learn"}},
@@ -27,7 +27,7 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A function that returns the checkpoint of two steps, the logits that relvit computes with it, and the images."""
+    """Return a function that gives the checkpoint after two steps, relvit's logits, and the images."""
     folder = tmp_path_factory.mktemp("trained")
 
     @functools.cache
@@ -56,13 +56,13 @@ def test_each_function_of_timm_loads_the_weights_for_evaluation(kind, ema_decay,
     assert torch.equal(model(images), expected)
     content = torch.load(path, weights_only=True)
     assert torch.equal(content["state_dict"]["net.head.weight"], model.head.weight) == (ema_decay is None)
-    # PyTorch writes a tensor of two names once, so the file grows by names alone.
+    # PyTorch writes a tensor with two names once, so only the additional names make the file larger.
     held = content.get(AVERAGE_KEY, content["state_dict"])
     for name, tensor in content[TIMM_KEY].items():
         assert tensor.data_ptr() == held[f"net.{name}"].data_ptr()
     if "retrofit" in own:
         return
-    # timm's own models drop a classifier unless they are given the number of classes of the file.
+    # timm's own models drop the classifier of a file, unless the configuration has the file's number of classes.
     overlay = {"file": str(path)} | ({"num_classes": 7} if kind == "plain" else {})
     with caplog.at_level(logging.INFO):
         model = timm.create_model(own["model"], pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
@@ -99,6 +99,6 @@ def test_timm_reads_the_raw_weights_where_it_is_asked_for_them(trained, caplog):
     load_checkpoint(other, str(path), use_ema=False, filter_fn=checkpoint_filter_fn)
     assert torch.equal(other.head.weight, raw)
     assert "raw weights of a checkpoint of relvit fit" in caplog.text
-    # Without a filter timm refuses the other names.
+    # Without a filter function timm refuses names that the model does not have.
     with pytest.raises(RuntimeError, match="Missing key"):
         load_checkpoint(other, str(path), use_ema=False)

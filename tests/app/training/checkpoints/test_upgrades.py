@@ -1,4 +1,4 @@
-"""Checkpoints name their format: newer ones are answered in words, earlier ones pass through one table."""
+"""A checkpoint has the number of its format: newer formats are refused, older ones are converted by a table."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Distillation against DeiT's formulas, worked out image by image."""
+"""Distillation compared with DeiT's formulas, computed image by image."""
 
 import math
 
@@ -18,7 +18,7 @@ THEIR_MEAN, THEIR_STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A folder of timm: a ViT with other means and deviations than the data's, large logits, classes from 6 to 0."""
+    """A folder of timm: a ViT with another normalisation than the data's, large logits and reversed classes."""
     folder = tmp_path_factory.mktemp("teacher")
     torch.manual_seed(3)
     net = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT).eval()
@@ -88,7 +88,7 @@ def test_training_steps_hold_the_distillation_loss_of_the_student(student, freez
         expected = distillation_loss(base, distilled, asked(images), "soft", 0.3, 2.0)
         torch.testing.assert_close(loss.detach(), expected)
     assert not any("teacher" in name for name in module.state_dict())
-    # The checkpoint does not need the teacher.
+    # The checkpoint can be used without the teacher.
     images = data.images[:3]
     torch.testing.assert_close(load_classifier(tmp_path / "x.ckpt")(images), module.eval()(images))
 

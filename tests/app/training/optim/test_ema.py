@@ -1,4 +1,4 @@
-"""The moving average of the weights (EMA): its curve, its use in evaluation, its place in checkpoints."""
+"""The moving average of the weights (EMA): its values, evaluation with it, and its tensors in checkpoints."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OPTIONS = {"lr": 0.05, "warmup_epochs": 0, "min_lr": 0.05, "ema_decay": 0.9}
 
 
 def averages(weights, decay, warmup):
-    """Compute the average after each step by its formula, in float64."""
+    """Compute the average after each step by the formula, in float64."""
     result = weights[0].double()
     for t, weight in enumerate(weights[1:], start=2):
         d = min(decay, 1 - t ** (-2 / 3)) if warmup else decay
@@ -47,7 +47,7 @@ def test_buffers_are_copied_and_never_averaged():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The module and the trainer of two epochs, the weights at each step, and checkpoints of both validations."""
+    """The module and the trainer of two epochs, the weights at each step, and a checkpoint from each validation."""
     module, folder = build(**OPTIONS), tmp_path_factory.mktemp("ema")
     record = Record(module)
     saving = LambdaCallback(
@@ -75,7 +75,7 @@ def test_evaluation_uses_the_average_and_training_the_weights(trained):
 
 
 def test_checkpoints_hold_both_and_resuming_goes_on_with_both(trained):
-    """A validation, which computes with the average, leaves the weights where they are."""
+    """A validation computes with the average, and must not change the raw weights."""
     whole, _, record, folder = trained
     content = torch.load(folder / "1.ckpt", weights_only=True)
     assert_close(content["state_dict"], {f"net.{name}": value for name, value in record.weights[-1].items()})
@@ -85,7 +85,7 @@ def test_checkpoints_hold_both_and_resuming_goes_on_with_both(trained):
     train(resumed, max_epochs=2, ckpt_path=folder / "0.ckpt")
     for ours, theirs in ((resumed.net, whole.net), (resumed.average.net, whole.average.net)):
         assert_close(ours.state_dict(), theirs.state_dict())
-    # Without the option a training goes on from the raw weights.
+    # Without the option, a resumed training continues with the raw weights.
     plain = build()
     plain.on_fit_start = lambda: assert_close(dict(plain.net.named_parameters()), record.weights[5])
     train(plain, max_epochs=2, ckpt_path=folder / "0.ckpt")

@@ -1,4 +1,4 @@
-"""Frozen backbones: epochs in which the classifier alone is trained."""
+"""Frozen backbones: in the first epochs only the classifier is trained."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ FEW = {"limit_train_batches": 2, "limit_val_batches": 1}
 def test_only_the_classifier_moves_until_its_epoch_and_a_resumed_training_unfreezes(without_gradients, tmp_path):
     module = build(**OPTIONS)
     start = {name: parameter.detach().clone() for name, parameter in module.net.named_parameters()}
-    # On several devices the frozen weights keep their gradients.
+    # On several devices frozen weights still require gradients, which this emulates.
     if not without_gradients:
         set_frozen = module.backbone.set_frozen
         module.backbone.set_frozen = lambda frozen, **_: set_frozen(frozen, without_gradients=False)
@@ -32,7 +32,7 @@ def test_only_the_classifier_moves_until_its_epoch_and_a_resumed_training_unfree
     assert moved(start, record.weights[4]) == set(start)
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert sum(len(g["params"]) for g in trainer.optimizers[0].param_groups) == len(list(module.parameters()))
-    # A checkpoint may be from within the frozen epochs, or from their end.
+    # The checkpoints are from the middle of the frozen epochs and from their end.
     for epochs in (1, 2) if without_gradients else ():
         train(build(**OPTIONS), max_epochs=epochs, **FEW).save_checkpoint(tmp_path / "x.ckpt")
         resumed = build(**OPTIONS)
@@ -50,7 +50,7 @@ def test_frozen_blocks_are_in_evaluation_mode_through_validation():
 
 
 def test_a_frozen_epoch_has_no_ponder_cost(tmp_path, monkeypatch, recwarn):
-    """Frozen parts are in evaluation mode, in which a model returns no further losses."""
+    """Frozen parts are in evaluation mode, in which a model returns no additional losses."""
     monkeypatch.setattr("relvit.app.training.callbacks.history.plot_curves", lambda *_: None)
     history = History(tmp_path, Telemetry(), tensorboard=False)
     train(build(freeze_epochs=1, **HALTING), max_epochs=2, callbacks=[history], **FEW)

@@ -1,4 +1,4 @@
-"""Accumulated batches against steps worked out by hand; losses and gradients that are not finite make no step."""
+"""Accumulated batches compared with steps computed by hand; no step for losses and gradients that are not finite."""
 
 import math
 
@@ -15,7 +15,7 @@ OPTIONS = {"warmup_epochs": 0, "ema_decay": 0.5}
 
 
 class Streamed(IterableDataset):
-    """The images of `Noise`, one after the other, without a length."""
+    """The images of `Noise`, one after the other, as a dataset without a length."""
 
     def __iter__(self):
         data = Noise()
@@ -27,7 +27,7 @@ class NoLength(Noise):
         return DataLoader(Streamed(), batch_size=4)
 
 
-# An epoch has six batches, of which the last has three images.
+# An epoch has six batches, and the last batch has three images.
 @pytest.mark.parametrize(
     ("data", "options", "windows"),
     [
@@ -56,7 +56,7 @@ def test_each_step_takes_the_mean_of_the_batches_that_it_has(data, options, wind
 
 
 def spoil_gradient(module, step):
-    """Let the gradient of one parameter be infinite at a step, whatever the loss."""
+    """Make the gradient of one parameter infinite at a step, whatever the loss is."""
 
     def spoil():
         if module.global_step == step:
@@ -70,12 +70,12 @@ def spoil_gradient(module, step):
     [
         ("loss", 1, "the loss is nan at step 3, in epoch 1: stopped before the optimiser"),
         ("gradient", 1, "the gradient's norm is inf at step 3, in epoch 1: stopped before the optimiser"),
-        # The third batch is the first of a pair; the losses of the second are finite.
+        # Batch 3 is the first of two accumulated batches; the loss of the second one is finite.
         ("loss", 2, "the loss is nan at step 2, in epoch 1"),
     ],
 )
 def test_what_is_not_finite_stops_before_the_step(kind, accumulate, message):
-    """The batch with image 9, which `Noise` spoils, is the third."""
+    """The third batch has image 9, which `Noise` spoils."""
     module = build(**OPTIONS)
     record = Record(module)
     if kind == "gradient":
@@ -89,7 +89,7 @@ def test_what_is_not_finite_stops_before_the_step(kind, accumulate, message):
 
 @pytest.mark.parametrize("kind", ["loss", "gradient", "gradient of float16"])
 def test_skipped_steps_leave_weights_and_are_counted(kind):
-    """With float16, the gradient scaler skips the step."""
+    """With float16 the gradient scaler skips the step."""
     module = build(**OPTIONS, nonfinite="skip")
     record, options = Record(module), {}
     if kind != "loss":
@@ -106,7 +106,7 @@ def test_skipped_steps_leave_weights_and_are_counted(kind):
     assert all(value.isfinite().all() for value in record.weights[-1].values())
     assert float(counted[0]["train/skipped_steps"]) == 1
     assert math.isfinite(counted[0]["train/grad_norm"])
-    # The schedule counts a skipped step as well.
+    # The schedule also counts steps that are skipped.
     assert record.rates[3] < record.rates[2] < record.rates[1]
 
 

@@ -1,4 +1,4 @@
-"""Losses against sums written out, and against timm's."""
+"""Losses compared with explicit sums and with timm's losses."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_soft_targets():
 def test_losses_are_those_of_timm(ours, of_labels, of_soft):
     torch.testing.assert_close(ours(LOGITS, LABELS), of_labels(LOGITS, LABELS))
     torch.testing.assert_close(ours(LOGITS, SOFT), of_soft(LOGITS, SOFT))
-    # Logits of half precision give a loss of full precision.
+    # Half-precision logits give a float32 loss.
     assert torch.equal(ours(LOGITS.bfloat16(), LABELS), ours(LOGITS.bfloat16().float(), LABELS))
 
 
@@ -56,7 +56,7 @@ SEVERAL = torch.rand(5, 7, generator=torch.Generator().manual_seed(2)) < 0.4
 
 
 def test_several_labels():
-    """The asymmetric loss by its formula (Ridnik et al. 2021, equations 2 to 7), in float64; binary cross-entropy."""
+    """The formulas of the asymmetric loss (Ridnik et al. 2021, equations 2 to 7) and of binary cross-entropy."""
     logits = LOGITS.double().requires_grad_()
     p = logits.sigmoid()
     shifted = (p - 0.05).clamp(min=0)
@@ -80,7 +80,7 @@ def test_several_labels():
 
 
 class Unbalanced(Noise):
-    """Data that ask for a balanced loss."""
+    """A data module that asks for a balanced loss."""
 
     class_weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0])
 

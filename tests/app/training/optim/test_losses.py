@@ -1,4 +1,4 @@
-"""The ponder cost in training against steps written out: its weight at each step, and its number in the log."""
+"""The ponder cost in training compared with steps computed by hand: its weight at each step, and its logged values."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_the_loss_is_that_of_the_labels_and_the_weighted_cost():
         costs.clear()
         for batch in range(4):
             rows = slice(4 * batch, 4 * batch + 4)
-            # The weight rises linearly over the two steps of the first epoch, and is full after it.
+            # The weight rises linearly during the two steps of the first epoch, and is complete afterwards.
             weight = 0.5 * min(1, (steps + 1) / 3)
             out = net.ponder(data.images[rows])
             costs.append(out.cost.mean().item())

@@ -1,4 +1,4 @@
-"""The learning rate of a range test, from curves whose steepest fall is known and from trainings on few images."""
+"""The learning rate of a range test, for curves whose steepest fall is known, and in trainings on few images."""
 
 import math
 
@@ -15,21 +15,21 @@ RATES = np.logspace(-7, 0, 100)
 
 
 def falling(at, rates=RATES):
-    """Losses that fall from 2 to 1 over about a decade and a half, most steeply at a rate."""
+    """Return losses that fall from 2 to 1 within about a decade and a half, most steeply at a given rate."""
     return 1 + 1 / (1 + (rates / at) ** 1.5)
 
 
 @pytest.mark.parametrize("at", [1e-5, 1e-3, 1e-2])
 @pytest.mark.parametrize(("noise", "explodes"), [(0.0, False), (0.1, False), (0.1, True)])
 def test_steepest_fall_per_order_of_magnitude(at, noise, explodes):
-    """For this curve the derivative by log(rate) is least where the rate is `at`."""
+    """The derivative of this curve by log(rate) is lowest where the rate is `at`."""
     for seed in range(5):
         losses = falling(at) + np.random.default_rng(seed).normal(0, noise, len(RATES))
         if explodes:
             losses[90:] = 10.0 ** np.arange(10)
             losses[95:97] = np.inf, np.nan
         assert at / 2 < steepest_fall(RATES, losses) < at * 2
-        # Several batches at a rate count by their mean.
+        # The losses of several batches at one rate are averaged.
         twice = np.repeat(losses, 2) + np.tile([0.5, -0.5], len(RATES))
         assert steepest_fall(np.repeat(RATES, 2), twice) == pytest.approx(steepest_fall(RATES, losses), rel=0.1)
 
@@ -71,7 +71,7 @@ def test_the_rate_found_sets_the_whole_schedule_and_the_rest_is_as_before(tmp_pa
     trainer = train(module, max_epochs=2, callbacks=[finder], default_root_dir=tmp_path)
     assert len(finder.rates) == len(finder.losses) > 20
     found = steepest_fall(finder.rates, finder.losses)
-    # The batches have 4 images, and the configured rate is for 16.
+    # The batches have 4 images, and `lr` is the rate for 16 images.
     assert module.hparams.lr / 4 == pytest.approx(found)
     assert module.plan.lr == pytest.approx(found)
     assert module.plan.steps == trainer.global_step == 12
@@ -90,7 +90,7 @@ def test_the_rate_found_sets_the_whole_schedule_and_the_rest_is_as_before(tmp_pa
     ],
 )
 def test_the_configured_rate_is_kept_where_none_is_found(losses, why, capsys):
-    """The range test itself does not run; its losses are given."""
+    """The test passes these losses to the callback, and no range test runs."""
     module, finder = build(lr=0.9, min_lr=0.8, warmup_epochs=0), FindLearningRate()
     finder.lr_find = lambda trainer, module: module.range_test.extend(zip(RATES, losses, strict=True))
     train(module, max_epochs=1, limit_train_batches=1, limit_val_batches=0, callbacks=[finder])

@@ -1,4 +1,4 @@
-"""Parameter groups against lists of names, and optimisers that timm builds by name."""
+"""Parameter groups compared with lists of names, and optimisers that timm builds by name."""
 
 import io
 
@@ -26,7 +26,7 @@ def net():
 
 
 def groups(net, optimizer):
-    """(learning rate, decay, fallback) -> names of the parameters."""
+    """Return the names of the parameters for each (learning rate, decay, fallback)."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     found = {}
     for group in optimizer.param_groups:
@@ -143,7 +143,7 @@ def test_groups_and_their_rates_at_each_step_of_a_training_and_of_one_resumed(sc
     for at, (each, shown) in enumerate(rates):
         factor = warmup_cosine(at, total=8, warmup=2, floor=0.1)
         assert shown == pytest.approx(0.01 * factor)
-        # Stem, one block, and head.
+        # The learning rate halves per layer: head, block, stem.
         for name, rate in each.items():
             layer = 1 if name.startswith(("head", "fc_norm")) else 0.5 if name.startswith("blocks") else 0.25
             assert rate == pytest.approx(0.01 * factor * layer * (scale if ".position." in name else 1)), name

@@ -1,4 +1,4 @@
-"""A schedule of a user's own: rates by hand, a resume, and its name, which is imported for trainings alone."""
+"""A user's own schedule: its rates, a resume, and its name, which is imported only for a training."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The learning rate against the closed formula, in the function and in real trainings."""
+"""The learning rate compared with its closed formula, in the function and in trainings."""
 
 import math
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def test_closed_form():
 
 
 def curve(lr, min_lr, steps, warmup):
-    """Compute the learning rate of every step by its formula."""
+    """Compute the learning rate of every step by the formula."""
     rise = [lr * (step + 1) / (warmup + 1) for step in range(warmup)]
     fall = steps - warmup
     return rise + [min_lr + (lr - min_lr) * (1 + math.cos(math.pi * step / fall)) / 2 for step in range(fall)]
@@ -29,7 +29,7 @@ def curve(lr, min_lr, steps, warmup):
 @pytest.mark.parametrize(
     ("warmup_epochs", "options", "steps", "warmup", "note"),
     [
-        # An epoch has six batches: with 4 accumulated, the last two make a step as well.
+        # An epoch has six batches. With 4 accumulated batches, the last two batches also make a step.
         (1.5, {"max_epochs": 4, "accumulate_grad_batches": 4, "limit_val_batches": 0}, 8, 3, ""),
         (0.5, {"max_epochs": -1, "max_steps": 8}, 8, 3, ""),
         (5, {"max_steps": 1}, 1, 0, "Note: the training is too short for a warm-up, so there is none\n"),
@@ -44,7 +44,7 @@ def test_every_optimiser_step_has_its_rate(warmup_epochs, options, steps, warmup
 
 
 def test_a_warmup_takes_at_most_half_of_a_training_also_of_one_that_is_resumed_for_longer(tmp_path, capsys):
-    """Five epochs of two steps are asked for: one epoch has room for one step, and five epochs have room for five."""
+    """The warm-up is set to five epochs of two steps: half of one epoch is one step, half of five is five."""
     module, longer = (build(lr=0.01, min_lr=0.001, warmup_epochs=5) for _ in range(2))
     record, few = Record(module), {"limit_train_batches": 2, "limit_val_batches": 0}
     train(module, max_epochs=1, **few).save_checkpoint(tmp_path / "one.ckpt")
@@ -62,7 +62,7 @@ def test_rate_for_a_batch_grows_with_the_batch(capsys):
     module = build(lr=0.01, min_lr=0.001, lr_base_batch=16, warmup_epochs=0, layer_decay=0.5)
     record = Record(module)
     train(module, max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0)
-    # min_lr stays, as in DeiT; the first group is the stem, two layers below the classifier.
+    # As in DeiT, min_lr is not scaled. The first group is the stem, two layers below the classifier.
     assert record.rates == pytest.approx([0.25 * rate for rate in curve(0.005, 0.001, 6, 0)])
     assert (
         "effective batch 8 (4 x 2 x 1: batch, accumulation, devices), learning rate 0.005 (0.01 x 8 / 16), steps 6, "
@@ -85,7 +85,7 @@ def test_a_small_rate_and_a_backbone_that_stays_frozen_are_noted(capsys):
 
 
 class Batches:
-    """A batch sampler of a user's own, which does not say how large its batches are."""
+    """A user's batch sampler, which does not tell the size of its batches."""
 
     def __iter__(self):
         yield [0, 1]

@@ -1,4 +1,4 @@
-"""The images that a run records, for every kind of data, and differences that a resumed training reports."""
+"""The record of a run's images, for every kind of data, and the differences that a resumed training reports."""
 
 import gzip
 import shutil
@@ -23,14 +23,14 @@ def photos(tmp_path):
 
 
 def difference(before, now, folder):
-    """Record a training on `before`, and return the message of a training that resumes with `now`."""
+    """Record the images of a training on `before`, and return the message of a resumed training on `now`."""
     digests = write_manifest(before, folder / FILE)
     assert digests == compute_digests(before)
     return describe_difference(digests, compute_digests(now), now, folder / FILE)
 
 
 def test_images_of_folders_by_names_sizes_and_labels(photos):
-    """A file that is not there has no size; with on_error skip it is no error."""
+    """The record has names, sizes and labels. A missing file has no size, and with on_error skip it is no error."""
     (photos / "train" / "ant" / "x.png").symlink_to("gone.png")
     odd = photos / "train" / "ant" / 'a, "b"\nc\udce9.png'
     shutil.copy(photos / "train" / "ant" / "000.png", odd)
@@ -46,7 +46,7 @@ def test_images_that_are_put_aside_are_recorded(photos):
     names = {split: [image.name for image in data.manifest(split)] for split in ("train", "val")}
     assert [len(found) for found in names.values()] == [6, 6]
     assert names["val"] == [path.removeprefix("train/") for path, _ in data.held_out()]
-    # Another fraction of the same images is a difference, too.
+    # Another validation fraction of the same images is reported as a difference.
     assert "train: 3 added ('ant/003.png', " in difference(data, data_of(str(photos), val_fraction=0.25), photos)
 
 
@@ -84,7 +84,7 @@ def test_changed_folders(change, photos, tmp_path):
     assert difference(before, data_of(str(moved)), tmp_path) == ""
     spoil(moved)
     assert difference(before, data_of(str(moved)), tmp_path) == expected
-    # Without a manifest, or with the manifest of another training, the message has their number alone.
+    # Without the manifest of the run the message has only the numbers of images, not the names.
     now = data_of(str(moved))
     split = expected.partition(":")[0]
     count = len(now.samples(split))
@@ -94,7 +94,7 @@ def test_changed_folders(change, photos, tmp_path):
         write_manifest(now, tmp_path / "other.csv.gz")
 
 
-# An empty file, bytes that are no gzip, bytes that are no text, a file that is cut off, and one with wrong bytes.
+# The manifests are broken: an empty file, not gzip, not text, a truncated file, and a file with changed bytes.
 WHOLE = gzip.compress(b"split\n\xff,x\n", mtime=0)
 DAMAGED = (b"", b"x" * 99, WHOLE, WHOLE[:15], WHOLE[:10] + b"\xff" * 20)
 
@@ -121,7 +121,7 @@ def test_lists(photos, tmp_path):
     assert names == [row.partition(",")[0] for row in rows]
     moved = shutil.copytree(photos, tmp_path / "elsewhere")
     assert difference(before, data("b.csv", rows, root=str(moved)), tmp_path) == ""
-    # Other spellings of paths within root are the same names, if the same images are put aside.
+    # Other spellings of the same paths are equal, if the same images are held out.
     both = data("c.csv", rows, val=before.train), data("d.csv", [f"{moved}/{r}" for r in rows], val=before.train)
     both[1].root = str(moved)
     assert difference(*both, tmp_path) == ""
@@ -138,7 +138,7 @@ def test_lists(photos, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_archives(kind, tmp_path, monkeypatch):
-    """Sizes are known without reading an image."""
+    """Readers know the sizes of images without reading them."""
     files = [
         (name, content + b"x" * len(name) * number, label)
         for number, (name, content, label) in enumerate(grey_files(3))

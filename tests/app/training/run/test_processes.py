@@ -1,4 +1,4 @@
-"""Processes that torchrun or Slurm has started, numbers and strategies that are refused, and the script of a job."""
+"""Processes that torchrun or Slurm has started, refused numbers and strategies, and the script of a Slurm job."""
 
 import os
 import shlex
@@ -20,13 +20,13 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 
 @pytest.fixture
 def surroundings(monkeypatch):
-    """A function that sets environment variables and removes all others of Slurm and torchrun."""
+    """Return a function that sets environment variables and removes all other variables of Slurm and torchrun."""
 
     def put(variables):
         for name in list(os.environ):
             if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("MASTER_ADDR", "MASTER_PORT"):
                 monkeypatch.delenv(name)
-        # monkeypatch then restores a variable that the run itself may set.
+        # The run may set this variable, so let monkeypatch restore it at the end.
         monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "")
         monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
         for name, value in variables.items():
@@ -39,11 +39,13 @@ def surroundings(monkeypatch):
     ("variables", "expected"),
     [
         ({}, None),
-        (JOB, None),  # the job's script, or a shell of salloc
-        (JOB | STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, None),  # srun --pty bash
+        (JOB, None),  # The job's script, or a shell of salloc, has this environment.
+        # `srun --pty bash` starts a shell with this environment.
+        (JOB | STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, None),
         (JOB | STEP | {"SLURM_JOB_NAME": "bash"}, None),
         (JOB | STEP, Launch("srun", 16, 2)),
-        (JOB | STEP | TORCHRUN, Launch("torchrun", 4, 2)),  # srun has started a torchrun on each machine
+        # Here srun has started torchrun on each machine.
+        (JOB | STEP | TORCHRUN, Launch("torchrun", 4, 2)),
     ],
 )
 def test_who_has_started_this(surroundings, variables, expected):
@@ -53,7 +55,7 @@ def test_who_has_started_this(surroundings, variables, expected):
     if not variables or (expected and expected.by == "torchrun"):
         assert environment is None
     elif expected is None:
-        # The process does not wait for others.
+        # The process does not wait for other processes.
         assert not environment.creates_processes_externally
     else:
         assert (environment.world_size(), environment.auto_requeue) == (16, False)
@@ -90,7 +92,7 @@ def test_wrong_options_are_refused_at_once(surroundings, photos, tmp_path, fails
     (tmp_path / "runs" / "another").mkdir(parents=True)
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={photos}", f"--runs={tmp_path / 'runs'}", *TINY, *flags]
     assert message in fails(arguments)
-    # The command has removed its own folder alone.
+    # The command has removed only the folder that it has made.
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["another"]
 
 
@@ -113,7 +115,8 @@ def test_the_jobs_script_begins_goes_on_and_queues_again(tmp_path):
     script = ROOT / "configs" / "cluster" / "train.sbatch"
     options = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--signal=SIGUSR1@120", "--requeue", "--ntasks-per-node=8", "--gpus-per-node=8"} <= set(options)
-    # These stand-ins note their arguments; the training leaves a checkpoint and ends with the given status.
+    # These scripts append their arguments to the file `calls`; srun's also leaves a checkpoint and returns a given
+    # status.
     program(tmp_path / "bin" / "scontrol", 'echo "scontrol $*" >> calls')
     leave = "mkdir -p runs/job_7/2026_x/checkpoints; touch runs/job_7/2026_x/checkpoints/last.ckpt"
     program(tmp_path / "bin" / "srun", f'printf "%q " srun "$@" >> calls; echo >> calls; {leave}; exit $STATUS')

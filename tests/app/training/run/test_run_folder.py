@@ -1,4 +1,4 @@
-"""Names of the folders of runs."""
+"""Names of runs' folders."""
 
 from datetime import datetime
 
