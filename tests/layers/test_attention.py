@@ -1,4 +1,4 @@
-"""`RelativeAttention` and `RelativeBlock` against timm's attention with a mask; arguments that they refuse."""
+"""`RelativeAttention` and `RelativeBlock` compared with timm's attention under a mask; arguments that they refuse."""
 
 from copy import deepcopy
 from functools import partial
@@ -51,7 +51,7 @@ def test_positions_of_other_heads_are_refused_at_once(position):
 
 
 class Biased(nn.Module):
-    """A position with a bias of the queries, of any shape, from the start or only on larger grids."""
+    """A position with a bias of the queries, of any shape, on all grids or only on larger ones."""
 
     def __init__(self, *shape, late=False):
         super().__init__()
@@ -63,7 +63,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("shape", [(6,), (8, 6), (1, 6), (2, 1), (2, 8, 6)])
 def test_a_bias_of_the_queries_has_a_row_for_each_head(shape):
-    """With 8 tokens and 6 channels some of these shapes would broadcast to the queries."""
+    """With 8 tokens and 6 channels, some of these wrong shapes would broadcast to the shape of the queries."""
     message = r"terms.query_bias has shape .*, expected \(2, 6\)"
     with pytest.raises(ValueError, match=f"position Biased is not for 2 heads of width 6: {message}"):
         RelativeAttention(12, num_heads=2, position=Biased(*shape))
@@ -103,7 +103,7 @@ def test_windows_take_no_memory():
 def test_causal_tokens_see_the_memory():
     torch.manual_seed(0)
     layer = RelativeAttention(12, num_heads=2, position=RelativePosition2d(6, 2, "kvb", init_std=1.0)).double()
-    # The text has 7 tokens, and the first 4 of them are the memory.
+    # The text has 7 tokens, of which the first 4 are the memory.
     text, x = make_grid(1, 7), torch.randn(2, 7, 12, dtype=torch.float64)
     last = make_grid(1, 7, coords=torch.tensor([[0, 4], [0, 5], [0, 6]]))
     got = layer(x[:, 4:], last, is_causal=True, memory=x[:, :4], key_grid=text)

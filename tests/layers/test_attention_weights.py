@@ -1,4 +1,4 @@
-"""Weights of an attention layer against the brute force."""
+"""Weights of an attention layer compared with brute force."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def attention_weights(q, k, terms, grid, **options):
 
 
 def by_hand(q, k, terms, grid, **options):
-    """Compute the average of unit vectors, which consists of the weights."""
+    """Compute the average of unit vectors, which is the vector of the weights."""
     units = torch.eye(num_tokens(grid), dtype=torch.float64).expand(*q.shape[:2], -1, -1)
     return brute_force(q, k, units, terms._replace(value=None), grid, **options)
 
 
 def some_grid(kind, prefix):
-    """Make a grid of 2 x 5 patches: all of them, some of each sample, or some with padding in one sample."""
+    """Make a grid of 2 x 5 patches: with all patches, some patches of each sample, or padding in one sample."""
     if kind == "all":
         return make_grid(2, 5, prefix)
     generator = torch.Generator().manual_seed(1)

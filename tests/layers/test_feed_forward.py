@@ -1,4 +1,4 @@
-"""Chunked feed-forward: the numbers, gradients and random numbers of the MLP in one piece, in bounded memory."""
+"""Chunked feed-forward: outputs, gradients and random numbers are the same as without chunks; memory is bounded."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def build(kind=Mlp, **options):
     return nn.LayerNorm(12).double(), mlp, torch.randn(2, 7, 12, dtype=torch.float64).requires_grad_()
 
 
-# A chunk of 3 divides neither the 7 tokens of an image nor the 14 of both.
+# Neither the 7 tokens of an image nor the 14 tokens of both images are a multiple of the chunk of 3.
 @pytest.mark.parametrize(
     ("kind", "chunk"), [*((kind, 3) for kind in (Mlp, GluMlp, SwiGLU, SwiGLUPacked, GatedMlp)), (Mlp, 1), (Mlp, 100)]
 )

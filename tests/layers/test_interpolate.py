@@ -1,4 +1,4 @@
-"""`resample_embedding` against PyTorch's antialiased bicubic interpolation and timm's; mirrored: `test_mirror.py`."""
+"""`resample_embedding` compared with PyTorch's antialiased bicubic interpolation and timm's."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_is_the_antialiased_bicubic_interpolation_of_pytorch(size):
         out = resample_embedding(table, OLD, size, prefix)
         torch.testing.assert_close(out[:, prefix:], expected, rtol=0, atol=1e-13)
         assert torch.equal(out[:, :prefix], table[:, :prefix])
-        # timm rounds to float32 on the way.
+        # timm rounds to float32 before the interpolation.
         torch.testing.assert_close(out, resample_abs_pos_embed(table, size, OLD, prefix), rtol=0, atol=2e-6)
 
 
@@ -41,7 +41,7 @@ def test_precision_and_devices():
     table = embedding(torch.bfloat16)
     out = resample_embedding(table, OLD, (7, 12), 2)
     assert out.dtype == torch.bfloat16
-    # The result is rounded once, up to float32's error at the border between two neighbours.
+    # The result is rounded once. Near the border between two numbers of this dtype, float32's error may change it.
     assert (out == resample_embedding(table.double(), OLD, (7, 12), 2).bfloat16()).double().mean() > 0.99
     out = resample_embedding(table.to("meta"), OLD, (7, 12), 2)
     assert (out.device.type, out.dtype, out.shape) == ("meta", torch.bfloat16, (1, 2 + 7 * 12, 6))

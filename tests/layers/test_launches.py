@@ -1,4 +1,4 @@
-"""Number of operations that backends launch beyond stock attention: on small grids they cost more than arithmetic."""
+"""Number of operations that backends launch beyond stock attention: on small grids, launches take most time."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ ALLOCATIONS = (_aten.empty, _aten.new_empty, _aten.empty_like, _aten.detach)
 
 
 class Launches(TorchDispatchMode):
-    """Count operations that compute: neither views nor allocations."""
+    """Count operations that compute something, without views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def launches(layer, *grid):
 
 
 def ahead_and_back(forward, leaves):
-    # From the second call on, the tensors of the grid are cached.
+    # The first call caches the tensors of the grid.
     forward()
     with Launches() as ahead:
         out = forward()
@@ -52,7 +52,7 @@ def ahead_and_back(forward, leaves):
     return ahead.counted.total(), back.counted.total()
 
 
-# Backward includes the two conversions by which gradients of logits are summed in single precision.
+# Backward includes two conversions of dtypes, because gradients of logits are summed in single precision.
 @pytest.mark.parametrize(("backend", "most_ahead", "most_back"), [("fused", 17, 20), ("lean", 10, 10)])
 def test_a_layer_launches_no_more_than_it_did(backend, most_ahead, most_back):
     plain = launches(Attention(64, 2, qkv_bias=True))
@@ -93,6 +93,7 @@ def launches_of_two_layers(build, gradient):
 def test_a_retrofit_launches_no_more_than_its_source(source, gradient):
     build = SOURCES[source]
     ours = launches_of_two_layers(lambda depth: relvit.retrofit(build(depth)), gradient)
-    # In training, stock attention scales queries and keys, forward and backward; timm's Swin scales the queries alone.
+    # In training, stock attention scales queries and keys, in forward and in backward; timm's Swin scales only the
+    # queries.
     more = 2 * 2 if gradient and source == "swin" else 0
     assert ours <= launches_of_two_layers(build, gradient) + more

@@ -1,4 +1,4 @@
-"""Biases of prefix tokens pair by pair, and in models, float64; BEiT's own bias: tests of the retrofit."""
+"""Biases of prefix tokens, pair by pair, and in models, in float64; tests of the retrofit have BEiT's own bias."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_several_prefix_tokens_with_gradients(cls):
     grid, x = make_grid(2, 3, prefix=2), draw(2, 8, DIM)
     torch.testing.assert_close(run(attn, x, grid), without(x), rtol=0, atol=1e-12)
     weight = torch.nn.init.normal_(attn.prefix_bias.weight)
-    # Pairs of prefix tokens have one number, pairs with one prefix token another, and pairs of patches none.
+    # Pairs of two prefix tokens have one bias, pairs with one prefix token another, and pairs of patches none.
     to_patch, to_prefix, between = weight
     rows = [[between, to_patch], [to_prefix, 0 * between]]
     bias = torch.stack([torch.stack([rows[i >= 2][j >= 2] for j in range(8)]) for i in range(8)]).movedim(-1, 0)

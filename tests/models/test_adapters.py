@@ -1,4 +1,4 @@
-"""LoRA by PEFT: an adapted model computes as the model with W + scale B A for W, and tables learn."""
+"""LoRA by PEFT: an adapted model computes with W + scale B A in place of W, and tables can be trained."""
 
 import copy
 
@@ -51,7 +51,7 @@ def test_adapted_models(case):
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.1)
 
-    # The plain model gets the same weights by hand.
+    # Add the update to the weights of the plain model.
     parts = dict(adapted.base_model.model.named_modules())
     with torch.no_grad():
         for name in linear:

@@ -1,4 +1,4 @@
-"""Attention maps of models against timm's own unfused attention and brute force, and what is refused."""
+"""Attention maps of models compared with timm's unfused attention and with brute force; models that are refused."""
 
 from threading import Event, Thread, current_thread
 
@@ -17,7 +17,7 @@ from relvit.models.attention_maps import attention_rollout, logit_inputs
 
 
 def timms(model, x, attn_mask=None):
-    """Return the weights that timm's unfused attention passes to `attn_drop`."""
+    """Return the weights that timm's unfused attention gives to `attn_drop`."""
     found, handles = [], []
     for block in model.blocks:
         block.attn.fused_attn = False
@@ -49,7 +49,7 @@ def check(maps, expected, grid, prefix, atol=1e-6):
 )
 def test_models_of_timm_before_and_after_a_retrofit(case):
     if case == "rope mixed":
-        # At other sizes older versions mix single with double precision.
+        # At other sizes, older versions of timm multiply single by double precision, which fails.
         since("1.0.31")
     model, x = build(case), images(dtype=torch.float64)
     before = model(x)
@@ -96,7 +96,7 @@ def test_compiled_and_checkpointing_models():
     model.set_grad_checkpointing()
     outer = torch.compile(model, backend="eager")
     model.compile(backend="eager")
-    # The first call compiles each of them.
+    # The first call compiles the model.
     for one in (model, outer):
         before = one(x)
         torch.testing.assert_close(relvit.attention_maps(one, x).weights, expected.weights)
@@ -118,7 +118,7 @@ def test_another_thread_that_runs_the_model_leaves_the_maps_alone(name):
     expected = relvit.attention_maps(model, x).weights
 
     def run_elsewhere(*_):
-        # Hooks run in both threads, and the other thread must not start a third.
+        # The hook runs in both threads, and the second thread must not start a third one.
         handle.remove()
         thread = Thread(target=model, args=(other,))
         thread.start()
@@ -142,20 +142,20 @@ def test_two_threads_compute_maps_of_one_model_at_once(name):
             first_is_done.wait()
         else:
             second.start()
-            # The second thread may have to wait for the first one, and then does not come here in time.
+            # If the second thread waits for the first one, it does not get here, so stop waiting after half a second.
             second_runs.wait(0.5)
 
     model.patch_embed.register_forward_pre_hook(meet)
     relvit.attention_maps(model, x)
     first_is_done.set()
     second.join()
-    # Both threads change PyTorch's stance, and leave it as it was: the process still compiles.
+    # Both threads change PyTorch's stance, and restore it: the process compiles as before.
     assert torch._dynamo.eval_frame._stance.stance == "default"
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Silent(RelativeAttention):
-    """Attention whose own forward shows no weights."""
+    """Attention whose own `forward` does not return or record weights."""
 
     def forward(self, x, grid, attn_mask=None, is_causal=False):
         return x

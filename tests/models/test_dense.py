@@ -1,4 +1,4 @@
-"""Features of patches: decoders of segmentation_models_pytorch train on them, and features move with the image."""
+"""Features of patches: decoders of segmentation_models_pytorch train on them, and they shift with the image."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_segmentation_models_pytorch_trains_at_two_shapes(name, options):
 
 
 def squares(shape):
-    """Make two images with a bright rectangle each, and labels of pixels."""
+    """Make two images with a bright rectangle each, and a label for each pixel."""
     height, width = shape
     images, labels = 0.1 * torch.rand(2, 3, *shape), torch.zeros(2, *shape, dtype=torch.long)
     for number, (top, left) in enumerate(((8, 4), (height // 2, width // 3))):
@@ -53,7 +53,7 @@ def squares(shape):
     return images, labels
 
 
-# Features move with the image. A shift is (rows, columns) of patches; canvases are views of one larger picture.
+# The tests below shift an image. A shift is (rows, columns) of patches; the images are views of one larger picture.
 
 
 def dense(**options):
@@ -61,7 +61,7 @@ def dense(**options):
 
 
 def maps(model, images, mask=None):
-    """Return the normalised maps of all blocks, (B, dim, H, W) each."""
+    """Return the normalised feature maps of all blocks, (B, dim, H, W) each."""
     return model.forward_intermediates(images, attn_mask=mask, norm=True, intermediates_only=True)
 
 
@@ -71,13 +71,13 @@ def view(picture, size, shift=(0, 0)):
 
 
 def near(rows, cols, reach):
-    """Return a mask (N, N) of tokens at most `reach` rows and columns away."""
+    """Return a mask (N, N) that is True for pairs of tokens at most `reach` rows and columns apart."""
     y, x = torch.arange(rows).repeat_interleave(cols), torch.arange(cols).repeat(rows)
     return ((y[:, None] - y).abs() <= reach) & ((x[:, None] - x).abs() <= reach)
 
 
 def overlap(one, other, shift, border):
-    """Cut the places that both views have, further than `border` patches from the border of either view."""
+    """Cut out the places that are in both views and further than `border` patches from the border of either view."""
     (down, right), (rows, cols) = shift, one.shape[-2:]
     one = one[..., down + border : rows - border, right + border : cols - border]
     other = other[..., border : rows - down - border, border : cols - right - border]
@@ -92,7 +92,7 @@ def test_with_local_attention_features_move_by_whole_patches():
     both = maps(model, view(picture, size), mask), maps(model, view(picture, size, shift), mask)
     for depth, (one, other) in enumerate(zip(*both, strict=True), start=1):
         torch.testing.assert_close(*overlap(one, other, shift, border=depth), rtol=0, atol=1e-5)
-        # One patch nearer the border has not seen the same.
+        # Patches one step nearer to the border have features that depend on what the other view does not show.
         outer = overlap(one, other, shift, border=depth - 1)
         assert (outer[0] - outer[1]).abs().max() > 1e-5
 
@@ -109,7 +109,7 @@ def test_in_windows_features_move_by_whole_windows():
 
 @pytest.mark.parametrize("embedding", ["", "learn"])
 def test_with_masked_surroundings_features_do_not_depend_on_the_place(embedding):
-    """With global attention, features do not depend on masked surroundings or the size of the canvas."""
+    """With global attention, features do not depend on the rest of the image if that rest is masked."""
     model = dense(pos_embed=embedding)
     thing = torch.randn(1, 3, 4 * PATCH, 5 * PATCH, dtype=torch.float64)
     found = []

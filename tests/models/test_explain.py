@@ -1,4 +1,4 @@
-"""Plans of layers: the backend that runs, the width that 'fused' makes, parameters counted by hand, refusals."""
+"""Plans of layers: the backend that runs, the width of the vectors of 'fused', parameters counted by hand, refusals."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ def test_plans_of_a_model():
     assert [plan.layer for plan in plans] == [f"blocks.{number}.attn" for number in range(3)]
     plan = plans[0]
     assert (plan.position, plan.terms, plan.backend) == ("RelativePosition2d", "kvb", "lean")
-    # 5 rows and 3 columns of patches beside vectors of 6.
+    # The vectors have 6 channels, and one more for each of 5 rows and 3 columns of patches.
     assert plan.width == (6, 6 + 5 + 3)
     assert plan.parameters == 2 * 2 * 5 * 6 + 2 * 2 * 5
     assert "augmented output" in plan.keeps
@@ -35,7 +35,7 @@ def test_plans_of_a_model():
 
 def test_channels_count_and_no_position_has_no_name():
     (plan, *_) = relvit.explain(small(rel_terms="k", prefix_bias=True, class_token=True))
-    # A bias between class token and patches is two channels, the grid 3 x 2.
+    # The bias between class token and patches has two channels, and the grid is 3 x 2.
     assert (plan.terms, plan.width) == ("kc", (6, 6 + 3 + 2 + 2))
     (plan, *_) = relvit.explain(small(position="pape"))
     assert (plan.position, plan.terms, plan.width) == ("ParabolicPosition2d", "c", (6, 6 + 6))
@@ -51,7 +51,7 @@ def test_channels_count_and_no_position_has_no_name():
         ({"layout": "joint"}, ("gathered", "gathered")),
         ({"rel_terms": ""}, ("fused", "fused")),
         ({"backend": "triton"}, ("triton", "triton")),
-        # Vectors of 6, and 260 rows of patches: too wide for the fused kernels, and without a card.
+        # Vectors of 6 channels and 260 rows are too wide for the fused kernels; the device 'cuda' need not exist.
         ({"img_size": (2080, 8)}, ("tiled", "triton" if BUILDS_KERNELS and find_spec("triton") else "tiled")),
         ({"img_size": (2080, 8), "rel_terms": "qkv"}, ("tiled", "tiled")),
     ],
@@ -65,7 +65,7 @@ def test_the_choice_of_a_device_that_is_not_there(options, backends):
 
 
 def test_the_choice_is_that_of_tensors_on_the_device():
-    """Fake tensors have a device that need not be there."""
+    """Fake tensors are on a device that need not exist."""
     *tensors, grid = draw_case(4, 5)
     q, k, v, terms = tree_map_only(torch.Tensor, torch.Tensor.float, tensors)
     expected = choose(q, k, v, terms, grid, device="cuda")
@@ -77,7 +77,7 @@ def test_the_choice_is_that_of_tensors_on_the_device():
 
 
 def rotary():
-    """Make Eva of timm after a retrofit, which rotates queries and keys."""
+    """Make timm's Eva after a retrofit, which rotates queries and keys."""
     options = {"patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 1, "use_rot_pos_emb": True}
     return relvit.retrofit(timm.create_model("eva02_tiny_patch14_224", img_size=32, **options), rel_terms="k")
 
@@ -104,7 +104,7 @@ def test_the_backend_is_the_one_that_runs(made, monkeypatch):
             return run(*args, **kwargs)
 
         monkeypatch.setattr(module, "relative_attention", recorded)
-    # Layers hand their projection to this backend as it is.
+    # Layers call this backend directly with their projection.
     attend = attention.lean.attend
     monkeypatch.setattr(attention.lean, "attend", lambda *args: ran.append("lean") or attend(*args))
     model(images(*model.patch_embed.img_size))
@@ -124,7 +124,7 @@ def test_other_families(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_models():
-    """PyTorch's quantised layers have a method in place of the parameter `weight`."""
+    """In PyTorch's quantised layers `weight` is a method and not a parameter."""
     model = small()
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     assert relvit.explain(quantised) == relvit.explain(model)
@@ -135,7 +135,7 @@ def test_retrofitted_models_and_what_has_no_plan():
     with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
         relvit.explain(vit)
     assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
-    # At its own size a retrofitted model leaves out the pixels beyond the last whole patch, as timm's model does.
+    # At its own size a retrofitted model leaves out the pixels beyond the last whole patch, as timm's does.
     cropped = relvit.retrofit(timm.create_model("test_vit", img_size=(36, 33), patch_size=8))
     assert relvit.explain(cropped)[0].layer == "blocks.0.attn"
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)

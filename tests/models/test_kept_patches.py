@@ -1,4 +1,4 @@
-"""`forward_features(keep=)`: encoding some patches equals encoding the whole image with all other keys masked."""
+"""`forward_features(keep=)`: the features of some patches are the same as with a mask that hides all other patches."""
 
 import copy
 
@@ -22,7 +22,7 @@ RELVIT = {
     "reversible": {"reversible": True},
 }
 RETROFITTED = ("dinov2", "deit distilled", "siglip", "relpos mlp", "srelpos", "beit both")
-# 4 x 3 patches, of which each image keeps five others, in any order.
+# The image has 4 x 3 patches. Each of two images keeps five patches, in any order.
 KEEP = torch.tensor([[7, 0, 3, 11, 4], [1, 10, 2, 6, 9]])
 
 

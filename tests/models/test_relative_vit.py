@@ -1,4 +1,4 @@
-"""Models with relative attention: numbers against brute force, absolute embeddings, sizes, the registered family."""
+"""Models with relative attention: outputs compared with brute force, absolute embeddings, sizes, registered models."""
 
 import functools
 
@@ -99,7 +99,7 @@ def test_each_position_has_its_own_default_distance(kwargs, kind, distance):
 
 
 class Doubled(RelativeAttention):
-    """Attention whose output is twice that of relvit's own."""
+    """Attention whose output is twice the output of relvit's attention."""
 
     def forward(self, *args, **kwargs):
         return 2 * super().forward(*args, **kwargs)
@@ -117,7 +117,7 @@ def test_a_mixer_of_the_users_takes_the_place_of_attention_with_the_model_around
 
 
 class Mean(nn.Module):
-    """The least that a mixer has: no base, no position, no heads, no projection."""
+    """A minimal mixer: no base class, no position, no heads, no projection."""
 
     def __init__(self, dim, num_heads, *, qkv_bias, proj_bias, proj_drop, device, dtype):
         super().__init__()
@@ -127,7 +127,7 @@ class Mean(nn.Module):
 
 
 class MeanWithPosition(Mean, Mixer):
-    """A mixer that has a position, without a projection, and with other heads than the model's."""
+    """A mixer with a position, without a projection, and with another number of heads than the model."""
 
     head_dim = 8
 
@@ -190,7 +190,7 @@ def test_axial_model_is_the_plain_one_with_the_embedding_added(pos_embed, extra)
     plain.patch_embed.register_forward_hook(
         lambda _module, _inputs, x: x + model.axial(Grid(*x.shape[1:3])).unflatten(0, x.shape[1:3])
     )
-    # The tables' own size, smaller and larger, both larger.
+    # These sizes are the tables' own size, one side smaller and one larger, and both sides larger.
     for size in ((24, 16), (8, 40), (40, 72)):
         torch.testing.assert_close(model(doubles(*size)), plain(doubles(*size)), rtol=0, atol=1e-12)
 
@@ -198,7 +198,7 @@ def test_axial_model_is_the_plain_one_with_the_embedding_added(pos_embed, extra)
 def test_axial_tables_belong_to_the_stem_and_take_no_weight_decay():
     model = build(pos_embed="axial", class_token=True)
     groups = groups_of(model)
-    # Stem, two blocks, head.
+    # The embedding belongs to the stem, followed by two blocks and the head.
     assert groups["axial.rows"] == groups["axial.cols"] == groups["cls_token"] == (0.5**3, 0.0)
 
 
@@ -208,7 +208,7 @@ def test_dropout_on_tokens_is_applied_once():
         assert 0.4 < (model.embed(doubles(80, 80))[0] == 0).double().mean() < 0.6
 
 
-# Width, blocks, heads, patch, image, registers, classes.
+# Each name has width, blocks, heads, patch, image, registers and classes.
 FAMILY = {
     "relvit_tiny": (192, 12, 3, 16, 224, 0, 1000),
     "relvit_small": (384, 12, 6, 16, 224, 0, 1000),
@@ -228,7 +228,7 @@ FAMILY = {
     "test_relvit": (64, 6, 2, 16, 160, 0, 1000),
     "test_relvit_rev": (64, 6, 2, 16, 160, 0, 1000),
 }
-# Numbers of absolute embeddings for a grid of side x side patches.
+# These are numbers of elements of absolute embeddings, for a grid of side x side patches.
 EMBEDDINGS = {
     "": lambda side, registers, width: 0,
     "learn": lambda side, registers, width: (registers + side * side) * width,
@@ -263,7 +263,7 @@ def test_registered_models_have_the_parameters_counted_by_hand(name, pos_embed):
     if name.startswith("relvit_learn_"):
         tables, pos_embed = 2 * 2 * 5 * (width // heads), "learn"
     if name == "relvit_xl_small":
-        # The projection of the sinusoids of both axes, u and v.
+        # Each block has W_R for the sinusoids of both axes, u and v.
         tables = width * width + 2 * width
     block = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width + tables
     stem = (3 * patch * patch + 1 + registers) * width + EMBEDDINGS[pos_embed](image // patch, registers, width)

@@ -1,4 +1,4 @@
-"""Numbers that no model has and inputs that are no images are refused with what is allowed, in all families."""
+"""All families refuse numbers that no model has, and inputs that are not images; errors say what is allowed."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_an_image_size_that_the_model_refuses():
     for size in ((20, 16), 4):
         with pytest.raises(ValueError, match=r"image height .* multiple of the patch size 8: use .*dynamic_img_pad"):
             small("relvit_tiny", img_size=size)
-    # Do what the message says.
+    # The option that the error suggests works.
     padded = small("relvit_tiny", img_size=(20, 16), dynamic_img_pad=True)
     assert padded(images(20, 16)).shape == small("relvit_tiny", img_size=(24, 16))(images()).shape
 

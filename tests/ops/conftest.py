@@ -1,4 +1,4 @@
-"""Tiles small enough that a test has several."""
+"""Make tiles so small that the tests compute several of them."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from relvit.ops.backends import gathered, tiled
 
 @pytest.fixture(scope="module")
 def several_tiles():
-    """Divide small cases into several tiles, too, the last one smaller."""
+    """Divide small inputs into several tiles, of which the last one is smaller."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (tiled, gathered):
             patch.setattr(module, "TILE_LOGITS", 1)

@@ -1,4 +1,4 @@
-"""Rows of tables by offset, clipped and piecewise, against the papers' formulas."""
+"""Rows of tables by offset, clipped and piecewise, compared with the papers' formulas."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_every_offset_against_the_formula(bucketing, distance):
     offsets = torch.arange(-80, 81)
     rows = bucket(offsets, distance, bucketing)
     assert rows.tolist() == [row_of(int(offset), distance, bucketing) for offset in offsets]
-    # Odd, within the table, and constant beyond saturation.
+    # The row is an odd function of the offset, within the table, and constant for large offsets.
     assert torch.equal(rows - distance, -(rows.flip(0) - distance))
     far = offsets >= max(1, saturation(distance, bucketing))
     assert rows[far].unique().tolist() == [2 * distance]
@@ -21,5 +21,5 @@ def test_every_offset_against_the_formula(bucketing, distance):
 
 def test_piecewise_reaches_further_with_the_same_rows():
     near, far = bucket(torch.tensor([3, 4]), 8, "piecewise"), bucket(torch.tensor([9, 30]), 8, "piecewise")
-    assert near.tolist() == [11, 12]  # alpha = 4: a row each
-    assert far.tolist() == [8 + 6, 8 + 8]  # 4 + 4 ln(9/4)/ln(8) = 5.56 and 4 + 4 ln(30/4)/ln(8) = 7.88
+    assert near.tolist() == [11, 12]  # Offsets up to alpha = 4 have a row each.
+    assert far.tolist() == [8 + 6, 8 + 8]  # The rows are rounded: 4 + 4 ln(9/4)/ln(8) = 5.56 and 4 + 4 ln(30/4)/ln(8) = 7.88.

@@ -1,4 +1,4 @@
-"""The choice of a backend: `choose` names the backend that runs, and the rules for GPUs."""
+"""The choice of a backend: `choose` names the backend that runs, and follows the rules for GPUs."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_auto_runs_what_it_says(case, options, backend, reason, gradient, monkey
 
 
 def spied_backends(monkeypatch):
-    """Names of the backends that have run so far."""
+    """Record the names of the backends that have run so far."""
     ran = []
     for name, module in attention.BACKENDS.items():
         original = module.relative_attention
@@ -69,7 +69,7 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
     def attend(q, k, v):
         return relative_attention(q, k, v, terms, grid, backend="tiled")
 
-    # The compiler of PyTorch 2.8 does not repeat the message.
+    # The compiler of PyTorch 2.8 raises an error that does not contain the message.
     with pytest.raises(Exception, match=r"backend 'tiled' cannot be compiled|Observed exception"):
         torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
     with pytest.raises(ValueError, match="backend 'tiled' cannot be compiled"):
@@ -78,7 +78,7 @@ def test_tiles_refuse_to_be_part_of_graphs_and_transforms():
 
 def on_a_gpu(width=96, dtype=torch.bfloat16, layout="separate", field=0, which="kv"):
     q, k, v, terms, grid = draw_case(8, width - 64 - 8, layout=layout, which=which, dim=64, batch=1)
-    # The width is that of the contents, 64, plus 8 rows plus the columns.
+    # The width is 64 for the contents, plus 8 rows, plus the columns.
     inputs = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid)
     return attention._choose(checked(inputs), "cuda")[field]
 
@@ -89,7 +89,7 @@ def test_kernels_of_our_own_where_stock_ones_end():
     reasons = {width: on_a_gpu(width=width, field=1) for width in (96, 129, 256)}
     assert [width for width, reason in reasons.items() if "'triton' keeps half" in reason] == [129, 256]
     assert on_a_gpu(width=257) == on_a_gpu(width=257, dtype=torch.float32) == "triton"
-    # Tiles compute the inputs that these kernels refuse.
+    # 'tiled' computes inputs that these kernels refuse.
     assert on_a_gpu(width=257, dtype=torch.float64) == on_a_gpu(width=257, which="qkv") == "tiled"
 
 
@@ -99,7 +99,7 @@ def test_a_joint_bias_takes_kernels_of_its_own_on_gpus(monkeypatch):
     assert on_a_gpu(layout="joint", which="b") == "triton"
     assert "look the joint bias up" in on_a_gpu(layout="joint", which="b", field=1)
     assert on_a_gpu(layout="joint", which="kb") == "gathered"
-    # 704 and 2,944 tokens.
+    # The grids have 704 and 2,944 tokens.
     small, large = (on_a_gpu(layout="joint", which="b", dtype=torch.float64, width=width) for width in (160, 440))
     assert (small, large) == ("fused", "gathered")
     monkeypatch.setattr(attention, "is_eager", lambda: False)

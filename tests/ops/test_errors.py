@@ -1,4 +1,4 @@
-"""Arguments that do not fit raise an error that names them, instead of a stock error or a wrong result."""
+"""Wrong arguments raise an error that names them, instead of one of PyTorch's errors or a wrong result."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes beyond 2^31 - 1, on the meta device: the largest tensor of each backend, and errors where it is too large."""
+"""More than 2^31 - 1 elements, on the meta device: the largest tensor of each backend, and errors."""
 
 import pytest
 from oracles.largest_tensor import Largest, meta
@@ -18,7 +18,7 @@ from relvit.ops.inputs import AttentionInputs, checked
 
 
 def terms_of(letters, dim, distance=7, layout=AxisTables):
-    """Tables on the meta device, of other sizes for rows and columns."""
+    """Make tables on the meta device whose numbers of rows differ between the axes."""
     sides = (2 * distance + 1, 2 * distance + 3)
     shapes = [sides] if layout is JointTable else [(side,) for side in sides]
     tails = {"query": (dim,), "key": (dim,), "value": (dim,), "bias": ()}
@@ -53,7 +53,8 @@ def test_no_tensor_of_a_backend_is_larger_than_it_says(grid, backend, letters, l
     with Largest() as largest:
         relative_attention(*arguments, backend=backend).sum().backward()
     assert largest.numbers <= says
-    # A strip has as many rows and columns as tokens, and some backends have fewer table entries.
+    # The estimate is an upper bound, and not far above: a strip has many rows and columns, and some backends join fewer
+    # entries.
     assert says <= 6 * largest.numbers
 
 
@@ -63,7 +64,7 @@ def narrow_meta(monkeypatch):
 
 
 def test_wrong_numbers_become_an_error(narrow_meta):
-    """N x N of 46,341 tokens has more than 2^31 - 1 numbers, of 46,340 it has not."""
+    """N x N is more than 2^31 - 1 for 46,341 tokens, but not for 46,340."""
     assert 46_340**2 <= LARGEST < 46_341**2
     fits = case(make_grid(46_340, 1), "", heads=1)
     assert relative_attention(*fits, backend="fused").shape == fits[0].shape
@@ -80,7 +81,7 @@ def test_tiles_go_further_than_stock_attention(narrow_meta):
     with pytest.raises(ValueError, match="use backend='tiled'"):
         relative_attention(q, k, v, terms, grid, key_grid, backend="fused")
     assert relative_attention(q, k, v, terms, grid, key_grid, backend="tiled").shape == q.shape
-    # A tile has all keys, and at least 64 queries.
+    # A tile has all keys and at least 64 queries.
     few = (meta(1, 1, 64, 8), *(meta(1, 1, 2**25 + 1, 8) for _ in range(2)), RelativeTerms())
     with pytest.raises(ValueError, match=r"by backend 'tiled' has a tensor of .*use smaller batches"):
         relative_attention(*few, Grid(1, 64, 0), Grid(2**25 + 1, 1, 0), backend="tiled")

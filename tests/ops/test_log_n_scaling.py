@@ -1,4 +1,4 @@
-"""Temperature of attention by the number of keys, against an explicit softmax."""
+"""Temperature of attention by the number of keys, compared with an explicit softmax."""
 
 import math
 
@@ -12,7 +12,7 @@ TRAINED = 5
 
 
 def by_hand(q, k, v, terms, grid, factor, scale, **options):
-    """All logits times `factor`: the scale, and the bias, which is not scaled."""
+    """Compute attention whose logits are multiplied by `factor`; the scale does not multiply the bias."""
     if terms.bias is not None:
         terms = terms._replace(bias=with_tables(RelativeTerms(bias=terms.bias), lambda t: t * factor).bias)
     return brute_force(q, k, v, terms, grid, scale=scale * factor, **options)
@@ -34,7 +34,7 @@ def test_padding_counts_for_no_sample(backend):
     valid = torch.tensor([[True] * 5 + [False], [True] * 2 + [False] * 4, [False] * 6])
     grid = make_grid(2, 3, valid=valid)
     got = relative_attention(q, k, v, terms, grid, scale=0.4, trained_keys=TRAINED, backend=backend)
-    for sample, keys in enumerate((5, 2, 1)):  # a sample without keys may have any factor
+    for sample, keys in enumerate((5, 2, 1)):  # The last sample has only padding, so any factor is right.
         one = slice(sample, sample + 1)
         factor = math.log(keys) / math.log(TRAINED)
         expected = by_hand(q[one], k[one], v[one], terms, grid._replace(valid=valid[one]), factor, 0.4)

@@ -1,4 +1,4 @@
-"""Relative attention with every backend under every option: gradients, causality, masks, padding, changes in place."""
+"""Relative attention by every backend with every option: gradients, causality, masks, padding, changes in place."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ TOKENS = PREFIX + HEIGHT * WIDTH
 
 
 def attention_case(batch, backend, layout="separate"):
-    """All inputs by name, and the operation as a function of them."""
+    """Return all inputs by name, and the operation as a function of them."""
     generator = torch.Generator().manual_seed(batch)
     names = ["query", "key", "value", "position_query", "position_key"]
     inputs = {name: draw(generator, batch, HEADS, TOKENS, DIM) for name in names}
@@ -62,7 +62,7 @@ CHANGED += ["q.rows", "k.cols", "v.rows", "b.cols"]
     ],
 )
 def test_attention_changed_in_place_before_backward(backend, layout, changed):
-    # Tiles write products of one sample straight into memory.
+    # For a single sample, tiles write their products directly into the result.
     for batch in (1, 2) if backend == "tiled" else (2,):
         inputs, attend = attention_case(batch, backend, layout)
         for name in changed:
@@ -103,19 +103,19 @@ def test_attention_does_not_depend_on_what_padding_holds(backend, option, garbag
 
 
 def case_under(option, scale=None, which="qkvb"):
-    """Contents and terms, the same as leaves, their grid, and the options of attention.
+    """Draw contents and terms, the same as leaves, their grid, and the options of attention.
 
-    Some queries may attend to padding only, as there is no prefix token, which is never padding.
+    Without prefix tokens, which are never padding, some queries may attend to padding only.
     """
     q, k, v, terms, _ = draw_case(1, TOKENS, which=which, per_head="vb")
     generator = torch.Generator().manual_seed(1)
     valid = torch.ones(2, TOKENS, dtype=torch.bool)
     valid[0, :5], valid[1, 7:] = False, False
     mask = torch.rand(2, 1, TOKENS, TOKENS, generator=generator) < 0.6
-    mask[0, :, 5] = ~valid[0]  # This query may attend to padding only,
-    mask[1, :, 2] = False  # and this one to nothing.
+    mask[0, :, 5] = ~valid[0]  # This query may attend to padding only.
+    mask[1, :, 2] = False  # This query may attend to no token.
     finite = draw(generator, 2, 1, TOKENS, TOKENS)
-    finite[0, :, 4] = -1e9  # The softmax over logits near -1e9 keeps an accuracy of 1e-7.
+    finite[0, :, 4] = -1e9  # The softmax over logits near -1e9 has an accuracy of 1e-7.
     masks = {
         "boolean mask": mask,
         "mask of -inf": torch.zeros_like(finite).masked_fill(~mask, -torch.inf),

@@ -1,4 +1,4 @@
-"""Windows against attention on the whole grid with a mask of pairs, and against Swin's own cyclic shift and mask."""
+"""Windows compared with attention on the whole grid under a mask, and with Swin's cyclic shift and mask."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from timm.models.swin_transformer import SwinTransformerBlock, window_partition
 from relvit.ops import Grid, from_windows, make_grid, relative_attention, to_windows
 
 BATCH, HEADS, DIM = 2, 2, 5
-# Grid, size, shift: whole windows, windows beyond one border or both on one or both axes, windows larger than the grid.
+# Each division has grid, window size and shift: whole windows, windows beyond one or both borders on one or both axes,
+# windows larger than the grid.
 DIVISIONS = [
     ((4, 6), (2, 3), (0, 0)),
     ((4, 6), (2, 3), (1, 2)),
@@ -22,13 +23,13 @@ DIVISIONS = [
 
 
 def windows_by_hand(length, size, shift):
-    """The number of the window of each row (or column): a new one begins at shift, shift + size ..."""
+    """Return the number of the window of each row (or column): new windows begin at shift, shift + size ..."""
     starts = range(shift, length, size)
     return [sum(start <= number for start in starts) for number in range(length)]
 
 
 def same_window(shape, size, shift):
-    """(H W, H W) booleans."""
+    """Return whether two patches are in one window, (H W, H W) booleans."""
     rows, cols = (windows_by_hand(*axis) for axis in zip(shape, size, shift, strict=True))
     window = [(row, col) for row in rows for col in cols]
     return torch.tensor([[one == other for other in window] for one in window])
@@ -36,7 +37,7 @@ def same_window(shape, size, shift):
 
 def valid_patches(kind, patches):
     generator = torch.Generator().manual_seed(4)
-    # So few patches are valid that all queries of some windows have no keys.
+    # Few patches are valid, so that in some windows no query has a key.
     return {
         "all": None,
         "alike": torch.rand(patches, generator=generator) < 0.4,
@@ -51,7 +52,7 @@ def by_window(x, grid, size, shift):
 
 
 def test_windows_and_their_tokens_are_in_raster_order():
-    x = torch.arange(2 * 3 * 5).reshape(2, 15, 1)  # two samples of 3 x 5 patches
+    x = torch.arange(2 * 3 * 5).reshape(2, 15, 1)  # The images are two samples of 3 x 5 patches.
     windows, inside = to_windows(x, make_grid(3, 5), (2, 3), (1, 0))
     assert windows[4:, :, 0].tolist() == [
         [0, 0, 0, 15, 16, 17],
@@ -96,7 +97,7 @@ def test_pairs_in_shifted_windows_are_those_of_swin(size, shift):
         4, (height, width), num_heads=1, window_size=size, shift_size=shift, always_partition=True
     )
     assert (block.window_size, block.shift_size) == (size, shift)
-    # Numbers instead of contents show which patch the roll brings where.
+    # Numbered patches show where the roll moves each patch.
     rolled = patches.reshape(1, height, width, 1).roll((-shift[0], -shift[1]), dims=(1, 2))
     swin = set()
     for numbers, mask in zip(window_partition(rolled, size).flatten(1).tolist(), block.attn_mask, strict=True):
@@ -108,12 +109,12 @@ def test_pairs_in_shifted_windows_are_those_of_swin(size, shift):
         together = numbers[valid].tolist()
         ours |= {(one, other) for one in together for other in together}
     assert ours == swin
-    # The mask does separate some of the pairs that the roll has brought together.
+    # The mask separates some pairs that the roll has brought into one window.
     assert len(swin) < height * width * size[0] * size[1]
 
 
 class RunningSums(torch.nn.Module):
-    """Running sums within each window, plus one for valid patches where windows may extend beyond the border."""
+    """Compute sums within each window, plus one for valid patches if windows may extend beyond the border."""
 
     def __init__(self, size, shift):
         super().__init__()
@@ -131,7 +132,8 @@ class RunningSums(torch.nn.Module):
 def test_exported_once_for_all_sizes(shift):
     module = RunningSums((2, 3), shift)
     generator = torch.Generator().manual_seed(3)
-    # Without a shift the graph fixes whether windows extend beyond the border, so it serves whole multiples.
+    # Without a shift, tracing decides whether windows extend beyond the border, so the graph is for multiples of the
+    # window.
     sizes = {2: 2 * torch.export.Dim("down", min=2, max=50), 3: 3 * torch.export.Dim("across", min=2, max=50)}
     exported = torch.export.export(module, (draw(generator, 2, 3, 8, 12),), dynamic_shapes=(sizes,)).module()
     for height, width in [(8, 12), (4, 30), (12, 6)]:

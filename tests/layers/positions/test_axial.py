@@ -1,4 +1,4 @@
-"""The axial embedding against `interpolate`, patch by patch."""
+"""The axial embedding compared with `interpolate`, patch by patch."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_bfloat16_rounds_once_and_the_meta_device_works():
     for size in [(3, 4), (7, 12)]:
         out = half(make_grid(*size))
         assert out.dtype == torch.bfloat16
-        # Up to float32's error at the border between two neighbours.
+        # The result is rounded once. Near the border between two bfloat16 numbers, float32's error may change it.
         assert (out == exact(make_grid(*size)).bfloat16()).double().mean() > 0.99
     out = AxialPositionEmbedding(4, (2, 3), device="meta", dtype=torch.float16)(make_grid(5, 2))
     assert (out.device.type, out.dtype, out.shape) == ("meta", torch.float16, (10, 4))

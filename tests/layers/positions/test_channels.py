@@ -1,4 +1,4 @@
-"""PaPE against the authors' formula, pair by pair, and low-rank biases against the bias itself; float64."""
+"""PaPE compared with the authors' formula, pair by pair, and low-rank biases with the bias itself, in float64."""
 
 import pytest
 import timm
@@ -13,7 +13,7 @@ from relvit.ops.reference.attention import pair_bias
 
 
 def parabolas(position, x, places, unit):
-    """Sum scale (-softplus(W_a x_i) (w (p_i - p_j))^2 + W_b x_i w (p_i - p_j)) over parabolas for each pair."""
+    """Compute the sum of scale (-softplus(W_a x_i) (w (p_i - p_j))^2 + W_b x_i w (p_i - p_j)) for each pair."""
     a, b = (x @ position.coefficients.weight.mT).unflatten(-1, (2, HEADS, -1)).unbind(2)
     samples = []
     for n, spots in enumerate(places):
@@ -55,7 +55,7 @@ def test_factors_of_a_bias_and_their_error():
     torch.testing.assert_close(error, singular[:, 3:].norm(dim=1) / singular.norm(dim=1), rtol=0, atol=1e-12)
     assert 0 < error.max() < 0.2
     assert not factorise_bias(torch.zeros(1, 2, 3), 5)[1].any()
-    # Manhattan distance has rank rows + columns at the most.
+    # A bias of the Manhattan distance has at most rank rows + columns.
     manhattan = pair_bias(SlopePosition2d(4, HEADS).double()(grid), grid, grid, draw(1))[0]
     assert factorise_bias(manhattan, 7)[1].max() < 1e-12
 
@@ -74,7 +74,7 @@ def test_what_has_no_factors(shape, rank, message):
 
 
 def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones():
-    """At full rank nothing is lost: at the own size, with prefix tokens, dropped patches, fewer rows."""
+    """At full rank the bias is exact: at its own size, with prefix tokens, with dropped patches, and on fewer rows."""
     trained = make_grid(4, 3)
     bias = draw(HEADS, 12, 12)
     attn = layer(LowRankPosition2d(DIM // HEADS, HEADS, rank=12, grid_size=(4, 3)))
@@ -91,7 +91,7 @@ def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones()
         expected = bias[:, index][:, :, index] * (on_grid[:, None] & on_grid)
         torch.testing.assert_close(attn(x, grid), plain(attn)(x, attn_mask=expected[None]), rtol=0, atol=1e-10)
     terms = attn.position.terms(x, make_grid(7, 3), make_grid(7, 3)).channels
-    # Rows are interpolated as by torch.nn.functional.interpolate.
+    # Rows are interpolated as torch.nn.functional.interpolate does.
     maps = attn.position.query.permute(2, 3, 0, 1)
     larger = F.interpolate(maps, (7, 3), mode="bilinear", align_corners=False)
     torch.testing.assert_close(terms.query[0], larger.flatten(2).mT, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The contract of all positions: the numbers of a layer around them, what they learn, precision, sizes, devices."""
+"""The contract of all positions: outputs of a layer with them, gradients, precision, sizes, devices."""
 
 from functools import partial
 
@@ -53,7 +53,7 @@ def build(name, *args, **options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_layers_attend_with_the_terms_pair_by_pair(name, layout):
-    """Compare relvit's and retrofitted attention with the formula between the layer's own projections."""
+    """Compare relvit's and retrofitted attention with the formula, computed with the layer's own projections."""
     grid, attn = LAYOUTS[layout], build(name)
     x, parameters = draw(2, num_tokens(grid), DIM), list(attn.parameters())
     q, k, v = attn.qkv(x).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)
@@ -80,7 +80,7 @@ def test_zeros_are_plain_attention_and_every_parameter_learns(name):
         optimizer.zero_grad()
         attn(x, grid).square().sum().backward()
         optimizer.step()
-    # The threshold of FIRE is below the size of the image.
+    # FIRE's threshold has no effect and no gradient here, because the image is larger than the threshold.
     assert all(parameter.grad.any() for key, parameter in position.named_parameters() if key != "threshold")
     if hasattr(position, "no_weight_decay"):
         assert position.no_weight_decay() <= {key for key, _ in position.named_parameters()}
@@ -113,7 +113,7 @@ def test_a_position_may_have_terms_of_tokens_alone():
 
     grid, x = make_grid(3, 5), draw(2, 15, DIM)
     attn = layer(Own())
-    # The same number for all keys of a query leaves the weights as they are.
+    # A bias that is the same for all keys of a query does not change the weights.
     torch.testing.assert_close(attn(x, grid), plain(attn)(x), rtol=0, atol=1e-10)
 
 
@@ -136,7 +136,7 @@ def test_queries_and_memory_on_grids_of_their_own(name):
     attn = layer(None) if name == "rope" else build(name)
     if name == "rope":
         attn.rope = RotaryEmbedding2d(DIM // HEADS, HEADS, "axial")
-    # The tokens that attend are the last two rows of an image, whose first rows are a memory.
+    # The queries are the last two rows of an image, and its first rows are the memory.
     whole, x = make_grid(5, 3), draw(2, 15, DIM)
     last = make_grid(5, 3, coords=torch.stack((torch.arange(6) // 3 + 3, torch.arange(6) % 3), dim=-1))
     got = attn(x[:, 9:], last, memory=x[:, :9], key_grid=whole)
@@ -145,7 +145,7 @@ def test_queries_and_memory_on_grids_of_their_own(name):
 
 @pytest.mark.parametrize("name", [name for name in POSITIONS if name != "low-rank"])
 def test_offsets_to_queries_outside_the_grid_of_the_keys(name):
-    """The keys are the first two of five rows, on a grid of these rows or with coordinates on the whole grid."""
+    """The keys are the first two of five rows, on a grid of two rows or, with coordinates, on the whole grid."""
     position, (x, *contents), whole = build(name).position, draw(4, 2, 15, DIM), make_grid(5, 3)
     q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in contents)
     if name == "lookhere":
@@ -159,11 +159,11 @@ def test_offsets_to_queries_outside_the_grid_of_the_keys(name):
 
 @pytest.mark.parametrize("name", STRETCHED)
 def test_stretched_to_another_size(name):
-    """The trained size stays bit by bit; at twice the size, the offset 2d has the term of d at the trained size."""
+    """At the trained size terms are equal bit by bit; at twice the size, the offset 2d has the trained term of d."""
     position, x = build(name).position, draw(1, 20, DIM)
     small, large = make_grid(4, 5), make_grid(8, 10)
     if needs_tokens(position):
-        # The same tokens are twice as far apart.
+        # These positions depend on tokens, so use the same tokens at twice the distances.
         large = large._replace(coords=2 * patch_coords(small))
     trained = terms_of(position, x, small, small)
     position.trained_grid = (4, 5)

@@ -1,4 +1,4 @@
-"""Errors of the constructors of positions name the argument and the allowed values."""
+"""Errors of positions' constructors name the argument and the allowed values."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""LookHere: fields of view and slopes of the paper, pair by pair under a boolean mask; layers are numbered."""
+"""LookHere: fields of view and slopes of the paper, pair by pair, as a boolean mask; layers get their index."""
 
 import math
 
@@ -13,7 +13,7 @@ from relvit.layers import LookHerePosition2d
 from relvit.ops import make_grid, relative_attention
 
 HEIGHT, WIDTH = 3, 5
-# The field of view of a head, as sectors of a circle: conditions on the offset from query to key.
+# Each field of view is a sector of a circle, given by conditions on the offset from query to key.
 HALVES = [lambda y, x: y <= 0, lambda y, x: y >= 0, lambda y, x: x <= 0, lambda y, x: x >= 0]
 QUARTERS = [lambda y, x, a=a, b=b: HALVES[a](y, x) and HALVES[b](y, x) for a in (0, 1) for b in (2, 3)]
 UPPER, LOWER = (lambda y, x: -y >= abs(x)), (lambda y, x: y >= abs(x))
@@ -31,7 +31,8 @@ EIGHTHS = [
 EVERYWHERE = [lambda y, x: True]
 SECTORS = {180: HALVES, 90: QUARTERS, 45: EIGHTHS}
 DIRECTED = {4: [0.5] * 4, 6: [0.5] * 4, 12: [0.5] * 4 + [0.25] * 4, 16: [0.5] * 4 + [0.25] * 4}
-# The authors' `create_lh_layer_tensor` counts slopes anew for 'eighths1' and for 'eighths2', four heads each.
+# The authors' `create_lh_layer_tensor` starts the slopes again for 'eighths1' and for 'eighths2', which have four heads
+# each.
 DIRECTED_BY_EIGHTHS = {12: [0.5] * 8, 16: [0.5] * 8}
 OTHERS = {
     4: [],
@@ -42,7 +43,7 @@ OTHERS = {
 
 
 def by_hand(heads, view, prefix):
-    """Compute which keys each head sees, and slope times distance, zero for prefix tokens, both (heads, N, N)."""
+    """Compute which keys each head sees, and slope times distance (zero for prefix tokens), both (heads, N, N)."""
     directed_slopes = (DIRECTED_BY_EIGHTHS if view == 45 else DIRECTED)[heads]
     directed = len(directed_slopes)
     sees = (SECTORS[view] * 4)[:directed] + EVERYWHERE * (heads - directed)
@@ -67,7 +68,7 @@ def test_attention_is_that_under_a_boolean_mask(heads, view, prefix):
     grid = make_grid(HEIGHT, WIDTH, prefix)
     q, k, v = draw(3, 2, heads, HEIGHT * WIDTH + prefix, 8).requires_grad_()
     seen, distances = by_hand(heads, view, prefix)
-    # The second of three layers has the middle of 1.5 and 0.5, which is 1.
+    # Slopes are multiplied by 1.5 in the first and 0.5 in the last of three layers, so by 1 in the second.
     expected = F.scaled_dot_product_attention(q, k, v, (-distances).masked_fill(~seen, -torch.inf))
     got = relative_attention(q, k, v, position(grid), grid)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
@@ -81,7 +82,7 @@ def test_what_is_hidden_stays_hidden_in_half_precision():
     q, k, v = draw(3, 1, 4, HEIGHT * WIDTH, 8).half()
     v[..., -WIDTH:, :] = 1000
     out = relative_attention(q, k, v, position(grid), grid)
-    # The first head looks up: no query above the last row sees its values.
+    # The first head looks up, so only queries in the last row see the values there.
     assert out[:, 0, :-WIDTH].abs().max() < 10
 
 

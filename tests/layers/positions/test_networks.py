@@ -1,4 +1,4 @@
-"""FIRE against the authors' module, pair by pair, and Swin V2's continuous bias against timm's `RelPosMlp`; float64."""
+"""FIRE compared with the authors' module, and Swin V2's continuous bias with timm's `RelPosMlp`, in float64."""
 
 import math
 
@@ -29,7 +29,7 @@ def drawn(name):
 
 
 def authors_fire(network, c, threshold, length):
-    """Compute the module of the paper's appendix for a sequence, (heads, query, key)."""
+    """Compute the module in the paper's appendix for a sequence, (heads, query, key)."""
     place = torch.arange(length, dtype=torch.float64)
     distance = torch.log((c * (place[:, None] - place)).abs() + 1)
     divisor = torch.log((c * place.clamp(min=threshold.abs())).abs() + 1) + 1e-6
@@ -44,7 +44,7 @@ def test_fire_is_the_papers_formula_for_the_last_token():
         axes = ((position.rows, height), (position.cols, width))
         for axis, (table, (network, size)) in enumerate(zip(tables, axes, strict=True)):
             expected = authors_fire(network, position.c[axis], position.threshold[axis], size)[:, -1]
-            # Keys from the first on, up to the query itself.
+            # The authors' module is causal: compare the offsets of keys up to the query itself.
             torch.testing.assert_close(table[:, :size], expected, rtol=0, atol=1e-12)
 
 
@@ -73,7 +73,7 @@ def test_continuous_bias_is_timms(mode, grid):
     options = {"mode": mode, "pretrained_window_size": (4, 3), "prefix_tokens": grid.prefix}
     theirs = RelPosMlp((grid.height, grid.width), HEADS, 512, **options).double().eval()
     theirs.load_state_dict(position.state_dict())
-    # timm's coordinates are computed in single precision.
+    # timm computes the coordinates in single precision.
     got = pair_bias(position(grid), grid, grid, torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(got, theirs.get_bias(), rtol=0, atol=2e-5)
 
@@ -88,11 +88,11 @@ def test_layers_that_pytorch_has_quantised_are_near():
 
 
 def test_constants_made_in_a_transform_are_not_used_after_it():
-    """A transform of torch.func owns what is computed in it, the cached offsets, too."""
+    """Tensors made within a transform of torch.func, such as cached offsets, must not be used after it."""
     position, weight = drawn("cr"), torch.randn(512, 2, dtype=torch.float64)
 
     def loss(weight):
-        # No other test has this grid.
+        # No other test uses this grid, so its offsets are not cached yet.
         given = {"mlp.fc1.weight": weight}
         return torch.func.functional_call(position, given, (make_grid(11, 13),)).bias.table.square().sum()
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of relvit's own models: angles against timm's layers, the layer against brute force, in float64."""
+"""Rotary embedding of relvit's models: angles compared with timm's layers, outputs with brute force; float64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DIM = 16
 
 
 def timms(rope, height, width):
-    """Compute sines and cosines of timm's layer with the same frequencies, (1 or heads, H W, 2 head_dim)."""
+    """Compute sines and cosines by timm's layer with the same frequencies, (1 or heads, H W, 2 head_dim)."""
     if rope.kind == "axial":
         theirs = RotaryEmbeddingCat(DIM // HEADS, temperature=100.0, in_pixels=False)
         return theirs.get_embed((height, width))[None].double()
@@ -72,7 +72,7 @@ def test_frequencies_of_models_and_in_half_precision():
     got = RotaryEmbedding2d(8, 2).bfloat16()(x.bfloat16(), grid)
     assert got.dtype == torch.bfloat16
     expected = RotaryEmbedding2d(8, 2)(x, grid)
-    # Only the tokens are rounded: the frequencies stay in float32.
+    # The frequencies stay in float32, and only the tokens are rounded.
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=0.05)
 
 

@@ -1,4 +1,4 @@
-"""ALiBi's slopes: the published numbers, and the bias pair by pair."""
+"""ALiBi's slopes compared with the published numbers, and the bias with its formula, pair by pair."""
 
 import math
 
@@ -23,7 +23,7 @@ def bias_by_hand(distance, prefix, reach):
         if one is None or other is None:
             return 0
         dy, dx = (min(abs(a - b), most) for a, b, most in zip(one, other, reach, strict=True))
-        # As in the authors' get_2dalibi of CROMA, for H != W.
+        # This is the bias of the authors' get_2dalibi of CROMA, for H != W.
         return dy + dx if distance == "manhattan" else math.sqrt(dy**2 + dx**2)
 
     lengths = torch.tensor([[length(one, other) for other in tokens] for one in tokens], dtype=torch.float64)
@@ -37,7 +37,7 @@ def bias_by_hand(distance, prefix, reach):
         (2, [1 / 16, 1 / 256]),
         (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]),
         (8, POWERS),
-        # 2^-1 ... 2^-8, then the first, third ... of 16 heads: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5.
+        # The slopes are 2^-1 ... 2^-8, then the first, third ... slope of 16 heads: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5.
         (12, [*POWERS, 0.7071067811865476, 0.3535533905932738, 0.1767766952966369, 0.08838834764831845]),
     ],
 )
@@ -56,6 +56,6 @@ def test_the_bias_falls_with_the_distance(distance, prefix, max_distance, reach)
     assert position(grid)._replace(bias=None) == RelativeTerms()
     if distance == "euclidean":
         position.trained_grid = (HEIGHT, 3)
-        # One column in five is 3 / 5 of one in training.
+        # The image is five columns wide and was three columns wide in training, so a column counts as 3 / 5.
         expected = -math.sqrt(min(1, reach[0]) + min(4 * 3 / 5, reach[1]) ** 2) / 256
         assert position(grid).bias.table[-1, HEIGHT, -1].item() == pytest.approx(expected, abs=1e-12)

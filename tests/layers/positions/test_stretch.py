@@ -1,4 +1,4 @@
-"""Stretched positions: attention by the formula with fractional offsets, pair by pair, at smaller and larger sizes."""
+"""Stretched positions: attention with fractional offsets by the formula, pair by pair, at smaller and larger sizes."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from relvit.layers.positions.base import stretch
 from relvit.ops import make_grid, num_tokens, relative_attention
 
 HEADS, DIM = 2, 3
-# Rows and columns in training and here, prefix tokens, clip distance, further arguments.
+# Each case has rows and columns in training and here, the number of prefix tokens, the clip distance and options.
 CASES = {
     "larger": ((3, 2), (4, 3), 1, (2, 1), {"rel_terms": "qkvb", "shared_heads": False}),
     "smaller": ((6, 5), (4, 2), 0, (3, 2), {"rel_terms": "qkvb"}),
@@ -29,7 +29,7 @@ JOINT = {
 
 
 def at(table, offsets, bucketing):
-    """Interpolate a table linearly at fractional offsets, one for each of its axes."""
+    """Interpolate a table linearly at fractional offsets, one offset for each of its axes."""
     total = 0
     lower = [math.floor(offset) for offset in offsets]
     for corner in range(2 ** len(offsets)):
@@ -43,7 +43,7 @@ def at(table, offsets, bucketing):
 
 
 def vectors(position, term, grid, trained):
-    """Compute a_ij of a term, (heads, N, N, dim), or (heads, N, N) of the bias."""
+    """Compute the vectors a_ij of a term, (heads, N, N, dim), or the numbers of the bias, (heads, N, N)."""
     dim = () if term == "bias" else (DIM,)
     places = [place(i, grid.prefix, None, grid.height, grid.width) for i in range(num_tokens(grid))]
     ratios = [Fraction(before, now) for before, now in zip(trained, (grid.height, grid.width), strict=True)]
@@ -118,20 +118,20 @@ def test_at_the_trained_size_tables_stay_bit_by_bit():
     assert terms.key.rows is position.key_rows
     assert terms.bias.cols is position.bias_cols
     assert terms.bucketing == "piecewise"
-    # A graph for all sizes stretches at the trained size, too.
+    # A graph for all sizes also stretches at the trained size, where the result must be the table itself.
     assert torch.equal(stretch(position.key_cols, -2, 6, 6, "clip"), position.key_cols)
 
 
 def test_number_of_rows_and_half_precision():
     torch.manual_seed(0)
     table = torch.randn(2, 7, 3, dtype=torch.float64)
-    # k r = 3 * 5 / 4 = 3.75, then 4.5, rounded up.
+    # The new clip distance is k r, rounded up: 3 * 5 / 4 = 3.75 becomes 4, and below 3 * 6 / 4 = 4.5 becomes 5.
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         low = table.to(dtype)
         got = stretch(low, -2, 5, 4, "clip")
         assert (got.shape, got.dtype) == ((2, 9, 3), dtype)
         exact = stretch(low.double(), -2, 5, 4, "clip")
-        # The result is rounded once.
+        # The result is computed in higher precision and rounded once.
         torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert stretch(table, -2, 6, 4, "clip").shape == (2, 11, 3)
 

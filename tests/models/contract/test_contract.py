@@ -1,4 +1,4 @@
-"""Options of timm's `VisionTransformer`: relvit's numbers equal those of timm's model with ALiBi's slopes as a mask."""
+"""Options of timm's `VisionTransformer`: relvit's outputs equal those of timm's model with ALiBi's slopes as a mask."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from relvit.models.entry_points import FIXED
 
 @pytest.fixture(scope="module", params=[*NAMES, *ATTENTION_FREE, *UNIVERSAL])
 def registered(request):
-    """A registered name, and its model with one block."""
+    """Return a registered name, and its model with one block."""
     return request.param, timm.create_model(request.param, depth=1, device="meta")
 
 
@@ -82,7 +82,7 @@ def test_options_give_timms_numbers(options):
     x = images(16, 40, dtype=torch.float64)
     expected = plain(x, attn_mask=bias_for(plain, x))
     assert_same(model(x), expected, atol=precision(options))
-    assert (expected - plain(x)).abs().max() > 1e-6  # the slopes were at work
+    assert (expected - plain(x)).abs().max() > 1e-6  # The slopes have changed the outputs.
 
 
 @pytest.mark.parametrize(

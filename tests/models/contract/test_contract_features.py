@@ -1,4 +1,4 @@
-"""Features and outputs by all of timm's methods equal those of timm's own model with ALiBi's slopes as a mask."""
+"""Features and outputs of all of timm's methods equal those of timm's model with ALiBi's slopes as a mask."""
 
 import pytest
 import timm

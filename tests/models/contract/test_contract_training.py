@@ -1,4 +1,4 @@
-"""Training of models: groups of parameters, dropouts, initialisation, averages, copies."""
+"""Training of models: parameter groups, dropout, initialisation, averages, copies."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ def test_layer_decay_reaches_the_tables_of_each_block():
     assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token", "dist_token", *tables_of(model)}
     for key, (scale, decay) in groups_of(model).items():
         if key.startswith("blocks."):
-            # Stem, three blocks, head: the head has scale 1.
+            # The scale halves per layer, from the head (1) down through three blocks to the stem.
             assert scale == 0.5 ** (3 - int(key.split(".")[1])), key
         elif key.startswith(("head", "fc_norm")):
             assert scale == 1, key
@@ -43,7 +43,7 @@ def test_layer_decay_reaches_the_tables_of_each_block():
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_decay):
-    """timm makes the optimiser with `param_groups`, as in a user's own training loop."""
+    """As in a user's own training loop, timm makes the optimiser from `param_groups`."""
     model = small(rel_terms="kv", class_token=True)
     function = partial(param_groups, lr=0.01, layer_decay=layer_decay)
     optimizer = create_optimizer_v2(model, "adamw", lr=0.01, param_group_fn=function)
@@ -85,7 +85,7 @@ def test_dropouts_are_timms():
         torch.manual_seed(4)
         results.append(net.train()(x, attn_mask=mask))
     assert_same(results[0], results[1], atol=1e-6)
-    assert (model(x) - results[2]).abs().max() > 1e-3  # drawn anew
+    assert (model(x) - results[2]).abs().max() > 1e-3  # This forward pass has drawn other random numbers.
     assert_same(model.eval()(x), plain.eval()(x, attn_mask=bias_for(plain, x)), atol=1e-6)
 
 
@@ -94,7 +94,7 @@ def test_attention_dropout_and_drop_path_are_of_training():
     x = images(16, 40)
     torch.testing.assert_close(model.eval()(x), small().eval()(x))
     assert (model.train()(x) - model(x)).abs().max() > 1e-3
-    # The rates are 0 and 1: in training the second block adds nothing.
+    # The drop rates are 0 and 1, so in training the second block adds nothing.
     model = small(drop_path_rate=1.0, depth=2)
     first = model.eval().forward_intermediates(x, [0], output_fmt="NLC", intermediates_only=True)[0]
     assert_same(model.train().forward_intermediates(x, [1], output_fmt="NLC", intermediates_only=True)[0], first, 1e-6)
@@ -126,7 +126,8 @@ def test_init_weights_in_every_mode(mode):
             if one.numel() > 300 and other.std() > 0:
                 assert 0.8 < one.std() / other.std() < 1.25, name
                 assert (one.mean() - other.mean()).abs() < 0.4 * other.std(), name
-            elif name != "patch_embed.proj.bias":  # PyTorch's own
+            # PyTorch's default initialises this bias at random.
+            elif name != "patch_embed.proj.bias":
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     if mode == "jax_nlhb":
         torch.testing.assert_close(model.head.bias, torch.full((20,), -math.log(20)))

@@ -1,4 +1,4 @@
-"""One graph serves all image sizes: compiled, exported, in ONNX; relvit's models and retrofitted ones, any reach."""
+"""One graph serves all image sizes: compiled, exported, or ONNX, for relvit's and retrofitted models."""
 
 from functools import cache
 
@@ -14,14 +14,14 @@ from vits import small
 import relvit
 from relvit.models import set_reach
 
-# Each test compiles or exports; tests of commands export one model without this mark.
+# Each test compiles or exports, which takes long; tests of commands that are not slow export one model.
 pytestmark = pytest.mark.slow
 
 SIZES = [(24, 16), (16, 80), (136, 32), (64, 64)]
 
 
 def build(reach="trained", **kwargs):
-    """Build a retrofitted model for `case`, else a relvit model with these arguments."""
+    """Build a retrofitted model for `case`, or else a relvit model with these arguments."""
     if (case := kwargs.get("case")) in OWN:
         return retrofitted(build_original(case)).float()
     if case:
@@ -45,14 +45,14 @@ def any_size(variant):
     return (batch | {2: height, 3: width},)
 
 
-# The absolute embedding is smaller than some of SIZES and larger than others, in both axes.
+# The grid of the absolute embedding is smaller than some of SIZES and larger than others, along both axes.
 PER_HEAD = {"pos_embed": "learn", "img_size": 32, "rel_terms": "kvb", "shared_heads": False}
 FREE = [
     {"name": "test_relvit_aft", "class_token": True, "kernel_size": 3},
     {"name": "test_relvit_aft", "mixer": "local", "img_size": (32, 48)},
 ]
 HALTING = {"name": "test_relvit_universal", "depth": 2, "halting": "act", "class_token": True}
-# These models have a bias per pair of offsets; BEiT has prefix tokens with a bias of their own.
+# These models have a bias per pair of offsets; BEiT's prefix tokens have their own bias.
 JOINT = [{"case": "beit"}, {"case": "relpos"}]
 VARIANTS = [
     PER_HEAD | {"reach": "stretch-logn"},
@@ -76,9 +76,9 @@ VARIANTS = [
 
 @cache
 def exported(number):
-    """A model of VARIANTS and its program for all sizes."""
+    """Return a model of VARIANTS and its exported program for all sizes."""
     model = build(**VARIANTS[number])
-    # timm's own DINOv3 cannot be exported for all sizes either.
+    # timm's own DINOv3 cannot be exported for all sizes, either.
     return model, torch.export.export(model, (images(32, 40),), dynamic_shapes=any_size(VARIANTS[number]))
 
 
@@ -131,7 +131,7 @@ def test_the_older_onnx_exporter_serves_other_numbers_of_images(variant, tmp_pat
     ("variant", "most"),
     [
         ({"rel_terms": "qkvb", "pos_embed": "axial", "img_size": (32, 48), "reach": "stretch-logn"}, 1),
-        # The size that a rotary embedding is stored for has a graph of its own.
+        # The rotary embedding is stored for one size, which gets its own graph.
         ({"case": "dinov3"}, 2),
         *((variant, 1) for variant in (*JOINT, *FREE, HALTING)),
     ],
@@ -158,7 +158,7 @@ def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     parameters = [p for name, p in model.named_parameters() if "pos" in name or "prefix_bias" in name]
-    # By default Dynamo first makes a graph for all values of Python's floats, then a second one for their own.
+    # By default Dynamo first makes a graph for any values of Python's floats, and later one for the actual values.
     with torch._dynamo.config.patch(specialize_float=True):
         for size in SIZES[:2]:
             want, got = (
@@ -170,7 +170,7 @@ def test_compiled_training_step_has_the_gradients_of_the_plain_one(variant):
 
 @pytest.mark.parametrize("variant", JOINT, ids=str)
 def test_the_pairs_of_a_compiled_joint_bias_have_two_axes(variant):
-    """Inductor needs minutes to find row and column of a pair from its number, because sizes are expressions."""
+    """With one axis of pairs, Inductor needs minutes to find rows and columns, because sizes are expressions."""
     model, shapes = build(**variant), []
 
     def record(graph, _example):

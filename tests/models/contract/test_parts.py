@@ -1,4 +1,4 @@
-"""The contract of positions, of every mixer and depth: traced by torch.fx and checkpointed, it computes the same."""
+"""The contract of positions, mixers and depths: traced by torch.fx or checkpointed, models compute the same."""
 
 import pytest
 import timm
@@ -9,7 +9,7 @@ from vits import assert_same, images, small
 import relvit
 from relvit.models.depth import lack
 
-# Attention is a leaf of the graph, so one position of each sort is enough.
+# Attention is one node of the traced graph, so one position of each kind is enough.
 PARTS = {
     "tables": {"class_token": True, "reg_tokens": 2, "pos_embed": "learn", "init_values": 0.1},
     "chunked": {"mlp_chunk": 4},
@@ -32,8 +32,8 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_symbolic_tracing_has_the_same_outputs_and_gradients(part):
     model = small(**{"depth": 2, **PARTS[part]}).eval()
-    # Graphs compute all tokens at all steps, the model only those that have not halted; reversible blocks recompute
-    # their inputs in backward; graphs compute the MLP in one piece.
+    # Outputs may differ by rounding: graphs compute all tokens in all steps, but models only those that have not
+    # halted; reversible blocks recompute their inputs; graphs compute the MLP without chunks.
     atol = {"universal": 1e-5, "halting": 1e-5, "reversible": 1e-6, "chunked": 1e-6}.get(part, 0)
     traced = create_feature_extractor(model, ["head"])
     assert_same(traced(images(16, 40))["head"], model(images(16, 40)), atol)
@@ -52,7 +52,7 @@ def test_jit_traces_serve_other_sizes_and_have_the_same_gradients(part):
     traced = torch.jit.trace(model, images(dtype=torch.float64), check_trace=False)
     x, parameters = images(16, 40, dtype=torch.float64), [p for p in model.parameters() if p.requires_grad]
     if part == "lsh":
-        # The number of buckets follows the size of the example.
+        # The graph's number of buckets follows the size of the example image.
         x = images(dtype=torch.float64)
     expected, got = model(x), traced(x)
     assert_same(got, expected, 1e-6)
@@ -61,7 +61,7 @@ def test_jit_traces_serve_other_sizes_and_have_the_same_gradients(part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_checkpointing_changes_neither_outputs_nor_gradients(part):
-    """Every parameter has a gradient, also with dropped patches."""
+    """Every parameter has a gradient, also if patches are dropped."""
     model = small(**PARTS[part], patch_drop_rate=0.5, proj_drop_rate=0.1).double().train()
     if lack(model, "checkpointing"):
         with pytest.raises(ValueError, match="already"):
@@ -77,14 +77,14 @@ def test_checkpointing_changes_neither_outputs_nor_gradients(part):
         results.append([out, *torch.autograd.grad(loss, list(model.parameters()))])
     for (name, _), grad in zip(model.named_parameters(), results[0][1:], strict=True):
         assert grad.isfinite().all(), name
-        # FIRE's threshold is for images that are smaller than the threshold.
+        # FIRE's threshold has no effect on images that are larger than the threshold, so it may get no gradient.
         assert grad.any() or name.endswith("threshold"), name
     assert_same(*results)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_batch_without_images_has_no_outputs_and_gradients_of_zero(part):
-    """timm's models take such a batch, too, for example the crops of an image in which nothing was detected."""
+    """timm's models also accept an empty batch, for example the crops of an image in which nothing was detected."""
     model = small(**{"depth": 2, **PARTS[part]}).train()
     out = model(images(16, 40, batch=0))
     assert out.shape == (0, 5)

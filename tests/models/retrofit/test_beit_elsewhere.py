@@ -1,4 +1,4 @@
-"""BEiT and Data2Vec of transformers: at other sizes the edges of tables; heads and masks."""
+"""BEiT and Data2Vec of transformers: other sizes, at which offsets are clipped at the table's edge; heads and masks."""
 
 import copy
 import itertools
@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 import relvit
 
 TRAINED = (40, 40)
-# Rows and columns of patches: smaller and larger than in training, never square.
+# These grids are smaller and larger than in training, and never square.
 GRIDS = [(3, 5), (7, 4), (6, 9)]
 TABLE = "relative_position_bias_table"
 
 
 def clipped_bias(module, rows, columns):
-    """The bias between all tokens, pair by pair, with offsets clipped at the edge of the module's table."""
+    """Compute the bias between all tokens, pair by pair, with offsets clipped at the edge of the module's table."""
     table = getattr(module, TABLE)
     (height, width), tokens = module.window_size, list(itertools.product(range(rows), range(columns)))
     bias = table.new_empty(table.shape[1], len(tokens) + 1, len(tokens) + 1)
@@ -90,6 +90,6 @@ def test_masks_of_patches_and_of_tokens():
         "attention_mask": (torch.rand(2, 26, generator=generator) < 0.7).long(),
     }
     assert_equal(outputs(model, x, **given), outputs(source, x, **given), 1e-6)
-    # With 'sdpa' the source adds the mask to the bias as 0 and 1; here it hides tokens.
+    # With 'sdpa' transformers adds this mask (0 and 1) to the bias, but here the mask must hide tokens.
     sdpa = imported(hf_beit("hf beit both", use_mask_token=True))
     assert_equal(outputs(sdpa, x, **given), outputs(source, x, **given, output_attentions=False), 1e-6)

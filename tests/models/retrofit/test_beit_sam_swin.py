@@ -1,4 +1,4 @@
-"""BEiT, SAM, Swin and relpos ViTs of timm: numbers of extended tables at other sizes, checkpoints, parts of timm."""
+"""BEiT, SAM, Swin and relpos ViTs of timm: outputs with extended tables at other sizes, checkpoints, parts of timm."""
 
 import copy
 
@@ -17,7 +17,7 @@ from relvit.models import set_reach
 from relvit.models.weights.transfer import Weights, transfer_weights
 
 SWINS = ("swin", "swinv2")
-# Patches of 8 px, windows of Swin of 3 x 4 patches of 2 px; smaller and larger than trained.
+# Patches have 8 px; Swin has windows of 3 x 4 patches of 2 px. The sizes are smaller and larger than in training.
 SIZES = [(16, 64), (48, 16), (64, 72)]
 BIAS = ".relative_position_bias_table"
 
@@ -27,7 +27,7 @@ def trained_size(case):
 
 
 def extend(table, old, new):
-    """timm's bias table of a window, for another one: offsets beyond the table have its edge. Also of one axis."""
+    """Extend timm's bias table of one window to another: offsets beyond the table use its edge."""
     entries = []
     for dy in range(1 - new[0], new[0]):
         for dx in range(1 - new[1], new[1]):
@@ -38,7 +38,7 @@ def extend(table, old, new):
 
 
 def of_size(original, case, size):
-    """timm's own model for images of another size, with the weights and the extended tables of the original."""
+    """Build timm's model for another image size, with the original's weights and extended tables."""
     cls, own = OWN[case]
     own = {**own, "dynamic_img_size": True} if case in SWINS else {**own, "img_size": size}
     model, state = cls(**own).double().eval(), original.state_dict()
@@ -67,7 +67,7 @@ def test_at_other_sizes_offsets_beyond_a_table_have_its_edge(case):
     model = imported(original)
     for size in SIZES:
         x = images(*size)
-        # Absolute embeddings are interpolated in single precision by timm.
+        # timm interpolates absolute embeddings in single precision.
         atol = 1e-5 if case == "beit both" else 1e-10
         torch.testing.assert_close(model(x), of_size(original, case, size)(x), rtol=0, atol=atol)
 
@@ -99,7 +99,7 @@ def test_gradients_are_the_originals(case):
 
 @pytest.mark.parametrize("case", [case for case in OWN if case != "sam absolute"])
 def test_weights_come_back_from_checkpoints_of_both(case):
-    # Files do not tell the shape of a grid: square ones are taken, and those of the model's own shape.
+    # Files do not contain the shape of a grid, so the grid is assumed to be square, or the model's own grid.
     trained, larger = ({} if case in SWINS else {"img_size": size} for size in ((24, 24), (64, 72)))
     original = build(case, **trained)
     model, x = imported(original), images(*SIZES[0])
@@ -109,7 +109,7 @@ def test_weights_come_back_from_checkpoints_of_both(case):
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(fresh(x), model(x), rtol=0, atol=0)
     assert not any(name.endswith((BIAS, "cpb_mlp.0.weight")) for name in model.state_dict())
-    # timm's weights, for a model that was built for another size.
+    # Transfer timm's weights to a model that was built for another size.
     other = imported(build(case, **larger))
     other.pretrained_cfg = {}
     for parameter in other.parameters():
@@ -117,9 +117,9 @@ def test_weights_come_back_from_checkpoints_of_both(case):
     report = transfer_weights(other, Weights("there", original.state_dict(), input_size=(3, 24, 24)))
     assert (report.new, report.skipped) == ([], [])
     for block in other.blocks if case == "srelpos mlp" else ():
-        # Offsets are in units of the size that the model was made for.
+        # The window is the unit of offsets, so give the model the size for which the weights were trained.
         block.attn.position.window = (3, 3)
-    # timm's bicubic interpolation, of another embedding.
+    # The absolute embedding was interpolated bicubically from another grid.
     atol = 1e-1 if case == "beit both" else 1e-10
     torch.testing.assert_close(other(x), model(x), rtol=0, atol=atol)
 
@@ -177,7 +177,7 @@ def test_tables_networks_and_scales_take_no_weight_decay():
 def test_explain_names_terms_and_widths():
     beit, sam, swin = (relvit.explain(imported(build(case))) for case in ("beit", "sam", "swinv2"))
     assert [plan.terms for plan in beit] == ["bc", "bc"]
-    # Two patches more than a window: windows of 3 x 3, a global layer of 5 x 7.
+    # The fused width has two channels per row and column: windows of 3 x 3, and a global layer of 5 x 7.
     assert [plan.width for plan in sam] == [(12, 18), (12, 24)]
     assert {plan.terms for plan in swin} == {"b"}
 
@@ -192,7 +192,7 @@ def test_what_timm_offers_for_vits_works():
     torch.testing.assert_close(maps.weights[1].sum(-1), torch.ones(2, 2, 17))
     mask = torch.ones(17, 17, dtype=torch.bool)
     torch.testing.assert_close(beit.forward_features(x, attn_mask=mask), features)
-    # Each image of a padded batch, and alone.
+    # Compare each image of a padded batch with the image alone.
     batch = naflex_batch()
     together = beit(batch)
     alone = beit({name: part[1:, :8] for name, part in batch.items()})
@@ -210,9 +210,9 @@ def test_set_input_size_does_what_timm_does(case):
     for size in ((2 * height, width), (2 * height, 3 * width)):
         for net in (model, original, reaching):
             net.set_input_size(size)
-        # timm computes the coordinates of networks in single precision.
+        # timm computes the coordinates for networks in single precision.
         torch.testing.assert_close(model(images(*size)), original(images(*size)), rtol=1e-5, atol=1e-5)
-    # The call does not change the offsets of mode 'cr', so this network is still stretched from its own size.
+    # `set_input_size` does not change the offsets of mode 'cr', so this network is still stretched from its own size.
     same = torch.allclose(reaching(images(*size)), model(images(*size)), rtol=0, atol=1e-10)
     assert same == (case != "relpos mlp")
 
@@ -248,7 +248,7 @@ def test_compiled_for_several_sizes(case):
     model, names = imported(build(case, depth=1) if case == "beit" else build(case)).float(), []
 
     def backend(graph, examples):
-        # Graphs for further sizes have the same operations, so Inductor compiles a single one.
+        # Graphs for the other sizes have the same operations, so Inductor compiles only one of them.
         name = "inductor" if case == "beit" and not names else "eager"
         code = torch._dynamo.lookup_backend(name)(graph, examples)
         names.append(name)
@@ -256,7 +256,7 @@ def test_compiled_for_several_sizes(case):
 
     compiled = torch.compile(model, backend=backend, dynamic=True)
     # Without gradients Inductor compiles no backward, which `test_own_positions.py` tests for a retrofitted model. By
-    # default Dynamo first makes a graph for all values of Python's floats, then a second one for their own.
+    # default Dynamo first makes a graph for any values of Python's floats, and later one for the actual values.
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
         for size in SIZES[:1] + SIZES[2:]:
             torch.testing.assert_close(compiled(images(*size).float()), model(images(*size).float()), rtol=0, atol=1e-5)
@@ -265,7 +265,7 @@ def test_compiled_for_several_sizes(case):
 
 @needs_timm("1.0.31")
 def test_nothing_of_n_x_n_is_kept():
-    """Buffers of timm's are N x N; of relvit's modules there are none, and backward keeps none either."""
+    """timm's buffers are N x N. Relvit's modules have no such buffers, and keep no N x N tensor for backward."""
     model = timm.create_model("test_vit_relpos", img_size=160, patch_size=8, class_token=True, rel_pos_type="bias")
     assert max(buffer.numel() for buffer in model.buffers()) == 401**2
     relvit.retrofit(model)

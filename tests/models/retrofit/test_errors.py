@@ -1,4 +1,4 @@
-"""Models and arguments that cannot be retrofitted or restored: the reason, and a model that stays as it was."""
+"""Models and arguments that cannot be retrofitted or restored: the error's reason, and the model stays unchanged."""
 
 import operator
 import re
@@ -44,14 +44,14 @@ def plain(**kwargs):
 
 
 def with_one_other_attention():
-    """The last block is at fault: all that come before must stay as they are."""
+    """The last block cannot be retrofitted, so all blocks before it must stay unchanged."""
     model = plain()
     model.blocks[1].attn = plain(attn_layer="diff").blocks[1].attn
     return model
 
 
 def spoilt(model, path, value):
-    """A model with another attribute or module."""
+    """Return a model with one changed attribute or module."""
     owner, _, name = path.rpartition(".")
     setattr(operator.attrgetter(owner)(model) if owner else model, name, value)
     return model
@@ -123,7 +123,8 @@ MODELS = {
         lambda: mvit("patches", use_abs_pos=True),
         "pos_embed: MViTv2 with an absolute embedding, .* use_abs_pos=False",
     ),
-    # timm's models for 16 and for 17 px have tables for 8 x 8 patches, and run on 8 x 8 and on 9 x 9.
+    # timm's models for 16 and for 17 px have tables for 8 x 8 patches, and compute images of 8 x 8 and of 9 x 9
+    # patches.
     **{
         f"MViT of {side} px": (
             lambda side=side: mvit("patches", (side, side), **COARSE_KEYS),
@@ -174,7 +175,7 @@ MODELS = {
         r"blocks\.2\.attn is a torch\..*\.Identity, which .* allowed: 'segment_anything\..*\.Attention'",
     ),
     "whole SAM": (sam_model, r"it wraps vision_encoder, a SamVisionEncoder: .* model\.vision_encoder"),
-    # As MONAI's CellSamWrapper holds a SAM of `segment_anything`.
+    # MONAI's CellSamWrapper holds a SAM of `segment_anything` in this way.
     "two levels deep": (
         lambda: holder(model=holder(image_encoder=sam_encoder("segment_anything"))),
         r"it wraps model\.image_encoder, an ImageEncoderViT: retrofit that one in it, model\.model\.image_encoder",

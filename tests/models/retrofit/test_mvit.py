@@ -1,4 +1,4 @@
-"""MViTv2 of timm: on any shape the formula pair by pair; plans, reaches, features and weights of another size."""
+"""MViTv2 of timm: the formula pair by pair on any shape; plans, reaches, features and weights for another size."""
 
 import copy
 
@@ -17,12 +17,12 @@ from relvit.models import set_reach
 from relvit.models.weights.transfer import Weights, transfer_weights
 
 TRAINED = (64, 64)
-# Wide, high, smaller and larger ones; sides that are multiples of the patch, and others.
+# The sizes are wide, high, smaller and larger; some sides are multiples of the patch.
 SIZES = [TRAINED, (32, 96), (128, 64), (56, 72), (37, 90)]
 
 
 def pair_by_pair(model, monkeypatch, stretched=False):
-    """The source with a vector for each pair of tokens, offsets as at the size for which the tables were built."""
+    """Let the source look up a vector for each pair of tokens, by offsets of the size that its tables are for."""
     built = {}
 
     def record(attn, q, has_cls_token, q_size, k_size, rel_pos_h, rel_pos_w):
@@ -35,7 +35,7 @@ def pair_by_pair(model, monkeypatch, stretched=False):
         ratio = max(built_queries, built_keys) / max(queries, keys) if stretched else 1
         for i in range(queries):
             for j in range(keys):
-                # Sums of fractions have the rounding of the source where they are whole numbers.
+                # Round in float32 as the source does, so that sums of fractions become the same whole numbers.
                 offset = np.float32(i) * np.float32(query_step) - np.float32(j) * np.float32(key_step)
                 places.append(min(max(float(offset * np.float32(ratio) + np.float32(zero)), 0), last))
         low = torch.tensor(places).long()
@@ -75,7 +75,7 @@ def test_plans_and_the_sizes_of_the_training():
         (f"stages.{stage}.blocks.{block}.attn", "PooledOffsets", "k", "tiled")
         for stage, block in ((0, 0), (1, 0), (1, 1), (2, 0))
     ]
-    # Keys of 4 x 4, 8 x 8, 4 x 4 and 8 x 8 patches; tables of 16 x 16 to 8 x 8 offsets.
+    # The keys are 4 x 4, 8 x 8, 4 x 4 and 8 x 8 patches; tables have 16 x 16 to 8 x 8 offsets.
     assert [plan.width for plan in plans] == [(6, 14), (6, 22), (6, 14), (6, 22)]
     assert [plan.parameters for plan in plans] == [12 * 31, 12 * 15, 12 * 15, 12 * 15]
     assert [plan.width[1] for plan in relvit.explain(model, (128, 64))] == [18, 30, 18, 30]
@@ -85,7 +85,7 @@ def test_plans_and_the_sizes_of_the_training():
         model(images(*TRAINED)[0])
 
 
-# The second model has tables for 16 x 16 patches, and 15 x 15 patches at each side that gives these tables.
+# The second model has tables for 16 x 16 patches, but 15 x 15 patches at every image size that gives these tables.
 @pytest.mark.parametrize(("kernel", "padding", "side"), [(7, 2, 66), (12, 2, 65)])
 def test_numbers_stay_at_the_size_that_the_model_was_built_for(kernel, padding, side):
     original = mvit("patches", (side, side), patch_kernel=(kernel, kernel), patch_padding=(padding, padding))

@@ -1,4 +1,4 @@
-"""Numbers of retrofitted timm models: those of the originals, of padding removed, of masks for dropped patches."""
+"""Outputs of retrofitted timm models equal those of the originals, of images without padding, and of masked patches."""
 
 import copy
 import math
@@ -38,12 +38,12 @@ def test_untrained_it_computes_what_it_did_at_every_size(case):
 @pytest.mark.parametrize("case", {**VITS, **EVAS})
 def test_a_model_for_one_size_keeps_its_outputs_there_and_takes_others(case):
     if case == "rope mixed":
-        # At other sizes older versions mix single with double precision.
+        # At other sizes, older versions of timm multiply single by double precision, which fails.
         since("1.0.31")
     original = build(case)
     model = retrofitted(original, trained=False)
     torch.testing.assert_close(model(images()), original(images()), rtol=0, atol=1e-12)
-    # The same weights in a model that was made for all sizes. What timm computes in float32 differs by as much.
+    # A timm model for all sizes with the same weights gives the same outputs, up to timm's float32 computations.
     flexible = build(case, dynamic_img_size=True)
     for size in SIZES[1:]:
         torch.testing.assert_close(model(images(*size)), flexible(images(*size)), rtol=0, atol=1e-5)
@@ -57,7 +57,8 @@ def test_padded_batches_of_naflex(case):
     torch.testing.assert_close(untrained(batch), original(batch), rtol=0, atol=1e-12)
     together = trained(batch)
     assert (together - original(batch)).abs().max() > 1e-3
-    # Each image alone, without padding; and the first as a tensor of pixels, for which timm rotates in float32.
+    # Compute each image alone, without padding; the first one also as a tensor of pixels, for which timm rotates in
+    # float32.
     for sample, count in enumerate((6, 8)):
         alone = trained({name: part[sample : sample + 1, :count] for name, part in batch.items()})
         torch.testing.assert_close(together[sample : sample + 1], alone, rtol=0, atol=1e-10)
@@ -78,7 +79,7 @@ def test_naflex_coordinates_beyond_max_grid_are_an_error_that_names_it():
 
 
 def grid_of(model, x):
-    """The features, and the grid that the first block gets."""
+    """Return the features, and the grid that the first block gets."""
     seen = []
 
     def look(_module, _args, kwargs):
@@ -100,7 +101,7 @@ def test_dropped_patches_keep_their_coordinates(case):
     assert (grid.height, grid.width, grid.coords.shape) == (4, 3, (2, 6, 2))
     kept = grid.coords[..., 0] * 3 + grid.coords[..., 1] + prefix
     kept = torch.cat((torch.arange(prefix).expand(2, -1), kept), dim=1)
-    # The same patches kept by a mask instead: attention to all others forbidden.
+    # Instead of dropping patches, forbid attention to them by a mask.
     mask = torch.zeros(2, 1, 1, prefix + 12, dtype=torch.bool).scatter(-1, kept[:, None, None, :], True)
     if case in NAFLEX:
         mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, -math.inf)
@@ -127,7 +128,7 @@ def test_absolute_embeddings_are_frozen_or_dropped(case):
     frozen = retrofitted(original, abs_pos="freeze")
     assert {name for name, p in frozen.named_parameters() if not p.requires_grad} == set(names)
     torch.testing.assert_close(frozen(images()), retrofitted(original)(images()), rtol=0, atol=0)
-    # Without it the model is the original with zeros for it.
+    # Without its absolute embedding, the model equals the original with an embedding of zeros.
     zeroed = copy.deepcopy(original)
     for name in names:
         nn.init.zeros_(zeroed.get_parameter(name))
@@ -148,7 +149,7 @@ def test_a_size_that_leaves_a_remainder_stays_the_one_the_model_was_made_for():
 
 
 def test_convolutional_stems():
-    # The stem of `vit_small_r26_s32_224` is a larger ResNet, which also has a module named `blocks`.
+    # The stem of `vit_small_r26_s32_224` is a larger ResNet, which has a module named `blocks`, too.
     shape = {"layers": (1,), "channels": (8,), "stem_chs": 6, "norm_layer": BatchNormAct2d}
     stem = ResNetV2(**shape, num_classes=0, global_pool="", preact=False)
     arguments = {"img_size": (24, 16), "patch_size": 2, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5}
@@ -191,7 +192,7 @@ def test_transformer_xl_adds_what_its_layer_does(case):
     original = build(case)
     x = images(40, 16)
     model = retrofitted(original, position="xl")
-    # u and v alone are a bias of the queries, of which W_R leaves v nothing when it is zero.
+    # If W_R is zero, v has no effect, and u is only a bias of the queries.
     for block in model.blocks:
         torch.nn.init.zeros_(block.attn.position.row_weight)
         torch.nn.init.zeros_(block.attn.position.col_weight)

@@ -1,4 +1,4 @@
-"""Models of every library that bring relative positions: numbers, gradients, state dicts, hooks and restored models."""
+"""Models of every library with their own relative positions: outputs, gradients, state dicts, hooks, `restore`."""
 
 import copy
 import pickle
@@ -39,17 +39,17 @@ def test_at_its_size_it_computes_what_it_did_in_every_precision(case):
     assert_equal(outputs(imported(source).float(), x.float()), outputs(source.float(), x.float()), 1e-5)
     source.double()
     if case in MVITS:
-        # Rounding of large random weights would add up from layer to layer.
+        # With large random weights, rounding errors would grow from layer to layer.
         for name, parameter in source.named_parameters():
             parameter.data *= 1 if "rel_pos" in name or parameter.dim() == 1 else 0.3
-    # In half precision a model is compared with what it approximates.
+    # In half precision, compare with the outputs in double precision.
     halves = {torch.bfloat16: case in KEPT, torch.float16: case in SAMS}
     for dtype in (dtype for dtype, takes in halves.items() if takes):
         half = x.to(dtype)
         assert_equal(outputs(imported(source).to(dtype), half), outputs(source, half.double()), 2e-2)
     scaled, own = scaled_positions(model, 10), [model.get_parameter(name) for name in tables_of(model)]
     assert {id(parameter) for parameter in scaled} == {id(parameter) for parameter in own}
-    # Any other table would have been visible.
+    # Changed tables change the outputs, so a wrong table would have been noticed.
     for name in tables_of(model):
         parameter = model.get_parameter(name)
         parameter.data = parameter.data if name.endswith("fc1.weight") else parameter.data.roll(1, -1)
@@ -59,7 +59,7 @@ def test_at_its_size_it_computes_what_it_did_in_every_precision(case):
 
 @pytest.mark.parametrize("case", ["relpos mlp", "srelpos mlp", "swinv2"])
 def test_coordinates_that_a_source_rounds_to_single_precision(case, monkeypatch):
-    # Everywhere else these sources get their coordinates in double precision.
+    # The other tests give these sources their coordinates in double precision.
     monkeypatch.setattr(retrofit_cases, "with_exact_offsets", lambda model: model)
     source, x = build(case), trained_images(case)
     got, expected = imported(source)(x), source(x)
@@ -95,10 +95,11 @@ def test_gradients_are_the_sources(case, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     for net in (source, model):
         net.train()
-        # The gradients come from all outputs.
+        # The gradients are of all outputs.
         sum((part * part.detach().sign()).mean() for part in outputs(net, x).values()).backward()
         grads.append({name: parameter.grad for name, parameter in net.named_parameters()})
-    # MViT's norms of keys add a number to all logits of a query, which changes no weight.
+    # MViT's norm of keys has a bias, which adds the same number to all logits of a query, so its gradient is only
+    # rounding.
     for name in [name for name in grads[0] if name.endswith("norm_k.bias")]:
         assert max(part.pop(name).abs().max() for part in grads) < 1e-14
     assert_equal(grads[1], grads[0], tolerance_of(case))
@@ -113,7 +114,7 @@ def test_state_dicts_are_the_sources(case):
     model.load_state_dict(other.state_dict())
     assert_equal(outputs(model, x), outputs(other, x), tolerance_of(case))
     others = {name for name in model.state_dict() if name.endswith(("pos_embed", "position_embeddings"))}
-    # timm does not decay the class token of MViT.
+    # timm applies no weight decay to MViT's class token.
     others |= {"cls_token"} & set(model.state_dict())
     assert model.no_weight_decay() == {*tables_of(source), *others}
 
@@ -122,20 +123,20 @@ def test_state_dicts_are_the_sources(case):
 def test_restored_models_are_the_originals(case):
     original, x = source_of(case), trained_images(case)
     model = copy.deepcopy(imported(original))
-    # Models of transformers note that they were asked for hidden states.
+    # Models of transformers remember that they were asked for hidden states, so both models must be asked.
     exact, _ = outputs(original, x), outputs(model, x)
     if case not in ("swin", "swinv2"):
         set_reach(model, "stretch" if case in MVITS else "logn")
     assert with_exact_offsets(relvit.restore(model)) is model
     assert fingerprint(model) == fingerprint(original)
-    # The state dict would leave out some buffers.
+    # A state dict would lack the buffers that are not persistent, so compare all tensors.
     ours, theirs = (dict(net.named_parameters()) | dict(net.named_buffers()) for net in (model, original))
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
         assert (ours[name].dtype, ours[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
     assert_equal(outputs(model, x), exact, 0)
-    # The second time the tables were trained.
+    # Retrofit the restored model a second time, and give it other weights.
     relvit.retrofit(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -161,7 +162,7 @@ def test_half_precision_training_mode_and_pickles(case):
 
 @pytest.mark.parametrize("computes", ["no method", "nothing", "all"])
 def test_restored_models_have_the_buffers_that_timm_does_not_compute(computes, monkeypatch):
-    # In timm 1.0.26 a block of Swin V2 has no such method, which computes the mask of shifted windows.
+    # In timm 1.0.26 a block of Swin V2 lacks this method, which computes the mask of shifted windows.
     method = "init_non_persistent_buffers"
     if computes == "no method":
         monkeypatch.delattr(SwinTransformerV2Block, method, raising=False)
@@ -171,7 +172,7 @@ def test_restored_models_have_the_buffers_that_timm_does_not_compute(computes, m
     buffers, x = dict(original.named_buffers()), images(32, 48).float()
     assert any(name.endswith("attn_mask") for name in buffers)
     model = imported(original)
-    # New memory may contain the former numbers by chance; in this mode PyTorch fills new memory.
+    # Newly allocated memory may contain the old numbers by chance, so let PyTorch fill it.
     torch.use_deterministic_algorithms(True)
     try:
         relvit.restore(model)
@@ -182,7 +183,7 @@ def test_restored_models_have_the_buffers_that_timm_does_not_compute(computes, m
     assert all(torch.equal(restored[name], tensor) for name, tensor in buffers.items())
     assert torch.equal(model(x), original(x))
     assert fingerprint(model) == fingerprint(original)
-    # Later conversions apply, and a table that was computed is not kept.
+    # The record has only tensors that `restore` cannot compute, and later conversions of the model apply to them.
     kept = {name for part in vars(relvit.retrofit(model))["_before_retrofit"].values() for name in part.values}
     assert kept <= {"attn_mask"}
     mask = next(tensor for name, tensor in relvit.restore(model.half()).named_buffers() if name.endswith("attn_mask"))
@@ -256,7 +257,7 @@ def test_jit_traces_serve_other_sizes(case):
     traced = torch.jit.trace(model, x, check_trace=False, strict=False)
     for size in (x.shape[2:], (48, 80)):
         got, expected = (net(images(*size)) for net in (traced, model))
-        # Traces return models' outputs of transformers as dictionaries.
+        # Traced models of transformers return dictionaries.
         got, expected = (out if isinstance(out, torch.Tensor) else out["last_hidden_state"] for out in (got, expected))
         assert_equal({"": got}, {"": expected}, 1e-10)
 
@@ -268,7 +269,7 @@ def test_jit_traces_of_added_positions(case):
     assert_equal({"": torch.jit.trace(model, images(), check_trace=False)(images())}, {"": model(images())}, 1e-10)
 
 
-# `test_beit_sam_swin.py` compiles timm's models, which attend in the same way, by Inductor.
+# `test_beit_sam_swin.py` compiles timm's models, whose attention is the same, by Inductor.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["hf beit both", "data2vec"])
 def test_compiled_and_exported(case):
@@ -282,7 +283,7 @@ def test_compiled_and_exported(case):
 
 @pytest.mark.slow
 def test_attention_of_mvit_compiled_with_its_gradients_and_exported_model():
-    # One block, which pools queries, keys and values.
+    # The model has one block, which pools queries, keys and values.
     options = {"depths": (1,), "embed_dim": (12,), "num_heads": (2,), "stride_q": ((2, 2),), "img_size": (32, 32)}
     source, x, grads = mvit("patches", **options).float(), images(32, 32).float(), []
     model = imported(source)
@@ -290,7 +291,7 @@ def test_attention_of_mvit_compiled_with_its_gradients_and_exported_model():
     for number, net in enumerate((source, model)):
         attention = net.stages[0].blocks[0].attn
         tokens = torch.randn(2, 64, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        # The other parts are timm's, which need not be compiled here.
+        # Compile only the attention, because the other parts are timm's.
         out, _ = (torch.compile(attention, dynamic=False) if number else attention)(tokens, [8, 8])
         out.square().mean().backward()
         found = {name: part.grad for name, part in attention.named_parameters() if name != "norm_k.bias"}

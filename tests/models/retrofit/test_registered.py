@@ -1,4 +1,4 @@
-"""`timm.create_model('retrofitted', ...)`: models after `relvit.retrofit` that timm makes, saves and loads."""
+"""`timm.create_model('retrofitted', ...)`: timm makes, saves and loads models after `relvit.retrofit`."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_saved_and_loaded(trained, folder):
     x = torch.randn(2, 1, 48, 80)
     assert torch.equal(again(x), trained(x))
     assert not again.pos_embed.requires_grad
-    # Once more from what was loaded.
+    # The loaded model has the arguments, too, so that it can be saved again.
     assert again._model_args["retrofit"] == {**ARGUMENTS, "max_distance": [1, 2]}
     assert again.pretrained_cfg["architecture"] == again.default_cfg["architecture"] == "retrofitted"
 
@@ -47,7 +47,7 @@ def test_saved_and_loaded(trained, folder):
 def test_loaded_for_other_classes_channels_and_sizes(trained, folder):
     other = timm.create_model(folder, pretrained=True, num_classes=3, in_chans=3, img_size=(48, 80)).eval()
     assert other.head.out_features == 3
-    # timm's rule for more channels: a copy of the one for each, over their number.
+    # For more channels timm repeats the weight of one channel, and divides it by the number of channels.
     weight = trained.patch_embed.proj.weight
     torch.testing.assert_close(other.patch_embed.proj.weight, weight.repeat(1, 3, 1, 1) / 3)
     assert other.pos_embed.shape[1] == 1 + 3 * 5
@@ -86,7 +86,7 @@ def test_tables_that_layers_share_are_saved_and_averaged_once(kind, tmp_path):
     save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(again(x), model(x))
-    # The same holds if the model is a part of another model.
+    # The same holds for a model that is part of another model.
     fresh = relvit.retrofit(timm.create_model("test_vit_relpos", **arguments)).eval()
     torch.nn.Sequential(fresh).load_state_dict(torch.nn.Sequential(model).state_dict())
     assert torch.equal(fresh(x), model(x))

@@ -16,12 +16,12 @@ import relvit
 from relvit.models import logit_inputs
 
 TRAINED = (56, 56)
-# Rows and columns of patches: a canvas as large, smaller and larger ones, cut in both directions.
+# The grids lie on a square canvas of the trained size, a smaller one and larger ones, and are cut in both directions.
 GRIDS = [(5, 7), (7, 3), (4, 6), (8, 9), (9, 4)]
 
 
 def of_size(source, rows, columns):
-    """The source for another grid: tables longer or shorter at their edges, the canvas's embedding cut to the grid."""
+    """Build the source for another grid: lengthen or shorten its tables, and cut its square embedding."""
     model = copy.deepcopy(source)
     canvas = (max(rows, columns),) * 2
     if canvas != (7, 7):
@@ -58,7 +58,7 @@ def test_two_processes_train_as_the_source_does_in_one(tmp_path):
 
 
 def test_a_model_cut_to_another_size_after_it_was_built():
-    """As cellpose cuts `segment_anything`'s: the source interpolates tables of another length, and keeps doing so."""
+    """cellpose cuts the embedding of `segment_anything`'s model like this, and its tables are interpolated."""
     source = sam_encoder("segment_anything", img_size=64)
     source.pos_embed = nn.Parameter(source.pos_embed[:, ::2, ::2])
     for block in source.blocks:
@@ -95,7 +95,7 @@ def test_compiled_and_exported(case):
     model = imported(source)
     torch.compiler.reset()
     compiled = torch.compile(model, dynamic=False, backend="aot_eager")
-    # The first grid is the canvas itself, the second one is cut.
+    # The first grid is the whole canvas, the second one a part of it.
     for grid in ((7, 7), (5, 7)):
         x = images(*(8 * side for side in grid)).float()
         name, expected = next(iter(outputs(of_size(source, *grid), x).items()))
@@ -115,7 +115,7 @@ def test_attention_maps_of_global_blocks_mix_the_values_to_the_output():
     value = attn.qkv(tokens).flatten(1, 2).unflatten(-1, (3, 2, -1))[:, :, 2].transpose(1, 2)
     found = attn.proj((maps.weights[0].double() @ value).transpose(1, 2).flatten(2)).view_as(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    # An image of 1 x 9 patches has as many patches as a window has tokens.
+    # An image of 1 x 9 patches has the same number of patches as a window.
     for given in (x, images(8, 72)):
         with pytest.raises(
             ValueError, match=r"blocks.0.attn of RetrofittedImageEncoder computes windows, pooled tokens"

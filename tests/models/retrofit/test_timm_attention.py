@@ -1,4 +1,4 @@
-"""timm's attention modules after a retrofit against the formula, pair by pair in float64."""
+"""timm's attention modules after a retrofit compared with the formula, pair by pair in float64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from relvit.ops import make_grid
 HEIGHT, WIDTH, PREFIX, DIM, HEADS, HEAD_DIM = 2, 3, 2, 16, 2, 8
 NORMS = {"qk_norm": True, "scale_norm": True, "norm_layer": LayerNorm}
 ROPE = {"num_prefix_tokens": PREFIX}
-# name -> (class, arguments, whether the rotation has the layout of halves; None: no rotation)
+# Each kind has its class, its arguments, and whether the rotation pairs the halves of a vector (None: no rotation).
 KINDS = {
     "plain": (Attention, {"qkv_bias": True}, None),
     "plain, norms, gate": (Attention, {**NORMS, "gated": True}, None),
@@ -58,7 +58,7 @@ def rotation(head_dim, rows, cols, half):
 
 
 def projected(attn, x, rope=None, half=False):
-    """Compute queries, keys and values by hand, and the queries and keys after the rotation."""
+    """Compute queries, keys and values by their formula, and the rotated queries and keys."""
     weights, biases = [], []
     for index, letter in enumerate("qkv"):
         projection = getattr(attn, f"{letter}_proj", None)
@@ -73,7 +73,7 @@ def projected(attn, x, rope=None, half=False):
     for weight, bias in zip(weights, biases, strict=True):
         part = x @ weight.T if bias is None else x @ weight.T + bias
         heads = part.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
-        # Query heads h and h + 1 share the keys of head h // 2.
+        # The query heads h and h + 1 share the keys of head h // 2.
         group = attn.num_heads // heads.shape[1]
         parts.append(torch.stack([heads[:, h // group] for h in range(attn.num_heads)], dim=1))
     q, k, v = attn.q_norm(parts[0]), attn.k_norm(parts[1]), parts[2]
@@ -82,7 +82,7 @@ def projected(attn, x, rope=None, half=False):
 
 
 def expected(attn, x, terms, places, rope=None, half=False, mask=None):
-    """Compute the projections by hand, and attention by the oracle."""
+    """Compute the projections by their formula, and attention by the oracle."""
     q, k, v, contents = projected(attn, x, rope, half)
     out = oracle.attention(*contents, v, terms, places, position_query=q, position_key=k, mask=mask)
     out = attn.norm(out.transpose(1, 2).flatten(2))
@@ -99,7 +99,7 @@ def test_outputs_and_shown_weights_equal_brute_force(kind):
     rope = None if half is None else rotation(attn.head_dim, HEIGHT, WIDTH, half)
     places, terms = all_places(grid, 2), attn.position(grid)
     want = expected(attn, x, terms, places, rope, half)
-    # Either argument can hold the grid.
+    # The grid may be the value of either argument.
     arguments = {} if rope is None else {"rope": rope}
     out = attn(x, **arguments, attn_mask=GridArgument(grid, None))
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
@@ -111,7 +111,7 @@ def test_outputs_and_shown_weights_equal_brute_force(kind):
     handle = attn.attn_drop.register_forward_hook(lambda _module, given, _out: shown.append(given[0]))
     assert torch.equal(attn(x, **arguments, attn_mask=GridArgument(grid, None)), out)
     handle.remove()
-    # The average of unit vectors consists of the weights.
+    # The average of unit vectors is the vector of the weights.
     q, k, _, contents = projected(attn, x, rope, half)
     units = torch.eye(x.shape[1], dtype=torch.float64).expand(2, attn.num_heads, -1, -1)
     without = terms._replace(value=None)

@@ -1,4 +1,4 @@
-"""What timm offers with its models works with retrofitted ones: features, checkpointing, optimiser groups, tracing."""
+"""Functions of timm work with retrofitted models: features, checkpointing, optimiser groups, tracing."""
 
 import copy
 import pickle
@@ -22,10 +22,12 @@ def test_every_table_gets_the_same_gradient_with_checkpointing(case):
     model.blocks[0].attn.proj.register_forward_hook(lambda *_: count.append(1))
     for checkpointing in (False, True):
         model.set_grad_checkpointing(checkpointing)
-        # All tokens: where a class token alone is read, the last block's tables cannot matter, for it has no position.
+        # Use the features of all tokens: the class token has no position, so its features do not depend on the last
+        # block's tables.
         features = model.forward_features(x)
         runs.append((features, *torch.autograd.grad(features.square().sum(), list(tables(model).values()))))
-    assert len(count) == 3  # once, and twice with checkpointing
+    # The block runs once without checkpointing, and twice with it.
+    assert len(count) == 3
     assert len(runs[0]) == 1 + 2 * 2 * 4
     for plain, again in zip(*runs, strict=True):
         assert plain.abs().sum() > 0
@@ -67,7 +69,7 @@ def test_intermediates_of_a_padded_batch():
 @pytest.mark.parametrize("case", EACH)
 def test_masks_heads_and_input_sizes_are_timms(case):
     if case == "rope mixed":
-        # At other sizes older versions mix single with double precision.
+        # At other sizes, older versions of timm multiply single by double precision, which fails.
         since("1.0.31")
     original = build(case)
     model = retrofitted(original, trained=False)
@@ -122,7 +124,7 @@ def test_tables_in_a_wrapper_have_their_rate_without_decay():
     assert [len(group["params"]) for group in groups if group["lr"] == 1] == [len(tables(backbone))]
 
 
-# timm's own distilled model cannot be traced with dynamic sizes either.
+# timm's own distilled model cannot be traced with dynamic sizes, either.
 @pytest.mark.parametrize("case", ["dinov2", "siglip", "eva post-norm", "eva02", "rope mixed", "srelpos", "sam"])
 def test_symbolic_tracing_for_feature_extraction(case):
     if case == "eva02":

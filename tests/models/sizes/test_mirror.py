@@ -1,4 +1,4 @@
-"""Reach 'mirror' against timm's models whose embedding NumPy has padded; the trained size, and another one."""
+"""The reach 'mirror' compared with timm's models whose embedding NumPy has padded, also from another trained size."""
 
 import copy
 
@@ -15,12 +15,13 @@ from relvit.models import set_reach
 # Models are for images of 24 x 16 pixels in patches of 8: 3 x 2 patches.
 TRAINED = (3, 2)
 SIZES = [(64, 48), (40, 16), (8, 72)]
-# One class token, registers outside the embedding, two class tokens, no prefix token, a rotary embedding.
+# These models have a class token, registers outside of the embedding, two class tokens, no prefix token, and a rotary
+# embedding.
 VITS = ["clip", "dinov2", "deit distilled", "siglip", "eva02"]
 
 
 def padded(pos_embed, grid, trained=TRAINED):
-    """Mirror the embedding at the edges of the trained grid, or cut the centre for a smaller grid."""
+    """Mirror the embedding at the edges of the trained grid, or cut out its centre for a smaller grid."""
     embedding = pos_embed.detach()
     prefix = embedding.shape[1] - trained[0] * trained[1]
     patches = embedding[0, prefix:].unflatten(0, trained).numpy()
@@ -36,7 +37,7 @@ def padded(pos_embed, grid, trained=TRAINED):
 
 
 def with_embedding(model, pos_embed, grid):
-    """Return a copy as if built for this grid."""
+    """Return a copy of the model as if it were built for this grid."""
     model = copy.deepcopy(set_reach(model, "trained"))
     model.pos_embed, model.patch_embed.grid_size = torch.nn.Parameter(pos_embed), grid
     return model
@@ -93,11 +94,12 @@ def test_another_trained_size_is_interpolated_to_and_mirrored_from_there(name):
     resized = copy.deepcopy(model)
     resized.set_input_size((40, 32))
     if name == "beit":
-        # `set_input_size` has also resized BEiT's tables, as timm does; a reach leaves tables as they are.
+        # `set_input_size` of timm also resizes BEiT's tables, but a reach does not change tables, so put the old tables
+        # back.
         for block, other in zip(resized.blocks, model.blocks, strict=True):
             block.attn.position = other.attn.position
     expected = set_reach(resized, "mirror")(images(64, 48))
-    # timm interpolates in single precision.
+    # `set_input_size` interpolates in single precision.
     torch.testing.assert_close(set_reach(model, "mirror", (40, 32))(images(64, 48)), expected, rtol=0, atol=1e-5)
     assert (set_reach(model, "mirror")(images(64, 48)) - expected).abs().max() > 1e-3
 
@@ -105,7 +107,7 @@ def test_another_trained_size_is_interpolated_to_and_mirrored_from_there(name):
 @pytest.mark.parametrize("name", ["relvit", "eva02", "beit"])
 def test_every_copy_of_a_vector_adds_to_its_gradient(name):
     if name == "eva02":
-        # Older versions interpolate in single precision.
+        # Older versions of timm interpolate in single precision.
         since("1.0.31")
     model, grid = MODELS[name](), (5, 6)
     larger = with_embedding(model, padded(model.pos_embed, grid), grid)

@@ -1,4 +1,4 @@
-"""Native batches have the logits and gradients of every image alone, at its own size."""
+"""In a native batch each image has the same logits and gradients as alone at its own size."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from relvit.layers import LowRankPosition2d
 from relvit.ops import AxisTables, RelativeTerms
 
 PATCH = (8, 4)
-# Rows and columns of patches: longer and shorter than the grid of the model, one row, one patch.
+# These grids are longer and shorter than the model's grid, have one row, or have one patch.
 GRIDS = [(3, 5), (2, 2), (1, 7), (6, 2), (1, 1)]
 MODELS = [
     {"rel_terms": "qkvb", "max_distance": 2},
@@ -35,7 +35,7 @@ def images(dtype=torch.float64):
 
 
 def compare(model, atol=1e-6):
-    """Compare logits and gradients of a batch with those of images one by one."""
+    """Compare logits and gradients of a batch with those of its images one by one."""
     pictures = [picture.float().to(picture) for picture in images()]
     model = model.double()
     alone = torch.cat([model(picture[None]) for picture in pictures])
@@ -91,7 +91,7 @@ def test_flat_patches_and_known_bounds():
 
 
 def test_dropped_patches_keep_their_places():
-    """Tokens that stay have the coordinates that they had, and padding stays padding."""
+    """Patches that are kept have the same coordinates as before, and padding stays padding."""
     model = small(patch_size=PATCH, depth=1, patch_drop_rate=0.5).train()
     batch = native_batch(images(torch.float32), PATCH)
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_dropped_patches_keep_their_places():
 
 @pytest.mark.slow
 def test_one_graph_serves_all_shapes():
-    # Graphs of other tests would count, too.
+    # PyTorch would also count the graphs of other tests.
     torch._dynamo.reset()
     model = small(patch_size=PATCH, depth=1)
     batch = native_batch(images(torch.float32), PATCH)
@@ -169,7 +169,7 @@ def test_more_errors():
 
 
 class Farthest(torch.nn.Module):
-    """A position without relvit's base class, whose bias divides offsets by the rows and columns of the image."""
+    """A position without relvit's base class; its bias divides offsets by the image's rows and columns."""
 
     needs_extent = True
 

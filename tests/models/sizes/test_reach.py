@@ -1,4 +1,4 @@
-"""`set_reach`: models at other sizes against models with other tables and scales; what is refused."""
+"""`set_reach`: models at other sizes compared with models with other tables and scales; refused arguments."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def by_hand(model, height, width, reach):
-    """Return a copy with tables interpolated by NumPy over the whole grid, and another scale."""
+    """Return a copy whose tables NumPy has interpolated for the whole grid, with another scale."""
     model, grid = copy.deepcopy(model), (height // 8, width // 8)
     keys, trained_keys = (model.num_prefix_tokens + math.prod(size) for size in (grid, TRAINED))
     factor = math.log(keys) / math.log(trained_keys) if "logn" in reach else 1.0
@@ -88,7 +88,7 @@ def test_slopes_at_other_sizes_and_a_size_of_training_that_the_model_was_not_bui
 
 @pytest.mark.parametrize("reach", [*REACHES, "windows", "bands", "mirror"])
 def test_at_the_trained_size_nothing_changes_with_padded_patches(reach):
-    # 3 x 2 whole patches, and padded patches at the edges: 4 x 3 patches.
+    # The image has 3 x 2 whole patches; with padding at its edges it has 4 x 3.
     options = {"pos_embed": "learn"} if reach == "mirror" else {}
     model, x = small(img_size=(27, 20), dynamic_img_pad=True, **options).eval(), images(27, 20)
     expected = model(x)
@@ -196,7 +196,7 @@ def retrofitted_vit():
 )
 @pytest.mark.parametrize("size", [(24, 16), (48, 16), (56, 40), (8, 72)])
 def test_windows_are_attention_with_a_mask(make, size):
-    """The mask lets tokens see the same window of 3 x 2 patches, in images that windows divide or not."""
+    """The mask hides all tokens outside of the window of 3 x 2 patches, in images of whole windows or others."""
     model = make()
     x, (height, width) = images(*size, dtype=torch.float64), (size[0] // 8, size[1] // 8)
     rows, columns = torch.meshgrid(torch.arange(height) // 3, torch.arange(width) // 2, indexing="ij")

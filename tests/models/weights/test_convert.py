@@ -1,4 +1,4 @@
-"""Converted checkpoints: the loaded model has the outputs of the model that the weights are of."""
+"""Converted checkpoints: the loaded model computes the same as the model that the checkpoint was saved from."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ CFG = {"input_size": (3, 24, 16), "num_classes": 5}
 
 
 def foreign(**options):
-    """Build timm's Vision Transformer with wide random parameters, float64."""
+    """Build timm's Vision Transformer with large random parameters, in float64."""
     torch.manual_seed(2)
     model = VisionTransformer(**{**SMALL, "mlp_ratio": 3, "dynamic_img_size": True, **options})
     for parameter in model.parameters():
@@ -27,7 +27,7 @@ def foreign(**options):
 
 
 def load(state, **options):
-    """Load these weights into a relvit model as timm loads pretrained weights, float64."""
+    """Load these weights into a relvit model as timm loads pretrained weights, in float64."""
     overlay = {**CFG, "state_dict": state, **options.pop("overlay", {})}
     torch.manual_seed(3)
     options = {**SMALL, "dtype": torch.float64, **options}
@@ -46,7 +46,7 @@ def test_a_plain_vision_transformer_gives_its_own_outputs(tmp_path):
         assert all(table.eq(0).all() for name, table in model.named_parameters() if ".position." in name)
         assert_same(model(wide(24, 16)), plain(wide(24, 16)))
         assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
-    # Layer scale of the model alone is one.
+    # If only the model has layer scale, the scale becomes one.
     assert_same(load(plain.state_dict(), init_values=1e-5, **VIT)(wide(24, 16)), plain(wide(24, 16)))
 
 
@@ -59,7 +59,7 @@ def test_load_checkpoint_and_a_state_dict_wrapped_twice(tmp_path):
     model = small(**VIT).double().eval()
     model.load_state_dict(checkpoint_filter_fn({"model": {"state_dict": plain.state_dict()}}, model))
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
-    # timm's checkpoint_path takes the weights of the very same model, and names what is missing of it.
+    # timm's checkpoint_path needs the weights of exactly this model, and names the missing ones.
     with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.position\.key_rows"):
         timm.create_model("test_relvit", checkpoint_path=path, **SMALL, **VIT)
 
@@ -75,7 +75,7 @@ def test_deit_iii(scale):
     model = load(state, no_embed_class=True, init_values=scale, **VIT)
     assert ("blocks.0.ls1.gamma" in model.state_dict()) == (scale is not None)
     assert_same(model(wide(16, 40)), plain(wide(16, 40)), atol=SINGLE)
-    # An embedding of patches only, in a model whose embedding has an entry for the class token.
+    # The checkpoint has an embedding of patches only, the model's embedding has an entry for the class token.
     model = load(state, init_values=scale, **VIT)
     assert model.pos_embed.shape == (1, 7, 12)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
@@ -99,7 +99,8 @@ def test_distilled_deit_without_its_second_token(caplog):
 def test_registers_and_their_part_of_the_embedding():
     plain = foreign(reg_tokens=2)
     assert_same(load(plain.state_dict(), reg_tokens=2, **VIT)(wide(24, 16)), plain(wide(24, 16)))
-    # Where the model's embedding has no entries for prefix tokens, theirs are added to them.
+    # If the model's embedding has no entries for prefix tokens, the checkpoint's entries are added to the prefix
+    # tokens.
     model = load(plain.state_dict(), reg_tokens=2, no_embed_class=True, **VIT)
     assert model.pos_embed.shape == (1, 6, 12)
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
@@ -124,7 +125,7 @@ def test_axial_tables(kind):
     assert model.axial.grid_size == (2, 5)
     source.set_input_size((16, 40))
     assert_same(model(wide(16, 40)), source(wide(16, 40)))
-    # A plain checkpoint has no tables, so they are zero.
+    # A plain checkpoint has no tables, so the model's tables become zero.
     plain = foreign()
     with_zeros = load(plain.state_dict(), **{**VIT, "pos_embed": kind})
     assert_same(with_zeros(wide(16, 40)), load(plain.state_dict(), **{**VIT, "pos_embed": ""})(wide(16, 40)))
@@ -134,7 +135,8 @@ def test_the_grid_of_an_embedding_of_unknown_size():
     unknown = {"overlay": {"input_size": (3, 224, 224)}}
     plain = foreign(img_size=24)
     assert_same(load(plain.state_dict(), **unknown, **VIT)(wide(24, 16)), plain(wide(24, 16)), atol=SINGLE)
-    # 2 x 8 patches are as many as 4 x 4: a checkpoint as long as the model's embedding has the model's grid.
+    # 2 x 8 patches are as many as 4 x 4: if the checkpoint's embedding is as long as the model's, it has the model's
+    # grid.
     for extra in ({}, {"no_embed_class": True}):
         plain = foreign(img_size=(16, 64), **extra)
         model = load(plain.state_dict(), img_size=(16, 64), **unknown, **VIT, **extra)
@@ -144,7 +146,7 @@ def test_the_grid_of_an_embedding_of_unknown_size():
         state = plain.state_dict()
         with pytest.raises(ValueError, match=r"with or without 1 prefix tokens .* img_size and .* or .* input_size in"):
             load(state, **unknown, **VIT)
-        # Do what the message says.
+        # The arguments that the error suggests work.
         assert_same(load(state, img_size=(8, 88), **unknown, **VIT)(wide(8, 88)), plain(wide(8, 88)))
         assert load(state, overlay={"input_size": (3, 8, 88)}, **VIT)(wide(24, 16)).shape == (2, 5)
 
@@ -193,7 +195,8 @@ def test_channels_and_classes_are_adapted_by_timm():
     plain = foreign()
     model = load(plain.state_dict(), in_chans=1, **VIT)
     grey = wide(24, 16, channels=1)
-    assert_same(model(grey), plain(grey.expand(-1, 3, -1, -1)), atol=1e-5)  # timm adds up in float32
+    # timm adds up in float32.
+    assert_same(model(grey), plain(grey.expand(-1, 3, -1, -1)), atol=1e-5)
     model = load(plain.state_dict(), num_classes=9, **VIT)
     assert model(wide(24, 16)).shape == (2, 9)
     assert_same(model.forward_features(wide(24, 16)), plain.forward_features(wide(24, 16)))
@@ -208,7 +211,7 @@ def test_another_clip_distance(layout):
     model = load(source.state_dict(), max_distance=(4, 3), **options)
     for size in ((24, 16), (16, 72)):
         assert_same(model(wide(*size)), source(wide(*size)))
-    # A smaller distance is exact within that distance.
+    # With a smaller clip distance, outputs are the same if no offset in the image is larger.
     source = small(max_distance=(4, 3), **options).double().eval()
     model = load(source.state_dict(), max_distance=(2, 1), **options)
     assert_same(model(wide(24, 16)), source(wide(24, 16)))
@@ -269,7 +272,7 @@ def test_what_cannot_be_converted():
 
 
 def jax_names(plain):
-    """Return the parameters of timm's model under the names and shapes of the original archives."""
+    """Return the parameters of timm's model with the names and shapes of the original JAX archives."""
     heads, width = 2, 12
     state = {name: tensor.float().numpy() for name, tensor in plain.state_dict().items()}
     out = {
@@ -312,11 +315,11 @@ def test_jax_archives(tmp_path):
     (tmp_path / "no.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"no.npz' is not an \.npz archive: timm.models.load_checkpoint reads"):
         model.load_pretrained(str(tmp_path / "no.npz"))
-    # relvit's defaults: no embedding, no class token, the norm behind the pooling.
+    # relvit's default is a model without absolute embedding and class token, whose norm comes after the pooling.
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
     assert_same(model.double()(wide(24, 16)), expected(wide(24, 16)), atol=1e-5)
-    # Attention-free models take the values of attention alone.
+    # Attention-free models take only the values of attention.
     model = small("test_relvit_aft", kernel_size=3, **square)
     before = model.blocks[0].attn.qkv.weight.detach().clone()
     model.load_pretrained(path)

@@ -1,4 +1,4 @@
-"""Models saved for the Hugging Face hub and loaded from folders, and by name with the download replaced."""
+"""Models saved for the Hugging Face hub, loaded from folders, and by name with a replaced download."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from vits import SMALL, assert_same, images, small
 from relvit.families.transformer_xl import set_bands
 from relvit.layers import RelativePosition2d
 
-# Only since 1.0.31 timm records the arguments of models.
+# timm records the arguments of models since version 1.0.31.
 pytestmark = needs_timm("1.0.31")
 
 KINDS = [

@@ -1,4 +1,4 @@
-"""iRPE's DeiT converted to relvit's models: the numbers of the authors' formula, also for the class token."""
+"""iRPE's DeiT converted to relvit's models: the same outputs as by the authors' formula, also for the class token."""
 
 import math
 
@@ -14,7 +14,7 @@ from relvit.models import checkpoint_filter_fn, retrofit
 from relvit.models.weights.transfer import Weights, transfer_weights
 
 ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
-# 7 x 6 patches have offsets of all buckets, and beyond.
+# 7 x 6 patches have offsets in all buckets, and larger ones.
 SMALL = {"img_size": (56, 48), "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
 SIZES = [(56, 48), (24, 96)]
 HEAD_DIM = 6
@@ -43,7 +43,7 @@ def buckets(rows, columns):
 
 
 class Rpe(nn.Module):
-    """A table under the authors' name."""
+    """A table with the name that the authors' code gives to it."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -73,7 +73,7 @@ class RpeAttention(Attention):
 
 
 def authors(terms, heads=1):
-    """Build DeiT with tables for these terms, all parameters random."""
+    """Build DeiT with tables for these terms, and random parameters."""
     torch.manual_seed(0)
     model = VisionTransformer(**SMALL, attn_layer=RpeAttention, dynamic_img_size=True)
     for block in model.blocks:

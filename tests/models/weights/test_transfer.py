@@ -63,7 +63,7 @@ def test_timm_models_are_adapted_as_timm_does_it():
 
 
 def test_the_grid_of_an_absolute_embedding_is_that_of_the_images_it_was_trained_on():
-    # 2 x 8 patches, which by their number alone might be 4 x 4.
+    # 2 x 8 patches are as many as 4 x 4, so the number of entries alone does not tell the grid.
     there, here = (make(size=size, pos_embed="learn") for size in ((8, 32), (16, 40)))
     transfer_weights(here, weights_of(there, input_size=(3, 8, 32)))
     expected = resample_abs_pos_embed(there.pos_embed, (4, 10), (2, 8), num_prefix_tokens=0)

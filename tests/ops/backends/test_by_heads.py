@@ -1,4 +1,4 @@
-"""Threads that take whole heads each: the numbers of one thread, modes, errors, forks, the number of threads."""
+"""Threads that compute whole heads: same results as one thread, modes, errors, forks, the number of threads."""
 
 import multiprocessing
 import threading
@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch):
-    """Split tiny cases by heads, and each head into several tiles; restore PyTorch's number of threads."""
+    """Split even tiny inputs by heads, and each head into several tiles; restore PyTorch's number of threads."""
     monkeypatch.setattr(by_heads, "LEAST_LOGITS", 1)
     monkeypatch.setattr(tiled, "TILE_LOGITS", 1)
     monkeypatch.setattr(tiled, "LEAST_QUERIES", 5)
@@ -39,7 +39,7 @@ def many_tiles(monkeypatch):
 
 @pytest.fixture
 def computing(monkeypatch):
-    """Record the threads that compute tiles, and how many OpenMP threads each of them has."""
+    """Record which threads compute tiles, and how many OpenMP threads each of them has."""
     weights, seen = tiled._weights, set()
 
     def spy(*arguments):
@@ -92,7 +92,7 @@ def test_the_modes_of_the_caller_hold(computing):
         out = attend()
     assert out.is_inference()
     assert torch.equal(out, expected)
-    # Bfloat16 would be off by 1e-3.
+    # If the tiles were computed in bfloat16, results would differ by 1e-3.
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(attend(), expected)
     assert "MainThread" in {name for name, _ in computing}
@@ -156,7 +156,7 @@ def test_after_an_interruption_the_heads_that_are_left_stay_uncomputed(monkeypat
 
 
 def test_a_forked_process_has_threads_of_its_own():
-    # The tiles compute nothing: PyTorch's products on several OpenMP threads wait forever in a forked process.
+    # The tiles compute nothing, because PyTorch's products on several OpenMP threads hang in a forked process.
     tiles, done = tiles_of_heads(6), []
     context = multiprocessing.get_context("fork")
     compute_in_threads = partial(by_heads.run, done.extend, tiles, 2)

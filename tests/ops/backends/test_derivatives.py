@@ -1,4 +1,4 @@
-"""Derivatives of relative attention: first, second, through masks and dropout, under transforms and autocast."""
+"""Derivatives of relative attention: first and second, with masks and dropout, under transforms and autocast."""
 
 from contextlib import nullcontext
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 
 
 def attending(terms, grid, **options):
-    """`relative_attention` as a function of contents and tables, with the same dropout at each call."""
+    """Return `relative_attention` as a function of contents and tables, with the same dropout at each call."""
 
     def attend(q, k, v, *tables):
         torch.manual_seed(5)
@@ -70,7 +70,7 @@ def test_no_queries_give_keys_and_values_zero_gradients():
 
 
 def transformed(name, attend, query):
-    """What a transform of torch.func makes of `attend`, a function of queries (1, heads, N, dim)."""
+    """Apply a transform of torch.func to `attend`, a function of queries (1, heads, N, dim)."""
     func = torch.func
     return {
         "vmap": lambda: func.vmap(lambda q: attend(q[None])[0])(query),
@@ -108,7 +108,7 @@ def test_recomputed_gradients_are_bit_equal_to_those_with_everything_kept(monkey
     out = run()
     first = torch.autograd.grad(out, inputs, retain_graph=True)
     second = torch.autograd.grad(out, inputs)
-    # `torch.func` forbids the saved-tensor hooks, so everything is kept there.
+    # `torch.func` forbids saved-tensor hooks, so recomputation is off there.
     transformed = torch.func.grad(run)(q.detach())
     monkeypatch.setattr(fused, "recompute_saved", lambda *arguments: nullcontext())
     kept = torch.autograd.grad(run(), inputs)
@@ -161,7 +161,7 @@ def test_compiled_in_half_precision_is_as_close_to_the_formula_as_eager():
     expected = attended_with_gradients(relative_attention, leaves(q, k, v, terms), terms, grid, backend="reference")
     half = [part.detach().bfloat16().requires_grad_() for part in leaves(q, k, v, terms)]
     torch._dynamo.reset()
-    # The partitioner and the decompositions of the default compiler, without its code generation.
+    # This backend has the partitioner and the decompositions of the default compiler, but generates no code.
     compiled = torch.compile(relative_attention, fullgraph=True, backend="aot_eager_decomp_partition")
     for attend in (relative_attention, compiled):
         found = attended_with_gradients(attend, half, terms, grid)
@@ -170,14 +170,14 @@ def test_compiled_in_half_precision_is_as_close_to_the_formula_as_eager():
 
 
 def attended_with_gradients(attend, inputs, terms, grid, **options):
-    """The output, and the gradients of queries, keys, values and all tables."""
+    """Compute the output, and the gradients of queries, keys, values and all tables."""
     tables = iter(inputs[3:])
     out = attend(*inputs[:3], with_tables(terms, lambda _: next(tables)), grid, **options)
     return out, *torch.autograd.grad(out.square().sum(), inputs)
 
 
 class SumsByIndex(TorchDispatchMode):
-    """Record the dtypes in which operations add up numbers that have the same index."""
+    """Record the dtypes in which operations add up numbers that belong to the same index."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Logits that no table gives (free channels, row and column logits): every backend against brute force."""
+"""Logits that no table gives (free channels, row and column logits): every backend compared with brute force."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from relvit.ops.terms import add_channels
 
 COORDS = torch.tensor([[[3, 1], [0, 4], [2, 2]], [[0, 0], [3, 3], [1, 4]]])
 VALID = torch.tensor([[True, True, False], [False, True, False]])
-# The first grid is of the queries, the second of the keys.
+# The first grid has the queries, the second grid the keys.
 GRIDS = {
     "raster": (make_grid(3, 4), make_grid(3, 4)),
     "prefix": (make_grid(2, 3, prefix=2), make_grid(2, 3, prefix=2)),
@@ -18,12 +18,12 @@ GRIDS = {
     "pooled": (make_grid(4, 6, prefix=1), make_grid(2, 3, prefix=1)),
     "to padding": (make_grid(2, 3), Grid(4, 5, 1, COORDS, VALID)),
 }
-# These are leading dimensions of the channels of queries and of keys.
+# Each pair has the leading dimensions of the queries' and of the keys' channels.
 LEADS = [((2, 2), (1, 2)), ((1, 1), (2, 1))]
 
 
 def case(name, which="", lead=LEADS[0], rank=3, layout="separate"):
-    """Contents, terms with channels (or with row and column logits if `lead` is None), and the two grids."""
+    """Draw contents, terms with channels (or with row and column logits if `lead` is None), and the two grids."""
     grid, key_grid = GRIDS[name]
     generator = torch.Generator().manual_seed(1)
     *_, terms, _ = draw_case(2, 3, which=which, per_head="b", layout=layout)
@@ -69,7 +69,7 @@ def test_scale_mask_temperature_and_padding_that_holds_nan(backend):
     spoilt = terms._replace(channels=terms.channels._replace(key=spoilt))
     got = relative_attention(q, k, v, spoilt, grid, scale=7e3, backend=backend)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-    # The temperature multiplies the logits of channels like all others; here no padding is hidden.
+    # The temperature also multiplies the logits of channels. In this test no token is padding.
     q, k, v, terms, grid, _ = case("raster", "k")
     factor = torch.tensor(12.0, dtype=torch.float64).log() / torch.tensor(5.0, dtype=torch.float64).log()
     hotter = terms._replace(channels=terms.channels._replace(query=terms.channels.query * factor))
@@ -101,13 +101,13 @@ def test_row_and_column_logits_in_half_precision(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
 def test_channels_in_half_precision_where_large_products_cancel(backend, dtype):
-    """-(y - v)^2 / 2 from y^2, y v and v^2 of up to 1,000."""
+    """The logits -(y - v)^2 / 2 are sums of products with y^2, y v and v^2, which are up to 1,000 and cancel."""
     q, k, v = draw(torch.Generator().manual_seed(1), 3, 2, 2, 33, 5).to(dtype)
     y = torch.arange(33.0)
     query = torch.stack((-y * y / 2, y, torch.full_like(y, -0.5)), dim=-1)[None, None]
     key = torch.stack((torch.ones_like(y), y, y * y), dim=-1)[None, None]
     terms = RelativeTerms(channels=Channels(query, key))
-    # The queries of channels are divided by the scale, which is no power of two here.
+    # The queries' channels are divided by the scale; 0.3 is not a power of two, so the division rounds.
     got = relative_attention(q, k, v, terms, make_grid(33, 1), scale=0.3, backend=backend)
     assert got.dtype == dtype
     distance = (y[:, None] - y).double()

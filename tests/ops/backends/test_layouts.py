@@ -1,4 +1,4 @@
-"""Tokens that do not fill the raster: NaFlex batches, and graphs for any coordinates."""
+"""Tokens that do not fill the grid: NaFlex batches, and graphs for any coordinates."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 
 PATCH = 4
 HEADS, DIM = 2, 5
-# Large enough to swamp everything if it came through.
+# If padding affected any output, this number would dominate it.
 GARBAGE = 1e5
 
 
@@ -24,7 +24,7 @@ def test_a_naflex_batch_equals_its_images_one_by_one(backend):
     photos = [torch.rand(3, PATCH * h, PATCH * w, generator=generator) for h, w in sizes]
     batch, _ = NaFlexCollator(max_seq_len=13)([(Patchify(PATCH)(photo), 0) for photo in photos])
     patches, coord, valid = batch["patches"].double(), batch["patch_coord"], batch["patch_valid"]
-    # timm pads with zeros, other loaders may not.
+    # timm fills padding with zeros, but other loaders may not.
     patches = torch.where(valid[..., None], patches, GARBAGE)
     coord = torch.where(valid[..., None], coord, torch.tensor([-7, 1000]))
     grid = grid_from_naflex(coord, valid, 4, 6, prefix)

@@ -1,4 +1,4 @@
-"""The backend `lean`: random scenes, packed projections, memory, autocast, remembered decisions, kernels of GPUs."""
+"""The backend `lean`: random inputs, packed projections, memory, autocast, cached decisions, GPU kernels."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_half_precision_loses_no_more_than_the_general_way(dtype):
     expected = torch.autograd.grad(relative_attention(q, k, v, terms, grid).square().sum(), inputs)
     for backend in ("lean", "fused"):
         low = [part.to(dtype) for part in (q, k, v)]
-        # Tables keep their precision, as parameters beside activations of autocast do.
+        # The tables stay in float32, as parameters do under autocast.
         out = relative_attention(*low, with_tables(terms, torch.Tensor.float), grid, backend=backend)
         assert out.dtype == dtype
         found = torch.autograd.grad(out.float().square().sum(), inputs)
@@ -132,7 +132,7 @@ def test_where_grids_are_large_logits_and_indicators_are_copied_once(monkeypatch
             sizes.append(sum(size for size in allocations(attend) if size > 0))
     attention._DECISIONS.clear()
     assert torch.equal(*results)
-    # The second copy would be that of 24 logits and indicators for queries, keys and values of two heads and samples.
+    # A second copy would have 24 logits and indicators, for queries, keys and values of two heads and two samples.
     assert sizes[0] - sizes[1] == 2 * 126 * 3 * 2 * 24 * 8
 
 
@@ -182,7 +182,7 @@ def test_arguments_are_checked_again_where_a_shape_a_dtype_or_an_option_differs(
     with pytest.raises(ValueError, match="scale must be finite"):
         relative_attention(q, k, v, terms, grid, scale=float("inf"))
     relative_attention(q, k, v, terms, make_grid(3, 2))
-    # The number of decisions that are remembered is bounded.
+    # The cache of decisions has a limited size.
     for width in range(1, 80):
         relative_attention(*(part[:1, :, :1].expand(1, 2, width, 5) for part in (q, k, v)), terms, make_grid(1, width))
     assert len(attention._DECISIONS) <= attention._MOST_DECISIONS
@@ -213,7 +213,7 @@ def test_fake_tensors_train_as_tensors_of_their_device_would():
     "kernel", [key for key in stock.KERNELS if key[0] == "cuda"], ids=lambda key: f"kernel {key[1]}"
 )
 def test_calls_of_gpu_kernels_fit_their_signatures(kernel):
-    """Without a GPU the kernels' shape functions check the arguments; numbers are for tools/gpu/gpu_check.py."""
+    """Without a GPU, the kernels' shape functions check the arguments; tools/gpu/gpu_check.py checks the results."""
     with FakeTensorMode():
         operands = torch.randn(3, 2, 13, 6, 96, device="cuda", dtype=torch.bfloat16).transpose(2, 3).unbind()
         results = stock.KERNELS[kernel].forward(*operands, 0.3)

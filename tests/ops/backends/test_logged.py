@@ -1,4 +1,4 @@
-"""What PyTorch logs while an attention is compiled: nothing about the checkpoint inside of it."""
+"""Messages that PyTorch logs when it compiles an attention: none about the checkpoint inside."""
 
 import logging
 
@@ -14,7 +14,7 @@ def test_a_compiled_training_step_logs_nothing_of_checkpoints(caplog):
     query, table, grid = torch.randn(1, 2, 6, 8, requires_grad=True), torch.randn(3, 8), make_grid(2, 3)
     terms = RelativeTerms(key=AxisTables(table, table))
     attend = torch.compile(lambda query: relative_attention(query, query, query, terms, grid), backend="aot_eager")
-    # PyTorch's loggers do not hand messages on to the root logger, and it logs this warning once in a process.
+    # PyTorch's loggers do not pass messages to the root logger, and PyTorch logs this warning once per process.
     log = logging.getLogger("torch._higher_order_ops.wrap")
     log.addHandler(caplog.handler)
     warning_once.cache_clear()

@@ -1,4 +1,4 @@
-"""Nothing of N x N is kept: seen in the memory kept for backward, and in every allocation."""
+"""No N x N tensor is kept: neither among the tensors for backward nor among all allocations."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ assert max(TILE, ONE_AUGMENTED) < ONE_SQUARE / 4
 
 
 def attention_of(which, mask="none", **options):
-    """Return the operation with all its arguments, a function without any."""
+    """Return the operation as a function without arguments."""
     generator = torch.Generator().manual_seed(0)
     grid = make_grid(HEIGHT, WIDTH, PREFIX)
     if mask == "valid":
@@ -37,9 +37,9 @@ def attention_of(which, mask="none", **options):
 
 
 def measured(attend):
-    """Count the float32 numbers that forward keeps, with the output, and those of the largest allocation."""
+    """Count the float32 numbers that forward keeps, including the output, and those of the largest allocation."""
     out = []
-    attend()  # caches the indices of the raster
+    attend()  # The first call caches the indices of the raster.
     kept = sum(allocations(lambda: out.append(attend())))
     largest = max(allocations(lambda: attend().sum().backward()))
     return kept // 4, largest // 4
@@ -48,7 +48,8 @@ def measured(attend):
 @pytest.mark.parametrize(("which", "mask"), [("k", "none"), ("kv", "valid"), ("v", "keys")])
 def test_fused_keeps_and_computes_nothing_of_n_by_n(which, mask):
     kept, largest = measured(attention_of(which, mask, backend="fused"))
-    # The augmented output, its sum with the value term, logits and marginals. Augmented q, k and v would be three more.
+    # It keeps the augmented output, its sum with the value term, logits and marginals; augmented q, k and v would add
+    # three more.
     assert kept < 3 * ONE_AUGMENTED
     assert largest <= ONE_AUGMENTED
 
@@ -74,7 +75,7 @@ def test_a_checkpoint_around_attention_keeps_its_own_inputs_alone(backend, layou
 def test_a_compiled_graph_recomputes_the_augmented_vectors_too():
     attend = attention_of("kv")
     torch._dynamo.reset()
-    # The partitioner of the default compiler, without its code generation.
+    # This backend has the partitioner of the default compiler, but generates no code.
     compiled = torch.compile(attend, backend="aot_eager_decomp_partition")
     torch.testing.assert_close(compiled(), attend(), rtol=0, atol=1e-5)
     assert measured(compiled)[0] < 3 * ONE_AUGMENTED
@@ -98,7 +99,7 @@ def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which,
     kept, largest = measured(attention_of(which, mask, backend="tiled", dropout_p=dropout_p))
     axes, entries = HEIGHT + WIDTH, 32
     channels = DIM
-    # Logits (of the table entries where these are fewer), and a copy of the queries or keys, head by head.
+    # 'tiled' keeps logits (by table entry if there are fewer entries), and a copy of the queries or keys, head by head.
     channels += entries + DIM if "k" in which else 0
     channels += axes + DIM if "q" in which else 0
     channels += entries if "v" in which else 0
@@ -108,5 +109,5 @@ def test_tiled_keeps_logits_and_marginals_and_computes_one_tile_at_a_time(which,
 
 
 def test_the_measurement_sees_n_by_n_where_it_exists():
-    # PyTorch's CPU attention with dropout, as the docstring of `relative_attention` warns.
+    # With dropout, PyTorch's CPU attention makes N x N tensors, as the docstring of `relative_attention` warns.
     assert measured(attention_of("kv", backend="fused", dropout_p=0.1))[1] >= ONE_SQUARE

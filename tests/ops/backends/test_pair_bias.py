@@ -1,4 +1,4 @@
-"""A joint bias between rasters: tiles and masks that add it against the formula, with gradients."""
+"""A joint bias between rasters: tiles and masks that add it compared with the formula, with gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from relvit.ops.attention import attend_projected
 from relvit.ops.backends import tiled
 
 BACKENDS = ("tiled", "fused")
-# Tables longer and shorter than the raster; the latter clip at their edge.
+# Tables may be larger or smaller than the raster needs; offsets beyond a smaller table use its edge.
 CASES = [
     {"distance": (3, 3)},
     {"distance": (1, 2), "prefix": 2},
@@ -111,7 +111,7 @@ def test_the_fewest_operations_equal_the_formula_with_gradients(case, packed):
     of_all = terms if weight is None else terms._replace(channels=prefix_channels(weight, grid, grid))
     expected = relative_attention(q, k, v, of_all, grid, attn_mask=mask, backend="reference")
     projected = torch.cat((q, k, v), dim=1).transpose(1, 2) if packed else (q, k, v)
-    # The second call takes the plan of the first one, also where that one was in inference mode.
+    # The second call uses the plan of the first call, although the first call was in inference mode.
     with torch.inference_mode():
         attend_projected(projected, terms, grid, q.shape[-1] ** -0.5, "auto", mask, weight)
     found = attend_projected(projected, terms, grid, q.shape[-1] ** -0.5, "auto", mask, weight)
@@ -124,7 +124,7 @@ def test_sums_of_a_table_s_gradient_keep_its_precision():
     halves = [part.bfloat16() for part in (q, k, v)]
     out = attend_projected(tuple(halves), RelativeTerms(bias=JointTable(table)), grid, 0.5, "auto")
     assert out.dtype == torch.bfloat16
-    # As norms return them under autocast.
+    # Under autocast norms return float32 queries and keys beside half-precision values.
     assert attend_projected((q, k, halves[2]), RelativeTerms(bias=JointTable(table)), grid, 0.5, "auto") is None
     (grad,) = torch.autograd.grad(out.float().square().sum(), table)
     exact = table.detach().double().requires_grad_()

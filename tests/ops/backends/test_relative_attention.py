@@ -1,4 +1,4 @@
-"""The exact attention against a brute force over token pairs, and the promises about masks and shifts."""
+"""Exact attention compared with brute force over pairs of tokens, and its promises about masks and shifts."""
 
 from itertools import product
 
@@ -77,7 +77,7 @@ def test_relative_logits_are_the_logits_of_each_row_and_column(backend):
             tables = [table * (number == axis) for number, table in enumerate(terms.key)]
             vectors = oracle.pair_entries(tables, h, here, [(there, there) for there in range(size)], "clip")
             torch.testing.assert_close(logits[axis][:, h, i], q[:, h, i] @ vectors.T, rtol=0, atol=1e-12)
-    # Rows per head beside columns that all heads share.
+    # The row tables are per head, but all heads share the column tables.
     mixed = terms._replace(key=terms.key._replace(cols=terms.key.cols[1]))
     rows, cols = relative_logits(q, mixed, grid, backend=backend)
     torch.testing.assert_close(rows, logits[0], rtol=0, atol=1e-12)
@@ -102,10 +102,10 @@ def test_sample_without_valid_key_gives_zeros_forward_and_backward_in_half_preci
 @pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
 def test_queries_and_keys_on_different_grids(backend, bucketing):
     generator = torch.Generator().manual_seed(5)
-    # Query coordinates may be outside the key grid; the clip takes care of it.
+    # Query coordinates may be outside of the keys' grid: offsets are clipped.
     query_grid = make_grid(2, 3, 1)._replace(coords=torch.tensor([[-4, 2], [7, -1], [1, 9]]))
     key_grid = make_grid(3, 2, 2)
-    # Values may have another width than queries and keys.
+    # Values may be wider or narrower than queries and keys.
     q, k, v = (draw(generator, 2, 2, *size) for size in ((4, 5), (8, 5), (8, 7)))
     terms = RelativeTerms(
         query=draw_tables(generator, (1, 2), 5, 2, True),
@@ -133,9 +133,10 @@ def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
 
 
 def test_dropout_keeps_the_expectation_and_reaches_the_value_term(monkeypatch):
-    monkeypatch.setattr(tiled, "TILE_LOGITS", 40 * 2 * 6 * 6)  # a tile has 40 samples
+    # A tile has 40 samples.
+    monkeypatch.setattr(tiled, "TILE_LOGITS", 40 * 2 * 6 * 6)
     q, k, _, terms, grid = draw_case(2, 3, batch=1)
-    v = torch.zeros_like(q)  # the output is the value term alone
+    v = torch.zeros_like(q)  # With values of zero, the output is only the value term.
     torch.manual_seed(0)
     plain = relative_attention(q, k, v, terms, grid)
     draws = relative_attention(*(part.expand(4000, -1, -1, -1) for part in (q, k, v)), terms, grid, dropout_p=0.3)
@@ -155,7 +156,8 @@ def test_empty_batch_and_single_token(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_strip_is_shaw_et_als_sequence_in_a_row_or_in_a_column(backend):
     q, k, v, terms, grid = draw_case(1, 9, distance=(0, 3), which="kv")
-    # Shaw et al. 2018, eq. 3-5, on a sequence; the other axis adds its one vector, of offset zero.
+    # These are eq. 3 to 5 of Shaw et al. 2018 for a sequence. The other axis has only the offset zero, whose vector is
+    # added.
     offset = (torch.arange(9)[None, :] - torch.arange(9)[:, None]).clamp(-3, 3) + 3
     a_k, a_v = terms.key.cols[offset] + terms.key.rows[0], terms.value.cols[offset] + terms.value.rows[0]
     logits = (q[:, :, :, None] * (k[:, :, None] + a_k)).sum(-1) / 5**0.5

@@ -1,4 +1,4 @@
-"""The layout of the gradient that stock attention gets from `fused`: cuDNN's cached backward assumes the result's."""
+"""The gradient of stock attention in `fused` has the layout of the result, as cuDNN's cached backward assumes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from relvit.ops import make_grid, relative_attention
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("which", ["q", "k", "v", "b", "kv", "qkvb"])
 def test_the_gradient_has_the_layout_of_the_result(which, padded, contiguous, monkeypatch):
-    """Otherwise a second call of the same shapes, with other terms, would get the gradients of other tokens."""
+    """With another layout, a second call with equal shapes and other terms would get the gradients of other tokens."""
     layouts = []
 
     def spied(*args, **options):
@@ -23,7 +23,7 @@ def test_the_gradient_has_the_layout_of_the_result(which, padded, contiguous, mo
     stock = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
     q, k, v, terms, grid = draw_case(3, 4, prefix=1, which=which, dim=8)
-    # In memory tokens come before heads, as projections leave them.
+    # In memory tokens come before heads, as in the output of projections.
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v))
     if padded:
         grid = make_grid(3, 4, 1, valid=torch.arange(12) < torch.tensor([[7], [12]]))

@@ -1,4 +1,4 @@
-"""The backend 'triton': its numbers in Triton's interpreter, in a process of its own, and what is refused."""
+"""The backend 'triton': results in Triton's interpreter, in a new process, and inputs that it refuses."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ def test_in_the_interpreter():
 
 
 def test_the_kernels_have_no_nested_targets_which_the_oldest_triton_refuses():
-    # Triton 3.6, which comes with PyTorch 2.11, ends at `(a, b), c = ...` with a `TypeError`.
+    # Triton 3.6, which comes with PyTorch 2.11, fails at `(a, b), c = ...` with a `TypeError`.
     from triton import JITFunction
 
     modules = [
@@ -109,7 +109,7 @@ def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(mo
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v, terms, grid = draw_case(2, 3, dim=127)
     q, k, v = (part.bfloat16() for part in (q, k, v))
-    # In half precision each channel becomes three.
+    # In half precision, three channels represent each channel.
     channels = Channels(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1))
     with pytest.raises(ValueError, match="head dimensions up to 128, got 130"):
         relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="triton")

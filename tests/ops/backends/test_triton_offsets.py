@@ -1,4 +1,4 @@
-"""Offsets of the Triton kernels, which count in 32 bits within a head: too large ones are refused."""
+"""Offsets in memory that Triton kernels compute in 32 bits within a head: too large ones are refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def launch_of(height, width, heads=2, dim=64, entries=32, packed=1):
-    """A launch whose queries, keys and values are views of one projection, tokens before heads."""
+    """Make a launch whose queries, keys and values are views of one projection, with tokens before heads."""
     length = height * width
     qkv = meta(1, length, packed * heads * dim).unflatten(-1, (packed, heads, dim))
     q, k, v = (qkv[:, :, min(part, packed - 1)].transpose(1, 2) for part in range(3))
@@ -43,7 +43,7 @@ def test_largest_offset(sizes, largest):
 
 
 def test_too_large_offsets_are_an_error():
-    # 1,024 x 1,024 patches have 2^20 tokens and 2^11 rows and columns: an index of 2^31 numbers.
+    # 1,024 x 1,024 patches are 2^20 tokens with 2^11 rows and columns, so the index has 2^31 numbers.
     launch = launch_of(1024, 1024)
     with pytest.raises(ValueError, match=r"1048576 queries with 1048576 keys need 2147483648, above 2\^31 - 1"):
         launch.run((launch.operands.query,), ())
