@@ -22,4 +22,5 @@ def test_every_offset_against_the_formula(bucketing, distance):
 def test_piecewise_reaches_further_with_the_same_rows():
     near, far = bucket(torch.tensor([3, 4]), 8, "piecewise"), bucket(torch.tensor([9, 30]), 8, "piecewise")
     assert near.tolist() == [11, 12]  # Offsets up to alpha = 4 have a row each.
-    assert far.tolist() == [8 + 6, 8 + 8]  # The rows are rounded: 4 + 4 ln(9/4)/ln(8) = 5.56 and 4 + 4 ln(30/4)/ln(8) = 7.88.
+    # The rows are rounded: 4 + 4 ln(9/4)/ln(8) = 5.56 and 4 + 4 ln(30/4)/ln(8) = 7.88.
+    assert far.tolist() == [8 + 6, 8 + 8]

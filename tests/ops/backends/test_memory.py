@@ -48,8 +48,8 @@ def measured(attend):
 @pytest.mark.parametrize(("which", "mask"), [("k", "none"), ("kv", "valid"), ("v", "keys")])
 def test_fused_keeps_and_computes_nothing_of_n_by_n(which, mask):
     kept, largest = measured(attention_of(which, mask, backend="fused"))
-    # It keeps the augmented output, its sum with the value term, logits and marginals; augmented q, k and v would add
-    # three more.
+    # 'fused' keeps the augmented output, its sum with the value term, logits and marginals; augmented q, k and v would
+    # be three more tensors.
     assert kept < 3 * ONE_AUGMENTED
     assert largest <= ONE_AUGMENTED
 
