@@ -1,4 +1,4 @@
-"""Imports inside relvit follow the order in CONTRIBUTING.md, packages are declared, and folders stay small."""
+"""Imports within relvit follow the order in CONTRIBUTING.md, packages are declared, and folders stay small."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import relvit
 
 ROOT = Path(relvit.__file__).parent
-# Every folder may import from these folders and from itself. The application, `relvit.app`, stands above the core.
+# Each folder may import from these folders and from itself. The application, `relvit.app`, may import from all of them.
 CORE = {
     "utils": (),
     "ops": ("utils",),
@@ -30,11 +30,11 @@ BELOW = CORE | {
     "app.evaluation": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training"),
     "app.cli": (*_ALL, "app.utils", "app.plots", "app.models", "app.data", "app.training", "app.evaluation"),
 }
-# The packages that the core imports: what `pip install relvit` brings.
+# The core may import these packages, which `pip install relvit` installs.
 PACKAGES = {"torch", "torchvision", "timm", "einops", "packaging", "safetensors", "huggingface_hub", "numpy"}
-# Several files may have these names: an operation, its reference and its layer; the base classes of a folder.
+# Several files may have these names: an operation, its reference and its layer, or the base class in a folder.
 SHARED_NAMES = {"__init__", "attention", "operation", "reference", "base"}
-# Imported only where the user has them: for kernels on a GPU, and for models of these libraries.
+# These packages are imported only if they are installed, for GPU kernels and for models of these libraries.
 OPTIONAL = {"triton", "transformers", "segment_anything"}
 
 
@@ -100,17 +100,17 @@ def test_the_core_imports_only_packages_that_it_declares():
                 assert known, f"{path} imports {module}"
 
 
-# Packages whose name differs from the name that is imported.
+# These packages have another name on the package index than in imports.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "pytorch_grad_cam": "grad-cam"}
 
 
-# Programs, plugins of pytest and mkdocs, and packages that other libraries import for relvit.
+# These are programs, plugins of pytest and MkDocs, and packages that other libraries import.
 NOT_IMPORTED = {"ruff", "pre-commit", "pytest-xdist", "mkdocs", "mkdocs-material", "mkdocstrings"}
 NOT_IMPORTED |= {"tensorboard", "wandb", "mlflow", "accelerate", "ipykernel"}
 
 
 def declared_packages():
-    """Packages that pyproject.toml names, without those of other extras: of the core, and by extra."""
+    """Return the packages of the core and of each extra in pyproject.toml, without those of other extras."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     extras = {"": project["dependencies"]} | project["optional-dependencies"]
     names = {extra: {re.match(r"[\w.-]+", line)[0] for line in lines} for extra, lines in extras.items()}
@@ -128,7 +128,7 @@ def test_the_application_imports_only_packages_that_are_declared():
 
 
 def test_packages_that_are_declared_are_imported():
-    """Those of the core and of `train` by relvit itself, others also by tests, tools and pages."""
+    """relvit itself imports the packages of the core and of `train`; tests, tools or pages import the others."""
     repository, statement = ROOT.parent, re.compile(r"""(?:^|\n|")\s*(?:from|import) (\w+)|importorskip\("(\w+)""")
     found = {}
     for folders in (("relvit",), ("relvit", "tests", "tools", "docs", "notebooks")):
@@ -155,7 +155,7 @@ def test_folders_stay_small():
     tests = Path(__file__).parent
     tops = (ROOT, tests, tests.parent / "tools")
     for folder in (path for top in tops for path in (top, *top.rglob("*")) if path.is_dir()):
-        # A paper is a file in `positions`, whose table of names is its list of contents.
+        # `positions` has a file for each paper, which its table `POSITIONS` lists, so it may have more files.
         assert len(list(folder.glob("*.py"))) <= 12 or folder == ROOT / "layers" / "positions", folder
 
 

@@ -1,4 +1,4 @@
-"""Versions of PyTorch and timm that relvit takes, and the answer where one is older."""
+"""The versions of PyTorch and timm that relvit accepts, and the error for older ones."""
 
 import importlib.metadata
 import os
@@ -38,7 +38,7 @@ def test_importing_relvit_with_an_older_timm_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     answer = 'relvit needs timm>=1.0.26, got timm 1.0.25: pip install --upgrade "timm>=1.0.26"'
     lines = done.stderr.splitlines()
-    # The command says it in one line, and Python in the last line.
+    # The command prints one line, and in Python the message is the last line.
     assert (lines[0], lines[-1]) == (f"relvit: error: {answer}", f"ImportError: {answer}")
 
 

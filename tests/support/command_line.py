@@ -1,4 +1,4 @@
-"""The command line in tests: a short training, checkpoints like its own, what commands wrote and printed."""
+"""Functions for tests of the command line: a short training, checkpoints, written files and printed text."""
 
 import csv
 import json
@@ -16,26 +16,26 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
 def without_figures():
-    """Write a blank picture in the place of each figure, in a `with` block."""
+    """Within a `with` block, write a blank picture instead of each figure."""
     return patch.object(Figure, "savefig", lambda self, path, **_: Image.new("RGB", (2, 2)).save(path, "PNG"))
 
 
 def fit(root, runs, *options):
-    """Train the tiny model on class folders, for an epoch if no option says otherwise; the run's folder."""
+    """Train the tiny model on class folders, by default for an epoch; return the run's folder."""
     arguments = ["fit", "--data=ImageFolderData", f"--data.root={root}", f"--runs={runs}", *TINY]
     assert main([*arguments, "--trainer.max_epochs=1", *options]) == 0
     return only(runs)
 
 
 def evaluate(command, checkpoint, runs, *options):
-    """Run `test` or `predict` on a checkpoint; the folder of its results."""
+    """Run `test` or `predict` on a checkpoint; return the folder of the results."""
     assert main([command, *map(str, (checkpoint, *options)), f"--runs={runs}", *QUIET]) == 0
     return only(runs)
 
 
 def write_checkpoint_like(path, target, model, model_kwargs, **data):
-    """Write `target` like the checkpoint `path`, of another model with random weights, and of data changed so."""
-    # Not above, as `tests/conftest.py` imports this file: Lightning takes seconds.
+    """Write a checkpoint like `path` to `target`, with another model with random weights, and with changed data."""
+    # `tests/conftest.py` imports this file, and importing Lightning takes seconds, so import it only here.
     from relvit.app.training import ImageClassifier
     from relvit.app.training.checkpoints.file import AVERAGE_KEY
 
@@ -51,29 +51,29 @@ def write_checkpoint_like(path, target, model, model_kwargs, **data):
 
 
 def only(folder):
-    """The one thing in a folder."""
+    """Return the only file or folder in a folder."""
     (found,) = folder.iterdir()
     return found
 
 
 def rows(path):
-    """The rows of a CSV file, by the names of its columns."""
+    """Return the rows of a CSV file as dictionaries."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 
 def summary(folder):
-    """What a run's summary.json holds."""
+    """Return the content of a run's summary.json."""
     return json.loads((folder / "summary.json").read_text())
 
 
 def printed(name, text):
-    """A number in the table that the Trainer prints."""
+    """Return a number in the table that the Trainer prints."""
     return float(re.search(rf"{name}\W+([\d.]+)", text)[1])
 
 
 def by_hand(classifier, dataset):
-    """Accuracy and mean cross-entropy, image by image."""
+    """Compute accuracy and mean cross-entropy, image by image."""
     right, losses = [], []
     for image, label in dataset:
         logits = classifier(image[None])[0].detach()

@@ -1,4 +1,4 @@
-"""The README and the pages under docs/, and their code blocks."""
+"""The README, the pages below docs/, and their code blocks."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGES = [
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
     "docs/benchmarks/README.md",
 ]
-# Pages about other libraries, which run in a suite of their own: `pytest -m elsewhere`.
+# Pages about other libraries, which `pytest -m elsewhere` runs.
 ELSEWHERE = sorted(f"docs/elsewhere/{path.name}" for path in (ROOT / "docs" / "elsewhere").glob("*.md"))
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of relative attention, float64, and what tests do with them."""
+"""Random inputs of relative attention in float64, and comparisons of results and gradients."""
 
 import torch
 from oracles import relative_attention as oracle
@@ -14,7 +14,7 @@ def draw(generator, *shape):
 
 
 def draw_tables(generator, distance, dim, heads, per_head, layout="separate"):
-    """Tables of vectors, or of scalars with dim None."""
+    """Draw tables of vectors, or of scalars if dim is None."""
     lead, tail = (heads,) if per_head else (), () if dim is None else (dim,)
     if layout == "joint":
         sizes = [2 * min(k, 3) + 1 for k in distance]
@@ -23,7 +23,7 @@ def draw_tables(generator, distance, dim, heads, per_head, layout="separate"):
 
 
 def draw_terms(generator, which, distance, dim, heads, per_head="vb", bucketing="clip", layout="separate"):
-    """Tables for the letters in `which`, one for each head for those that are in `per_head` too."""
+    """Draw tables for the letters in `which`, with one table per head for the letters in `per_head`."""
     pairs = {
         letter: draw_tables(generator, distance, None if letter == "b" else dim, heads, letter in per_head, layout)
         for letter in "qkvb"
@@ -35,7 +35,7 @@ def draw_terms(generator, which, distance, dim, heads, per_head="vb", bucketing=
 def draw_case(
     height, width, prefix=0, distance=(2, 2), which="kv", per_head="", bucketing="clip", layout="separate", **sizes
 ):
-    """Queries, keys, values, terms and their grid; sizes: batch, dim, seed."""
+    """Draw queries, keys, values, terms and their grid; `sizes` may have batch, dim and seed."""
     heads, dim, batch = 2, sizes.get("dim", 5), sizes.get("batch", 2)
     generator = torch.Generator().manual_seed(sizes.get("seed", 0))
     grid = make_grid(height, width, prefix)
@@ -63,7 +63,7 @@ def tables_of(terms):
 
 
 def with_tables(terms, change):
-    """The same terms with every table changed."""
+    """Return the same terms with every table changed by a function."""
     pairs = zip(terms._fields[:4], terms[:4], strict=True)
     return terms._replace(**{name: type(pair)(*map(change, pair)) for name, pair in pairs if pair is not None})
 
@@ -78,20 +78,20 @@ def assert_all_close(got, expected, atol):
 
 
 def gradients(out, inputs, cotangent):
-    """Gradients of all inputs, zeros for those that the output does not depend on."""
+    """Compute the gradients of all inputs; inputs that do not affect the output get zeros."""
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
     return torch.autograd.grad(out, inputs, cotangent, **options)
 
 
 def assert_same(got, expected, inputs, atol):
-    """Equal results, and equal gradients of all inputs."""
+    """Compare results, and the gradients of all inputs."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
     cotangent = draw(torch.Generator().manual_seed(9), *expected.shape)
     assert_all_close(*(gradients(out, inputs, cotangent) for out in (got, expected)), atol=atol)
 
 
 def assert_right_or_refused(inputs, operation, changed):
-    """Change an input, or the output, between forward and backward: gradients are as if nothing was, or refused."""
+    """Change a tensor between forward and backward: gradients are as without the change, or an error is raised."""
     wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
     out = operation(inputs)
     cotangent = draw(torch.Generator().manual_seed(9), *out.shape).to(out.dtype)
@@ -111,7 +111,7 @@ def assert_right_or_refused(inputs, operation, changed):
     else:
         assert_all_close(found, expected, atol=1e-10)
     if changed != "output":
-        # An error must not be the answer to everything.
+        # Without a change there must be no error.
         with torch.no_grad():
             inputs[changed].copy_(kept)
         assert_all_close(gradients(operation(inputs), wanted, cotangent), expected, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Callbacks that disturb a training; command lines name them as `failures.NAME`."""
+"""Callbacks that disturb a training, which command lines name as `failures.NAME`."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ DISK, SPARE = "FULL_DISK", "FULL_DISK_SPARE"
 
 
 def fill(disk, spare=0):
-    """Fill a disk but for a number of bytes."""
+    """Fill a disk except for a number of bytes."""
     with open(disk / "filler", "wb", buffering=0) as file:
         try:
             while True:
@@ -23,7 +23,7 @@ def fill(disk, spare=0):
 
 
 class Fill(Callback):
-    """Fill the disk that the environment names in the second epoch."""
+    """In the second epoch, fill the disk that an environment variable names."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1 and DISK in os.environ:
@@ -31,7 +31,7 @@ class Fill(Callback):
 
 
 class KillWorker(Callback):
-    """Kill a worker of the training's loader in the second epoch, unless the training resumes there."""
+    """In the second epoch, kill a worker of the loader, except in a resumed training."""
 
     def on_train_start(self, trainer, pl_module):
         self.begun = trainer.current_epoch
@@ -44,7 +44,7 @@ class KillWorker(Callback):
 
 
 class Stop(Callback):
-    """Press Ctrl-C before the second batch of the second epoch, unless the training resumes there."""
+    """Raise KeyboardInterrupt before the second batch of the second epoch, except in a resumed training."""
 
     def on_train_start(self, trainer, pl_module):
         self.begun = trainer.current_epoch
@@ -55,7 +55,7 @@ class Stop(Callback):
 
 
 class MetricReader(ProgressBar):
-    """A progress bar that reads all metrics in every hook on the main process; the others must not wait for it."""
+    """A progress bar that reads all metrics in every hook of the main process; other processes must not wait."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class MetricReader(ProgressBar):
 
 
 class EndTest(Callback):
-    """Send this process the signal that the environment names, in the test after a training."""
+    """In the test after a training, send this process the signal that an environment variable names."""
 
     def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 1 and "END_TEST" in os.environ:
@@ -84,7 +84,7 @@ class EndTest(Callback):
 
 
 class OfADevice(Callback):
-    """A callback with a default that no configuration can hold."""
+    """A callback with a default value that YAML cannot hold."""
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         self.device = device

@@ -1,6 +1,7 @@
-"""`fuzzed` gives a test of `tests/app/fuzz` random generators, which hypothesis draws and names where the test fails.
+"""`fuzzed` runs a test with random generators that hypothesis draws, and names the generator for which the test fails.
 
-FUZZ_EXAMPLES says how many; with it `--hypothesis-seed=N` draws others. Without it a test draws the same few each time.
+FUZZ_EXAMPLES sets the number of examples, which `--hypothesis-seed=N` then changes. Without FUZZ_EXAMPLES a test draws
+the same few examples each time.
 """
 
 import os
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 
 def fuzzed(examples: int) -> Callable[[Callable], Callable]:
-    """Call a test with its argument `chance`, a `random.Random`, as many times."""
+    """Call a test this number of times, with a `random.Random` as its argument `chance`."""
     options = settings(
         max_examples=int(os.environ.get("FUZZ_EXAMPLES", examples)),
         derandomize="FUZZ_EXAMPLES" not in os.environ,
-        # A smaller seed of a generator is no simpler example.
+        # A smaller seed does not give a simpler example, so do not shrink examples.
         phases=[Phase.generate],
         database=None,
         deadline=None,

@@ -1,7 +1,7 @@
-"""Tests of the backend 'triton' on the CPU, against the reference; `tests/ops/backends/test_triton.py` runs them.
+"""Tests of the backend 'triton' on the CPU against the reference; tests/ops/backends/test_triton.py runs this file.
 
-Triton's interpreter is chosen by TRITON_INTERPRET=1, which counts only before Triton is imported: hence a process of
-their own.
+Triton's interpreter is chosen by the environment variable TRITON_INTERPRET=1, which has an effect only if it is set
+before Triton is imported. So these tests run in a new process.
 """
 
 import itertools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 
 
 def rounded(terms, contents, dtype=torch.float32):
-    """Contents in `dtype` with float32 tables, then the same numbers in float64: leaves and terms of each."""
+    """Return contents in `dtype` with float32 tables, and the same numbers in float64: leaves and terms of both."""
     pairs = []
     for precision, of_tables in ((dtype, torch.float32), (torch.float64, torch.float64)):
         changed = with_tables(terms, lambda t, to=of_tables: t.detach().to(dtype).to(to).requires_grad_())
@@ -48,17 +48,18 @@ def compare(contents, terms, *grids, atol=(1e-5, 5e-5), **options):
         ((2, 3), 1, "b", 20),
         ((2, 3), 1, "", 5),
         ((1, 1), 0, "kvb", 5),
-        # Several strips of columns, several tiles of rows, of queries and of prefix tokens; a head of 128.
+        # These cases have several strips of columns, several tiles of rows, of queries and of prefix tokens, and a head
+        # of 128.
         ((2, 18), 1, "kv", 16),
         ((5, 7), 33, "kvb", 40),
         ((4, 3), 1, "kv", 128),
-        # A strip in either direction.
+        # These grids are one row or one column.
         ((1, 40), 1, "kv", 20),
         ((40, 1), 1, "kv", 20),
     ],
 )
 def test_equals_the_reference_with_gradients(size, prefix, which, dim):
-    # One sample where the tokens are many, as the time of the interpreter grows with both.
+    # The interpreter is slow, so use one sample if there are many tokens.
     batch = 2 if prefix + size[0] * size[1] < 40 else 1
     q, k, v, terms, grid = draw_case(*size, prefix, (2, 3), which, dim=dim, batch=batch)
     compare((q, k, v), terms, grid)
@@ -67,7 +68,8 @@ def test_equals_the_reference_with_gradients(size, prefix, which, dim):
 @pytest.mark.parametrize(
     ("size", "prefix", "which", "keys", "padded"),
     [
-        # Tiles of one row as wide as the grid, in several strips, beside several of prefix tokens; of several rows.
+        # These cases have tiles of one row, in several strips of columns, with several tiles of prefix tokens; and
+        # tiles of several rows.
         ((3, 18), 1, "kvb", 32, True),
         ((2, 18), 0, "kvb", 16, False),
         ((2, 40), 19, "kv", 64, True),
@@ -87,7 +89,7 @@ def test_tiles_of_few_rows(size, prefix, which, keys, padded, monkeypatch):
     launch.constants.cache_clear()
 
 
-# Half of all combinations, with each pair of operands beside all terms; other terms with one operand, or all but one.
+# Test half of all combinations: with all terms each pair of operands occurs, with fewer terms one operand or two.
 SCENES = [
     (which, operands)
     for number, which in enumerate(["", "k", "v", "b", "kv", "vb", "kvb"])
@@ -98,7 +100,7 @@ SCENES = [
 
 @pytest.mark.parametrize(("which", "operands"), SCENES, ids=str)
 def test_random_scenes_with_and_without_each_operand(which, operands):
-    """Memory is filled before each run, so that numbers which a kernel does not write would be found."""
+    """Fill memory before each run, so that numbers that a kernel fails to write are noticed."""
     rotated, extended, padded = operands
     generator = torch.Generator().manual_seed(len(which) + 8 * sum(operands))
     height, width, prefix = (int(torch.randint(low, 5, (), generator=generator)) for low in (1, 1, 0))
@@ -117,7 +119,7 @@ def test_random_scenes_with_and_without_each_operand(which, operands):
         rest = contents[3:]
         options = {"position_query": rest.pop(0)} if rotated else {}
         given = tables._replace(channels=Channels(*rest)) if extended else tables
-        # Memory that is allocated and never written shows the numbers of memory that was freed before.
+        # PyTorch reuses freed memory, so new tensors contain these numbers until they are written.
         torch.full((2**16,), 1e6, dtype=dtype)
         out = relative_attention(*contents[:3], given, grid, backend=backend, **options)
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
@@ -171,7 +173,7 @@ def test_padding_and_a_sample_of_padding_alone(dtype):
     assert relative_error(out, want) < 0.01
     got, exact = gradients(out, inputs, torch.ones_like(out)), gradients(want, exact_inputs, torch.ones_like(want))
     assert not any(grad[1].any() for grad in got[:3])
-    # To bfloat16 the interpreter truncates, GPUs round.
+    # When the interpreter converts to bfloat16, it truncates; GPUs round.
     limit = 0.04 if dtype == torch.bfloat16 else 0.02
     assert all(relative_error(one, other) < limit for one, other in zip(got, exact, strict=True))
 
@@ -189,14 +191,14 @@ def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype):
     pairs = zip(stock_grads, gradients(stock_exact, exact_inputs[:3], cotangent.double()), strict=True)
     allowed_in_gradient = 2 * max(relative_error(got, want) for got, want in pairs)
     if dtype == torch.bfloat16:
-        # To bfloat16 the interpreter truncates, GPUs round.
+        # When the interpreter converts to bfloat16, it truncates; GPUs round.
         allowed, allowed_in_gradient = 2 * allowed, 2 * allowed_in_gradient
 
     out = relative_attention(*inputs[:3], singles, grid, backend="triton")
     assert relative_error(out, exact) < allowed
     got = gradients(out, inputs, cotangent)
     for one, want in zip(got, gradients(exact, exact_inputs, cotangent.double()), strict=True):
-        # In the gradient of a scalar per offset, large terms of either sign cancel.
+        # The gradient of a scalar per offset is a sum of large terms of either sign, which cancel.
         assert relative_error(one, want) < (2 if one.dim() == 1 else 1) * allowed_in_gradient
 
 
@@ -209,7 +211,7 @@ def test_autocast_empty_batches_and_second_derivatives():
         out = relative_attention(*inputs[:3], singles, grid, backend="triton")
         grads = torch.autograd.grad(out.sum(), inputs)
     assert torch.equal(out, want)
-    # Autocast lowers PyTorch's part of this backward.
+    # Under autocast the part of backward that PyTorch computes is in half precision.
     assert all(relative_error(one, other.double()) < 0.05 for one, other in zip(grads, want_grads, strict=True))
     empty = relative_attention(q[:0].float(), k[:0].float(), v[:0].float(), singles, grid, backend="triton")
     assert empty.shape == (0, 2, 7, 16)

@@ -1,4 +1,4 @@
-"""Processes that run the command line: forked ones, or real ones, which launchers start and which start others."""
+"""Run the command line in processes: forks of this process, or new processes, as launchers and Lightning start them."""
 
 import fcntl
 import multiprocessing
@@ -20,7 +20,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def start(arguments, folder, launcher=(), **options):
-    """Start `relvit` as a user does, or by a launcher (arguments of python); importing everything takes seconds."""
+    """Start `relvit` in a new process, directly or by a launcher (arguments of python); the imports take seconds."""
     ends = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     environment |= options.pop("env", {})
@@ -29,7 +29,7 @@ def start(arguments, folder, launcher=(), **options):
 
 
 def finish(process, seconds=240):
-    """Return exit status, standard output and standard error; kill a process that takes longer, with its group."""
+    """Return exit status, standard output and standard error; kill a process that takes too long, with its group."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -56,7 +56,7 @@ def run(arguments, folder, seconds=240, **environment):
 def in_terminal(arguments, folder, columns=160, seconds=240, fork=True):
     """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters.
 
-    `fork` is False where Lightning starts another process by the command line of this one.
+    `fork` must be False if Lightning starts another process by the command line of this process.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -99,7 +99,7 @@ def _meeting():
 
 
 class Ranks:
-    """A function in one forked process for each of the given environments, which may be those of a launcher.
+    """Run a function in a forked process for each of the given environments, which may be a launcher's.
 
     Args:
         arguments: Of the function.
@@ -116,7 +116,7 @@ class Ranks:
         ]
 
     def finish(self, seconds=120):
-        """Return the exit statuses; a process that takes longer is killed, which fails the test."""
+        """Return the exit statuses; if a process takes too long, kill it and fail the test."""
         for process in self.processes:
             process.join(seconds)
         alive = [i for i, process in enumerate(self.processes) if process.is_alive()]
@@ -131,9 +131,9 @@ class Ranks:
 
 
 def _forked(function, arguments, folder, environment, out, err):
-    """Start a function, by default the command line, in a fork of a process that has imported everything.
+    """Start a function, by default the command line, in a fork of a process that has imported all modules.
 
-    This takes a tenth of the time of a process of its own. `out` and `err` are files, or a terminal.
+    A fork takes a tenth of the time of a new process. `out` and `err` are files, or a terminal.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["relvit.app.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
@@ -152,7 +152,7 @@ def _run(function, arguments, folder, environment, out, err):
 
     os.setsid()
     for name, path in (("stdout", out), ("stderr", err)):
-        # Both may be the same file, which stays open as long as the process lives.
+        # `out` and `err` may be the same file, which must stay open until the process ends.
         file = open(path, "a", buffering=1)  # noqa: SIM115
         os.dup2(file.fileno(), 1 if name == "stdout" else 2)
         setattr(sys, name, file)
@@ -160,10 +160,10 @@ def _run(function, arguments, folder, environment, out, err):
         sys.stdin = open(out)  # noqa: SIM115
     os.environ.update(environment)
     os.chdir(folder)
-    # Lightning has set the rank when another process imported it.
+    # Lightning has set this attribute when the forking process imported it.
     rank_zero_only.rank = int(environment.get("RANK", environment.get("SLURM_PROCID", 0)))
     torch.set_num_threads(1)
-    # By a fork server the loader's workers would import everything anew.
+    # With a fork server the loader's workers would import all modules again.
     multiprocessing.set_start_method("fork", force=True)
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     if function is None:

@@ -1,4 +1,4 @@
-"""Small checkpoints of each family, and a published folder, as relvit writes them after two steps on digits."""
+"""Small checkpoints of each family, and a published folder, as relvit writes them after two steps on the digits."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from relvit.app.evaluation import save_model
 from relvit.app.training import ImageClassifier
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
-# Arguments of `ImageClassifier` for each family.
+# Each family has arguments of `ImageClassifier`.
 FAMILIES = {
     "tables": {"model": "test_relvit", "model_kwargs": SMALL | {"max_distance": 3}},
     "xl_bands": {"model": "relvit_xl_small", "model_kwargs": SMALL | {"depth": 2, "band_rows": 2, "memory_rows": 2}},
@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 def write_sample(path, family="tables"):
-    """Write the checkpoint of two epochs of one step each, with averaged weights."""
+    """Write the checkpoint after two epochs of one step each, with averaged weights."""
     data = DigitsData(img_size=16, num_workers=0, batch_size=16)
     torch.manual_seed(0)
     classifier = ImageClassifier(
@@ -40,14 +40,14 @@ def write_sample(path, family="tables"):
 
 
 def publish_sample(checkpoint, folder):
-    """Publish the model of a checkpoint."""
+    """Publish the model in a checkpoint."""
     predictor = relvit.load(checkpoint)
     save_model(predictor.model, folder, predictor.class_names)
     return folder
 
 
 def images():
-    """Two grey images, 16 x 24 px."""
+    """Make two grey images of 16 x 24 px."""
     return (torch.arange(2 * 16 * 24, dtype=torch.float32).reshape(2, 1, 16, 24) * 37 % 101) / 50 - 1
 
 

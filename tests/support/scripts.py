@@ -1,4 +1,4 @@
-"""Scripts of the tools folder as modules."""
+"""Import the scripts of the folder tools as modules."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name: str) -> ModuleType:
-    """Import `name`.py below tools, and beside it its neighbours, as Python does for a script."""
+    """Import `name`.py from a folder in tools; the script can import the modules beside it, as when Python runs it."""
     (path,) = (ROOT / "tools").rglob(f"{name}.py")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))

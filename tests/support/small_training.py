@@ -1,4 +1,4 @@
-"""A tiny classifier, noise to train it on, and a record of what its optimiser sees."""
+"""A tiny classifier, noise to train it on, and a record of its optimiser steps."""
 
 import math
 
@@ -10,10 +10,10 @@ from relvit.app.data import ImageData
 from relvit.app.training import ImageClassifier
 
 NAMES = [f"class {i}" for i in range(7)]
-# Arguments of a small model of timm, and of a small one of relvit.
+# These are arguments of a small timm model, and of a small relvit model.
 VIT = {"patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2}
 KWARGS = VIT | {"max_distance": 1}
-# A model whose patches halt, some of them at the first step.
+# In this model patches halt, some of them at the first step.
 HALTING = {
     "model": "test_relvit_universal",
     "model_kwargs": {"depth": 3, "halting": "act", "halting_bias": 0.3},
@@ -23,7 +23,7 @@ HALTING = {
 
 
 class Noise(LightningDataModule):
-    """23 random images of 7 classes in batches of 4, so that the last batch is smaller; image 9 may be spoilt."""
+    """A data module with 23 random images of 7 classes in batches of 4, the last one smaller; image 9 may be NaN."""
 
     def __init__(self, spoilt=False):
         super().__init__()
@@ -40,7 +40,7 @@ class Noise(LightningDataModule):
 
 
 class Record:
-    """The learning rate, the norm of the gradients and the new weights of every optimiser step."""
+    """Record the learning rate, the norm of the gradients and the new weights of every optimiser step."""
 
     def __init__(self, module):
         self.rates, self.norms, self.weights = [], [], []
@@ -60,7 +60,7 @@ class Record:
 
 
 def record_steps(module, note):
-    """Have `note(batch, batch_idx)` called before every training step."""
+    """Call `note(batch, batch_idx)` before every training step."""
     step = module.training_step
 
     def recording(batch, batch_idx):
@@ -91,14 +91,14 @@ def train(module, data=None, ckpt_path=None, **kwargs):
 
 
 def train_and_save(path, module, data=None, ckpt_path=None, **kwargs):
-    """Train, write a checkpoint with the description that `relvit fit` writes, and return the trainer."""
+    """Train, write a checkpoint with the same description as `relvit fit`, and return the trainer."""
     trainer = train(module, data, ckpt_path, **kwargs)
     trainer.save_checkpoint(path)
     return trainer
 
 
 class NoiseImages(ImageData):
-    """Random images of 7 classes, the same in all splits, in batches of 4, through relvit's own loaders."""
+    """Random images of 7 classes, the same in all splits, in batches of 4, loaded by relvit's own loaders."""
 
     def __init__(self, count, in_order=False, batch_size=4, **options):
         own = {"img_size": (8, 12), "augment": "none", "crop_pct": 1.0, "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -115,7 +115,7 @@ class NoiseImages(ImageData):
         return TensorDataset(self.images, self.labels)
 
     def train_dataloader(self):
-        """With `in_order`, step i on two devices has the images of step i on one device with the double batch."""
+        """With `in_order`, step i on two devices has the same images as step i on one device with twice the batch."""
         if not self.in_order:
             return super().train_dataloader()
         world, rank = self.trainer.world_size, self.trainer.global_rank
@@ -127,7 +127,7 @@ class NoiseImages(ImageData):
 
 
 class SeveralLabels(NoiseImages):
-    """Images of any number of the 7 classes; the last class has one image."""
+    """Random images, each with any number of the 7 classes; only one image has the last class."""
 
     multi_label = True
 

@@ -1,20 +1,20 @@
-"""Change bytes of files and entries of nested descriptions at random, by a seeded generator, for `tests/app/fuzz`."""
+"""Change bytes of files and entries of nested descriptions at random, with a seeded generator, for `tests/app/fuzz`."""
 
 import copy
 
-# Numbers at which sizes and counts overflow, turn negative or ask for too much.
+# Sizes and counts with these numbers overflow, become negative or are far too large.
 EDGES = (0, 1, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 ODD = [None, True, -1, 0, 7, 2**40, -(2**63), 0.5, 1e308, float("nan"), float("inf"), "", "x", "[", "9" * 400]
 ODD += ["relvit_tiny", "../secret", "\x1b[31m", "é\u202e\n", "os.system", "relvit.app.data.ImageData"]
 ODD += [[], [[]], [1, "a"], {}, {"": None}, [None] * 50, "http://127.0.0.1:9/secret"]
 ODD += [{"class_path": "os.system"}, {"class_path": "os.system", "init_args": {"command": "touch secret"}}]
-# Arguments from which timm's builders would load weights.
+# With these arguments timm's builders would load other weights.
 CHOICES = {"pretrained": True, "checkpoint_path": "secret.pth", "url": "http://127.0.0.1:9/secret", "file": "secret"}
 CHOICES |= {"pretrained_cfg": {"file": "secret.pth"}, "hf_hub_id": "someone/else", "cache_dir": "secret"}
 
 
 def damaged(content, chance, near_start=0.2):
-    """Return the bytes with one to three changes; `near_start` is the probability that one is among the first 200."""
+    """Return bytes with one to three changes, each in the first 200 bytes with probability `near_start`."""
     content = bytearray(content)
     for _ in range(chance.randint(1, 3)):
         if not content:
@@ -42,7 +42,7 @@ def damaged(content, chance, near_start=0.2):
 
 
 def places(value):
-    """Yield the holder and the key of every entry in nested dictionaries and lists."""
+    """Yield the container and the key of every entry in nested dictionaries and lists."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(pairs):
         yield value, key
@@ -50,7 +50,7 @@ def places(value):
 
 
 def foreign(value, chance):
-    """Return a nested value in which one to three entries are removed, renamed, odd, or builder arguments of timm."""
+    """Return a nested value with one to three entries removed, renamed, odd, or arguments of timm's builders."""
     value = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
         if not (found := list(places(value))):

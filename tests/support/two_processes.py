@@ -1,4 +1,4 @@
-"""Trainings and evaluations in two processes (gloo, on the CPU), which a test compares with those in one process."""
+"""Trainings and evaluations in two processes (gloo, on the CPU), to compare with the same in one process."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ REVERSIBLE = {"reversible": True, "depth": 3}
 
 
 def fit(module, data=None, **kwargs):
-    """Train for two epochs on 16 images in order, four in each process and step."""
+    """Train for two epochs on 16 images in order, with four images per process and step."""
     options = {"max_epochs": 2, "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     options |= {"plugins": [AtomicCheckpointIO()]}
     return train(module, data or NoiseImages(16, in_order=True), **options | kwargs)
@@ -27,7 +27,7 @@ def content(path):
 
 
 def alone(**options):
-    """Train as `fit` does, in one process with the double batch."""
+    """Train as `fit` does, in one process with twice the batch."""
     module = build(**options)
     record = Record(module)
     data = NoiseImages(16, in_order=True, batch_size=8)
@@ -35,7 +35,7 @@ def alone(**options):
 
 
 class Shown(Callback):
-    """The images that student and teacher are shown in training, and the teacher's mode at each of them."""
+    """Record the images that student and teacher get in training, and the teacher's mode for each of them."""
 
     def __init__(self):
         self.student, self.teacher, self.modes = [], [], []
@@ -71,7 +71,7 @@ def steps(folder, name, **options):
 
 
 def distilled(folder, name, **options):
-    """Return the weights of each step with a teacher, and the images of student and teacher."""
+    """Return the weights after each step with a teacher, and the images of student and teacher."""
     module = build(**STEP, teacher=str(folder / "teacher"), **options)
     record, shown = Record(module), Shown()
     fit(module, callbacks=[shown]).save_checkpoint(folder / f"{name}.ckpt")
@@ -80,9 +80,9 @@ def distilled(folder, name, **options):
 
 
 def with_batch_norm(ema_decay):
-    """Validate a network whose statistics differ between processes, on an odd number of images, after each batch.
+    """After each batch, validate a network whose batch norm statistics differ between the processes.
 
-    The first validation comes after a batch that only accumulates gradients, whose statistics DDP does not copy.
+    The first validation comes after a batch that only accumulates gradients, after which DDP does not copy statistics.
     """
     module = build(ema_decay=ema_decay)
     module.net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(48, 7))
@@ -98,7 +98,7 @@ def with_batch_norm(ema_decay):
 
 
 def skipped():
-    """Let the loss of the second process be NaN at the second of three steps; return the norms and counts of steps."""
+    """Make the loss of the second process NaN at the second of three steps; return the norms and counts of steps."""
     module = build(nonfinite="skip")
     loss, found = module.loss.forward, []
 
@@ -120,7 +120,7 @@ def order():
 
 
 def trainings(folder):
-    """Run everything in this process, and save what both processes found, in order."""
+    """Run all trainings in this process, and save the results of both processes, in order."""
     folder = Path(folder)
     results = {
         "evaluate": {(count, several): evaluate(count, several) for count in (23, 1) for several in (False, True)},

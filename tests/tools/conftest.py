@@ -1,4 +1,4 @@
-"""The data and runs of the application's tests."""
+"""Fixtures of data and runs from the application's tests."""
 
 from trained_runs import best, photos, run
 

@@ -1,4 +1,4 @@
-"""The benchmark: ratios worked out by hand, the counting of memory, its rows and tables, its refusals."""
+"""The benchmark: ratios computed by hand, the count of memory, its rows and tables, refused arguments."""
 
 import pytest
 import torch
@@ -28,16 +28,16 @@ def rows(**other):
 
 
 def measure(tmp_path, *arguments):
-    """Run a tiny layer benchmark; returns the rows of its file."""
+    """Run a tiny benchmark of layers, and return the rows of its file."""
     output = tmp_path / "new" / "results.jsonl"
     benchmark.main(["--level=layer", "--size=64", "--batch=1", "--device=cpu", f"--output={output}", *arguments])
     return report.read(output)
 
 
 def test_ratios_pair_the_rounds():
-    # Per round 3, 1.5, 1 and 1.1, 1, 0.5.
+    # The ratios per round are 3, 1.5, 1 and 1.1, 1, 0.5.
     assert report.ratios(rows()) == pytest.approx({"plain": 1, "control": 1, "relvit_small": 1.5})
-    # Per round 9, 1, 1: median 1, while the medians 0.3 and 0.1 would give 3.
+    # The ratios per round are 9, 1, 1, with the median 1; the ratio of the medians, 0.3 and 0.1, would be 3.
     assert report.ratios([row("plain", [0.1, 0.3, 0.1]), row("a", [0.9, 0.3, 0.1])])["a"] == pytest.approx(1.0)
     assert report.ratios(rows(), memory=True) == {"plain": 1, "control": 1, "relvit_small": 2.5}
     assert report.ratios(rows()[1:]) == report.ratios([row("plain", [1.0], 0)], memory=True) == {}
@@ -47,7 +47,7 @@ def test_ratios_pair_the_rounds():
 
 @pytest.fixture(scope="module")
 def tables():
-    """The tables of two runs, and of one at another size."""
+    """The tables of two runs at one size, and of one run at another size."""
     slow = [row("plain", [9.0] * 3, 0, run="later", mode="forward"), row("rope", [18.0] * 3, 0, run="later")]
     return report.render([*rows(), *slow, row("control", [1.0] * 3, size=384)])
 
@@ -93,7 +93,7 @@ def test_figure_has_the_last_run_of_each_size():
 
     measured = [
         *layers(448, 0.1, 0.3, 1.0),
-        # A later run of the same, which counts; another mode and another device, which do not.
+        # A later run of the same setting replaces the earlier one, but not if its mode or device is another one.
         *layers(448, 0.1, 0.2, 1.2, run="later"),
         *layers(448, 0.1, 0.9, 0.9, mode="forward"),
         *layers(448, 0.1, 0.9, 0.9, device="cuda"),
@@ -142,7 +142,7 @@ def test_rows(tmp_path):
         assert (line["versions"]["torch"], line["machine"]["threads"]) == (torch.__version__, torch.get_num_threads())
     committed = report.read(FOLDER / "results.jsonl")[-1]
     assert set(found[0]) == set(committed)
-    # Appended, and unchanged otherwise.
+    # New rows are appended, and old rows do not change.
     again = measure(tmp_path, "--rounds=1", "--mode=forward", "--names=plain", "--commit=abc", "--cap=0")
     assert again[:-1] == found
     last = again[-1]
@@ -155,7 +155,7 @@ def test_competitors_are_built_alike(monkeypatch):
         for name in benchmark.MODELS:
             model, shape, _ = benchmark.competitor("model", name, 32)
             assert (shape, model.num_classes) == ((3, 32, 32), 1000)
-            # One prefix token or layer scale more would be paid for in every block.
+            # An additional prefix token or layer scale would cost time in each block.
             assert (model.num_prefix_tokens, model.global_pool) == (0, "avg"), name
             keys = [key.removesuffix("attn.gamma") for key, _ in model.named_parameters()]
             assert not any("ls1" in key or "gamma" in key for key in keys), name
@@ -215,12 +215,14 @@ def test_memory_counters():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: lambda: tensor, lambda make: make()):
             return x.exp().sin().sum()
 
-    # exp keeps its result, 15 float32; the sine keeps its input, the same storage. So it is where hooks hide it.
+    # exp keeps its result, 15 float32 numbers, and the sine keeps its input in the same storage. Hooks that wrap saved
+    # tensors must not hide them.
     assert benchmark.kept_bytes(lambda: x.exp().sin().sum()) == benchmark.kept_bytes(hidden) == 60
-    # The product keeps both factors, which were there before.
+    # The product keeps both factors, which existed before the call.
     assert benchmark.kept_bytes(lambda: x[0] * x[1]) == 0
     with torch.no_grad():
-        # At most two results of 15 float32 are there at a time, the first of them until the second is computed.
+        # At most two results of 15 float32 numbers exist at a time, because each result is freed when the next is
+        # computed.
         assert benchmark.peak_bytes(lambda: x.exp().exp().exp()) == 120
         assert benchmark.peak_bytes(lambda: x.exp().exp_().exp_()) == 60
 

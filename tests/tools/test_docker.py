@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be read here: its files are there, and its commands are those of relvit."""
+"""The Dockerfile, without building it: its files exist, and its commands are commands of relvit."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The table of models: counts against PyTorch's own and by hand, and the documents' copies."""
+"""The table of models: counts compared with PyTorch's and with counts by hand, and the copy in the documentation."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def flops(model, height, width):
 
 @pytest.mark.parametrize("name", ["relvit_small_reg4_gap", "relvit_small_patch4_32", "relvit_universal_small"])
 def test_all_but_the_relative_part_is_what_pytorch_counts(name):
-    # Each block costs the same; a universal model has one block.
+    # All blocks have the same cost. A universal model has only one block.
     options = {} if "universal" in name else {"depth": 2}
     plain = create(name, rel_terms="", **options)
     cost, relative = model_table.cost(plain), model_table.cost(create(name, **options))
@@ -46,12 +46,13 @@ def test_lsh_attention_is_what_pytorch_counts():
 @pytest.mark.parametrize(
     ("name", "kwargs", "parameters", "macs"),
     [
-        # 2 blocks, 6 heads of 64, 14 x 14 patches: a row per offset from -7 to 7 on two axes, for keys and values.
+        # 2 blocks have 6 heads of 64 and 14 x 14 patches. Keys and values have a row for each offset from -7 to 7 on
+        # two axes.
         ("relvit_small_reg4_gap", {}, 2 * 60 * 64, 2 * 6 * 196 * 60 * 64),
         ("relvit_tiny_patch4_32", {"max_distance": (2, 3)}, 2 * 24 * 64, 2 * 3 * 64 * 24 * 64),
-        # 27 offsets on each of two axes, 192 sines and cosines for each; W_R, u and v of 2 blocks.
+        # There are 27 offsets on each of two axes, with 192 sines and cosines each. Each of 2 blocks has W_R, u and v.
         ("relvit_xl_small", {}, 2 * (384**2 + 2 * 384), 2 * (54 * 192 * 384 + 196 * 54 * 384)),
-        # Tables per head: more parameters, as many products. Biases are looked up.
+        # Tables per head have more parameters, but need the same products. Biases are looked up, without products.
         ("relvit_small", {"rel_terms": "kb", "shared_heads": False}, 2 * 6 * 30 * 65, 2 * 6 * 196 * 30 * 64),
     ],
 )
@@ -63,7 +64,8 @@ def test_relative_part_by_hand(name, kwargs, parameters, macs):
 @pytest.mark.parametrize("kwargs", [{"mixer": "simple"}, {"mixer": "full"}, {"mixer": "local", "window": 2}], ids=str)
 def test_products_without_attention_are_what_pytorch_counts(kwargs):
     model = create("test_relvit_aft", **kwargs, num_heads=1, img_size=(48, 80), pos_embed="")
-    # On the model's own grid the interpolation of both factors, rows and columns, changes nothing.
+    # PyTorch also counts the products of the interpolation of both factors, rows and columns, which here changes
+    # nothing.
     interpolation = 0 if kwargs["mixer"] == "simple" else 6 * 2 * 128 * (3 * 3 * 5 + 5 * 5 * 3)
     assert model_table.cost(model).macs == flops(model, 48, 80).get_total_flops() / 2 - interpolation
 
@@ -77,7 +79,7 @@ def test_products_of_windows_are_what_pytorch_counts_as_convolutions():
 
 
 class Decay(Mixer):
-    """Sums of values, weighted by a learned table of all pairs of 4 x 6 patches."""
+    """A mixer that computes sums of values, weighted by a learned table of all pairs of 4 x 6 patches."""
 
     def __init__(self, dim, num_heads, **_):
         super().__init__()
@@ -99,7 +101,7 @@ def test_a_mixer_without_a_function_of_its_own_is_counted_as_pytorch_does():
 
 @pytest.mark.slow
 def test_the_page_has_the_table_of_today(tmp_path, monkeypatch, capsys):
-    """All models are there, those without attention with the parameters of Zhai et al. 2021, table 4."""
+    """The page has all models; models without attention have the parameters in table 4 of Zhai et al. 2021."""
     table, text = model_table.table(), (ROOT / "docs" / "models.md").read_text()
     monkeypatch.setattr(model_table, "table", lambda: table)
     (tmp_path / "docs").mkdir()
@@ -111,7 +113,7 @@ def test_the_page_has_the_table_of_today(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in text
     for name in timm.list_models("relvit_*"):
         assert text.count(f"| `{name}` | ") == 1
-    # The paper has one digit; the rest is counted by hand.
+    # The paper gives one digit; the further digits are counted by hand.
     millions = {"full_tiny": "6.323", "full_small": "22.656", "conv_tiny_k11_h32": "5.356", "conv_tiny": "5.963"}
     millions |= {"conv_small_k11_h16": "20.298", "conv_small_k11_h384": "22.541", "conv_small": "23.021"}
     for name, count in millions.items():

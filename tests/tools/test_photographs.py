@@ -1,4 +1,4 @@
-"""tools/study/photographs.py: crops, order of data, resumed trainings, fine-tunings, and tables made of lines."""
+"""tools/study/photographs.py: crops, order of data, resumed trainings, fine-tunings, and tables made from lines."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ def bytes_of(array):
 
 
 def by_pillow(array, size, box=None):
-    """Pillow's `resize`, channel by channel as floats, which it does not round."""
+    """Resize with Pillow, channel by channel as floats, which Pillow does not round."""
     height, width = size
     channels = [Image.fromarray(array[..., channel].astype(np.float32)) for channel in range(3)]
     return np.stack([np.asarray(each.resize((width, height), Image.BILINEAR, box=box)) for each in channels])
@@ -57,7 +57,7 @@ def test_a_growing_field_is_the_middle_of_photographs_at_one_scale():
         np.testing.assert_allclose(IMAGES.resampled(bytes_of(array), box, test.size)[0], expected, atol=1e-2)
         sides.append(side)
     assert sides == [112, 128, 144, 160]
-    # Crops of the training lie in the middle 112 px of photographs of 160 px.
+    # Crops in this training are within the middle 112 px of photographs of 160 px.
     _, boxes = RUNS.epoch_of(setting, MODELS.parts_of(setting)["field"], 0, 0, IMAGES.synthetic(500, 160, 0))
     assert 24 <= float(boxes.min()) < 26
     assert 134 < float(boxes.max()) <= 136
@@ -86,7 +86,7 @@ def test_random_boxes():
     ratios = (width / height)[inside]
     assert 1.6 * 0.75 <= ratios.min() < 1.3
     assert 2 < ratios.max() <= 1.6 * 4 / 3
-    # They lie anywhere.
+    # Crops are at all places.
     spare = ((top - 10) / (50 - height))[height < 40]
     assert spare.min() < 0.05
     assert spare.max() > 0.95
@@ -95,14 +95,14 @@ def test_random_boxes():
 def test_matched_models_see_the_same_data():
     parts = MODELS.parts_of(MODELS.SETTINGS["imagenette"])
     images = IMAGES.synthetic(300, 16, 0)
-    # No model is an argument: seed and epoch alone choose the order and the boxes.
+    # The model is not an argument, so order and boxes depend only on seed and epoch.
     first, again, later, other = (
         RUNS.epoch_of(TOY, parts["scratch"], seed, epoch, images) for seed, epoch in ((0, 1), (0, 1), (0, 2), (1, 1))
     )
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
     assert not torch.equal(first[0], later[0])
     assert not torch.equal(first[0], other[0])
-    # Two whole batches, and no image twice.
+    # There are two whole batches, and no image occurs twice.
     assert len(first[0]) == len(first[1]) == len(set(first[0].tolist())) == 256
     sorted_labels = images._replace(labels=images.labels.sort().values)
     tenth = RUNS.images_of(parts["tenth"], sorted_labels)
@@ -145,7 +145,7 @@ def test_a_fine_tuning_starts_from_the_plain_model(tmp_path):
     for name in MODELS.tunings_of(TOY):
         model = RUNS.create(TOY, MODELS.Run("shape", name, 0, 5), tmp_path).eval()
         same = torch.allclose(model(pixels), plain.eval()(pixels), atol=1e-5)
-        # At another size than the trained one a mirrored embedding is not the stretched one.
+        # At another size than in training, mirroring an embedding and interpolating it give different results.
         assert same == (name not in ("kv-1-dropped", "kv-1-mirrored")), name
 
 
@@ -177,7 +177,7 @@ def test_tables_learn_faster_than_the_rest(tmp_path):
         tables = [table.detach() for key, table in model.named_parameters() if ".position." in key]
         assert len(tables) == 4
         norms[name] = max(float(table.abs().max()) for table in tables)
-    # A step of Adam is at most about as long as the learning rate.
+    # A step of Adam is at most about as long as the learning rate, so the norms of tables show their rate.
     assert 5 * norms["kv-1"] < norms["kv-1-rate-10"] < 15 * norms["kv-1"]
     assert 2 * norms["kv-1-rate-10"] < norms["kv-1-rate-30"]
 
@@ -284,6 +284,6 @@ def test_tables_recompute_figures_from_the_lines(tmp_path, capsys):
     error = share.std(ddof=1) / math.sqrt(2)
     assert "| learned | 2 | 62.0 ± 2.0 % | 55.0 ± 1.0 % |" in page
     assert f"| kv-4-learned | 2 | +2.0 ± 1.0 | +5.5 ± 0.5 | {share.mean():.1f} ± {error:.1f} |" in page
-    # The embedding's place changes nothing at the trained size.
+    # At the trained size, a mirrored embedding is the embedding itself.
     assert "| kv-4-learned, mirror | 2 | +2.0 ± 1.0 | +6.5 ± 0.5 |" in page
     assert "| lookhere | 1 | 50.0 % | 40.0 % | 80.0 |" in page

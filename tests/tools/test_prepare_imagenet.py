@@ -1,4 +1,4 @@
-"""Small archives like ImageNet's: unpacked, interrupted, damaged, hostile; and read by ImageNetData."""
+"""Small archives like ImageNet's: unpacked, interrupted, damaged or hostile; ImageNetData reads the result."""
 
 import io
 import json
@@ -17,11 +17,12 @@ from relvit.app.data import ImageNetData
 
 tool = load("prepare_imagenet")
 
-# The devkit numbers the classes in an order of its own; two have the same first name.
+# The devkit numbers the classes in another order than their names; two classes have the same first name.
 SYNSETS = {1: ("n02012849", "crane"), 2: ("n01440764", "tench, Tinca tinca"), 3: ("n03126707", "crane")}
 WNIDS = sorted(wnid for wnid, _ in SYNSETS.values())
 GREY = dict(zip(WNIDS, (10, 100, 200), strict=True))
-GROUND_TRUTH = [2, 3, 1, 1, 2, 3]  # the class of each validation image, as the devkit numbers classes
+# These are the classes of the validation images, by the devkit's numbers.
+GROUND_TRUTH = [2, 3, 1, 1, 2, 3]
 
 
 def jpeg(grey):
@@ -108,14 +109,14 @@ def test_folders_by_class_and_the_data_of_them(archives, tmp_path, monkeypatch):
     args = json.loads(json.dumps(data.init_args()))
     assert (args["wnids"], args["class_names"]) == (WNIDS, data.class_names)
     assert ImageNetData(**args).init_args() == data.init_args()
-    # A second run unpacks nothing.
+    # A second run unpacks nothing again.
     monkeypatch.setattr(tool, "write_member", lambda *_: pytest.fail("written again"))
     tool.prepare(archives, root, subset=True)
 
 
 @pytest.mark.parametrize("stop", [1, 7, 13])
 def test_interrupted_anywhere_it_goes_on_and_has_no_half_file_under_a_final_name(archives, tmp_path, monkeypatch, stop):
-    """The copy number `stop` (2 of the devkit, 6 of val, 12 of train) writes half a file and is killed."""
+    """Copy number `stop` (2 of the devkit, 6 of val, 12 of train) writes half a file and is then interrupted."""
     root, copies = tmp_path / "imagenet", []
     copy = tool.shutil.copyfileobj
 
@@ -130,14 +131,15 @@ def test_interrupted_anywhere_it_goes_on_and_has_no_half_file_under_a_final_name
     with pytest.raises(KeyboardInterrupt):
         tool.prepare(archives, root, subset=True)
     all_can_be_read(root, set(listing(root)) & set(expected()))
-    # A class's folder appears when all of it is there.
+    # The folder of a class appears when all its images are there.
     for folder in (root / "train").glob("n*"):
         assert len(list(folder.iterdir())) == 4
     assert (root / "val").exists() == (stop > 8)
     done = len(copies) - 1
     tool.prepare(archives, root, subset=True)
     assert listing(root) == expected()
-    assert len(copies) == stop + 20 - done  # finished files are not copied again
+    # Complete files are not copied again.
+    assert len(copies) == stop + 20 - done
     all_can_be_read(root, expected())
 
 
@@ -188,7 +190,7 @@ def test_damaged_archives_are_named(archives, tmp_path):
 
 
 def test_md5(archives, tmp_path, monkeypatch):
-    # the published sums, as https://image-net.org gives them
+    # These are the sums that https://image-net.org publishes.
     assert tool.MD5[tool.TRAIN] == "1d675b47d978889d74fa0da5fadfb00e"
     assert tool.MD5[tool.VAL] == "29b22e2961454d5413ddabcf34fc5622"
     with pytest.raises(tool.ArchiveError, match=r"has the MD5 sum [0-9a-f]{32}, not fa75699e90414af021442c21a62c3abf"):

@@ -1,4 +1,4 @@
-"""tools/study/pretrain.py: a short pretraining on made images, and the table of probes."""
+"""tools/study/pretrain.py: a short pretraining on synthetic images, and the table of probes."""
 
 import pytest
 import torch
@@ -28,5 +28,5 @@ def test_the_targets_are_normalised(pretrain):
     images = torch.randn(2, 3, 32, 32)
     for parameter in mae.predict.parameters():
         torch.nn.init.zeros_(parameter)
-    # The n = 192 values of a patch have variance one, so that a prediction of zeros has a loss of (n - 1) / n.
+    # The n = 192 values of a patch have variance one, so predicting zeros gives the loss (n - 1) / n.
     assert float(mae(images).detach()) == pytest.approx(191 / 192, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Trainings that are interrupted and resumed, in ten of the 78 ways of tools/resume_proof.py: every pair."""
+"""Interrupted and resumed trainings in ten of the 78 ways of tools/resume_proof.py, with each pair of options."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from scripts import load
 
 PROOF = load("resume_proof")
-# Place, average, accumulation, end, options of the data.
+# Each case has place, averaging, accumulation, signal and the options of the data.
 CASES = [
     ("epoch end", False, 1, "SIGTERM", ""),
     ("validation", False, 1, "exception", ""),
@@ -28,7 +28,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(images, tmp_path_factory):
-    """Trainings that nothing interrupts, by average, accumulation and data, each made once."""
+    """Trainings without interruption, by averaging, accumulation and data, each of which is run once."""
     made = {}
 
     def find(*kind):
@@ -48,7 +48,7 @@ def test_these_cases_cover_every_pair():
         assert {(case[a], case[b]) for case in CASES} == {(case[a], case[b]) for case in PROOF.CASES}
 
 
-# Daily: tests/app/training/test_stops.py.
+# tests/app/training/test_stops.py has quicker tests that are not slow.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_resumed_training_is_bit_equal_to_one_that_was_not_interrupted(case, images, uninterrupted, tmp_path):

@@ -1,4 +1,4 @@
-"""Segmentation by features: labels where the ink is, features that move with the image, scores against brute force."""
+"""Segmentation by features: labels on the digits, features that shift with the image, scores by brute force."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_pixels_with_ink_have_the_digit_as_label():
 
 
 class Ink(nn.Module):
-    """Calls bright pixels a 0, others background."""
+    """A model that labels bright pixels as the digit 0 and all other pixels as background."""
 
     def forward(self, images):
         logits = torch.zeros(len(images), 11, *images.shape[2:])

@@ -1,4 +1,4 @@
-"""tools/study: a line for each training and its evaluations; tables and figures made of these lines alone."""
+"""tools/study: each training adds a line with its evaluations, from which tables and figures are made."""
 
 import json
 import math
@@ -17,7 +17,7 @@ STUDY, LINES_OF, REPORT, FIELD_LOSS = map(load, ("study", "study_lines", "study_
 
 
 def line(model, seed, low, recipe="several"):
-    """Accuracy `low` at 16 px, a point more at each size; `field` and a reach have ten and twenty points more."""
+    """Make a line: accuracy `low` at 16 px, a point more at each size; `field` and a reach add ten and twenty."""
     rows = []
     for extra, reach, protocol in ((0, "trained", "resize"), (0.1, "trained", "field"), (0.2, "stretch", "field")):
         for number, size in enumerate(STUDY.SIZES):
@@ -40,7 +40,7 @@ def test_curves_and_their_area():
     assert list(curve) == list(STUDY.SIZES)
     assert curve[16] == pytest.approx(50)
     assert curve[32] == pytest.approx(42)
-    # A line over log2(size) has its mean height in the middle.
+    # The curve is linear over log2(size), so its mean is its height in the middle.
     assert LINES_OF.area({size: math.log2(size) for size in STUDY.SIZES}) == pytest.approx(5)
 
 
@@ -52,14 +52,14 @@ def test_differences_are_paired_by_seed_and_precision():
     assert found.count == 2
     assert found.mean == pytest.approx(2)
     assert found.error == pytest.approx(np.std([3, 1], ddof=1) / math.sqrt(2))
-    # The two runs of one seed count once, by their mean.
+    # Two runs with the same seed count as one, by their mean.
     every = LINES_OF.estimate(groups["kv-3"], LINES_OF.at(16, "resize"))
     assert every.count == 3
     assert every.mean == pytest.approx((43 + 70 + 90) / 3)
 
 
 def photograph(part, model, seed, low):
-    """Accuracy `low` in all tests."""
+    """Make a line with the accuracy `low` in all tests."""
     sides = REPORT.study_questions.FIELDS if part == "field" else REPORT.study_questions.SIDES
     protocol = "field" if part == "field" else "resize"
     tests = [(protocol, [side, side]) for side in sides] + [("shape", [112, 160])] * (part != "field")
@@ -82,7 +82,7 @@ def reported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     lines = [*LINES, *(line(name, 0, 0.3, "one") for name in (LINES_OF.BASE, LINES_OF.OURS))]
     lines += [line(name, 1, 0.4 if name == LINES_OF.BASE else 0.44, "one") for name in (LINES_OF.BASE, LINES_OF.OURS)]
-    # No run of the others has this seed.
+    # No other model has a run with this seed.
     lines.append(line("none", 5, 0.3, "one"))
     write(folder / "runs" / "several.jsonl", lines)
     photographs = [photograph(part, "learned", 0, 0.5) for part in ("scratch", "field")]
@@ -100,7 +100,7 @@ def reported(tmp_path_factory):
 def test_the_page_answers_three_questions_with_means_errors_and_differences(reported):
     page = (reported / "README.md").read_text()
     assert "old" not in page
-    # At 32 px `low` and two points; pairs of seeds differ by 0 and 4 points.
+    # At 32 px accuracies are `low` and two points more; the differences of both pairs of seeds are 0 and 4 points.
     assert "| learned alone | 37.0 ± 5.0 % | 50.0 % |" in page
     assert "| kv, `max_distance` 2, and learned | +2.0 ± 2.0 | +3.0 |" in page
     assert "| kv, `max_distance` 2, and learned | 53.0 | 53.0 | 53.0 | 53.0 | 53.0 | 55.0 | 100.0 |" in page
@@ -109,10 +109,10 @@ def test_the_page_answers_three_questions_with_means_errors_and_differences(repo
 
 def test_the_tables_have_every_model_and_every_reach(reported):
     tables = (reported / "tables.md").read_text()
-    # At 32 px 42 and 46 % against 45 and 47.
+    # At 32 px the accuracies are 42 and 46 %, and 45 and 47 %.
     assert "| learned | 2 | 44.0 ± 2.0 % |" in tables
     assert "| kv-3 | 2 | +2.0 ± 1.0 |" in tables
-    # 68 and 70 % at 64 px, of 45 and 47 at 32 px; learned has 55 and 59 without a reach.
+    # The accuracies are 68 and 70 % at 64 px, after 45 and 47 % at 32 px; `learned` has 55 and 59 % without a reach.
     assert "| +10.0 ± 0.0 | 150.0 ± 1.1 | +12.0 ± 1.0 |" in tables
     assert "| none | 1 | 32.0 % |" in tables
     assert "| kv-3 | stretch | 2 | +10.0 ± 0.0 |" in tables
@@ -174,7 +174,7 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     one_size = [("trained", "resize", 16), ("trained", "resize", 32), ("trained", "field", 16)]
     assert kinds == one_size + [(reach, protocol, 16) for reach in reaches for protocol in ("resize", "field")]
     STUDY.main(arguments)
-    # No line is added for a model that cannot be trained at several sizes either.
+    # A model that cannot be trained at several sizes gets no line, either.
     STUDY.main([argument.replace("kv-3", "relpos") for argument in arguments])
     assert len((lines / "several.jsonl").read_text().splitlines()) == 1
 
@@ -183,7 +183,7 @@ def test_a_run_is_trained_evaluated_and_not_done_twice(tmp_path, monkeypatch, ca
     ("how", "mode"), [("zero", "constant"), ("mean", "mean"), ("edge", "edge"), ("reflect", "symmetric")]
 )
 def test_continued_embedding(how, mode):
-    """As numpy pads; the trained grid lies in the centre, and twice its side is passed."""
+    """The embedding is continued as numpy.pad does, also beyond twice its side, around the trained grid."""
     learned = torch.randn(3, 2, 4)
     around = ((3, 4), (2, 2))
     padded = np.pad(learned.numpy(), (*around, (0, 0)), **({"mode": mode} if mode != "mean" else {"mode": "constant"}))
@@ -197,7 +197,7 @@ def test_with_mirrored_places_a_field_of_copies_is_the_image():
     torch.manual_seed(0)
     ours = STUDY.MODELS["kv-2-learned-start-0.1"]
     net = timm.create_model(ours.name, img_size=32, **ours.arguments).double().eval()
-    # Patches of one colour each, so that their mirrored copies are the same.
+    # Each patch has a single colour, so a mirrored patch equals the patch.
     colours, places = torch.rand(1, 3, 8, 8, dtype=torch.float64), FIELD_LOSS.mirrored(8, 16)
     copies = colours[:, :, places][..., places]
     image, field = (part.repeat_interleave(4, 2).repeat_interleave(4, 3) for part in (colours, copies))
@@ -210,7 +210,7 @@ def test_with_mirrored_places_a_field_of_copies_is_the_image():
 
 
 def test_the_pages_in_the_documentation_are_those_of_the_lines():
-    """The lines are in the repository, and nobody has edited the tables or left them behind."""
+    """The pages are made from the lines in the repository, so the tables are neither edited nor outdated."""
     lines, photographs = (LINES_OF.read(REPORT.SOURCE / name) for name in ("runs", "photographs"))
     assert REPORT.tables_page(lines, photographs) == (REPORT.SOURCE / "tables.md").read_text()
     page = (REPORT.SOURCE / "README.md").read_text()

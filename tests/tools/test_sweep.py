@@ -1,4 +1,4 @@
-"""Searching options with Optuna: values of the space, the trial that was interrupted, failures; and once for real."""
+"""Search for options with Optuna: values within the space, interrupted trials, failures, and one real search."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def chosen(options):
 
 @pytest.fixture
 def search(monkeypatch, tmp_path):
-    """Return a function that searches with six trials, and the list of trainings: folders and options.
+    """Return a function that runs a search of six trials, and the list of its trainings: folders and options.
 
     The third training is killed and the fifth fails.
     """
@@ -45,7 +45,7 @@ def search(monkeypatch, tmp_path):
 
 @pytest.fixture
 def searched(search):
-    """The study and the trainings of a search that went on after a trial was killed."""
+    """The study and the trainings of a search that was resumed after a trial had been killed."""
     run, calls = search
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -65,7 +65,7 @@ def test_an_interrupted_trial_is_repeated_with_its_options_in_its_folder(search,
     run, calls = search
     with pytest.raises(KeyboardInterrupt):
         run()
-    # Killed once more, after the trial is queued again and before it starts.
+    # Kill the search once more, after it has queued the trial again and before the trial starts.
     with monkeypatch.context() as killed:
         killed.setattr("optuna.study.Study.optimize", stop)
         with pytest.raises(KeyboardInterrupt):

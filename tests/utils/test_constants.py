@@ -1,4 +1,4 @@
-"""Fixed constants keep their precision through casts of a model, and come back from the meta device."""
+"""Constant buffers keep their precision when a model is cast, and are computed for models from the meta device."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ def retrofitted(case):
     return relvit.retrofit(build(case).float())
 
 
-# Made on the meta device, these take their tensors from a state dict, which holds no constants.
+# These models are made on the meta device and take their tensors from a state dict, which contains no constants.
 ASSIGNED = {
     "slopes": partial(timm.create_model, "test_relvit", position="slopes"),
     "lookhere": partial(timm.create_model, "test_relvit", position="lookhere", num_heads=4),
@@ -82,7 +82,7 @@ ASSIGNED = {
     "a layer": slopes(LookHerePosition2d),
     "a part of another module": lambda: nn.Sequential(nn.Linear(16, 16), slopes(SlopePosition2d)()),
     "retrofitted": lambda: relvit.retrofit(timm.create_model("test_vit"), position="slopes"),
-    # BEiT's attention, Swin V2's, and rotary embeddings have buffers of timm's.
+    # BEiT's attention, Swin V2's attention and rotary embeddings have timm's own buffers.
     **{case: partial(retrofitted, case) for case in ("beit", "swinv2", "eva", "eva02", "dinov3", "rope mixed")},
 }
 
@@ -94,6 +94,6 @@ def test_constants_after_the_meta_device(case):
         empty = ASSIGNED[case]()
     empty.load_state_dict(model.state_dict(), assign=True)
     for name, buffer in model.named_buffers():
-        # timm computes these of its mixed rotary embedding at its own size alone.
+        # timm computes these buffers of its mixed rotary embedding only for the embedding's own size.
         if not name.endswith((".t_x", ".t_y")):
             torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Every kind of broken or odd image and folder, with its outcome.
+"""Every kind of broken or odd image and folder, with the expected result.
 
 `python tests/support/data/broken_input.py` writes the tables of docs/broken_input.md.
 """
@@ -63,7 +63,7 @@ def halved(path: Path) -> None:
 
 
 def huge_png() -> bytes:
-    """A PNG of a few bytes whose header claims 60,000 x 60,000 pixels."""
+    """Return a PNG of a few bytes whose header claims 60,000 x 60,000 pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -74,7 +74,7 @@ def huge_png() -> bytes:
 
 
 def progressive(scans: int) -> Callable[[Path], Any]:
-    """A progressive JPEG whose last scan is repeated."""
+    """Return a progressive JPEG whose last scan is repeated."""
 
     def write(path: Path) -> None:
         Image.new("RGB", (3, 2)).save(path, progressive=True)
@@ -86,7 +86,7 @@ def progressive(scans: int) -> Callable[[Path], Any]:
 
 
 def commented(blocks: int) -> Callable[[Path], Any]:
-    """A GIF with a comment of so many blocks of 255 bytes before its image."""
+    """Return a GIF with a comment of this number of blocks, of 255 bytes each, before its image."""
 
     def write(path: Path) -> None:
         FRAMES[0].save(path)
@@ -105,7 +105,8 @@ def exif(orientation: int) -> Image.Exif:
 
 
 def listen(path: Path) -> None:
-    # Names of sockets must be short, so the folder is entered; a closed socket stays in its folder.
+    # Names of sockets must be short, so enter the folder first. The file of a socket remains after the socket is
+    # closed.
     here = os.getcwd()
     os.chdir(path.parent)
     with socket.socket(socket.AF_UNIX) as found:
@@ -264,8 +265,7 @@ FOLDERS = [
 
 
 def table() -> str:
-    """Return the lists as two tables of Markdown, in which cases with the same outcome share a row;
-    the refused ones stand last."""
+    """Return two Markdown tables of the cases, in which cases with the same result share a row, refused ones last."""
     lines = []
     for title, cases in (
         ("image", [(case.kind, case.outcome, "") for case in IMAGES]),
@@ -281,7 +281,7 @@ def table() -> str:
 
 
 def write_document() -> None:
-    """Put the tables into the document."""
+    """Write the tables into docs/broken_input.md."""
     before, rest = DOCUMENT.read_text().split(BEGIN)
     DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
 

@@ -1,4 +1,4 @@
-"""CIFAR archives in the authors' format, with other images and few of them."""
+"""Small archives in the format of CIFAR's authors, with other images."""
 
 import hashlib
 import pickle
@@ -14,7 +14,7 @@ def md5(path):
 
 
 def make_archive(monkeypatch, folder, dataset_class, labels_key, batches, names):
-    """Write an archive like the authors' and give torchvision its MD5 sums; return images and labels by file."""
+    """Write an archive, and give torchvision its MD5 sums; return images and labels by file."""
     generator = np.random.default_rng(0)
     base = folder / "made" / dataset_class.base_folder
     base.mkdir(parents=True)

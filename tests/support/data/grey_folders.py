@@ -1,11 +1,11 @@
-"""Folders of images of one grey each, so that a label can be checked by the pixels."""
+"""Folders of uniformly grey images, so that pixels tell the label."""
 
 from PIL import Image
 
 from relvit.app.data import ImageFolderData
 
 GREY = {"ant": 10, "bee": 100, "cat": 200}
-# With these options of a data module images keep their values.
+# With these options of a data module, pixels keep their values.
 AS_STORED = {"img_size": 4, "num_workers": 0, "augment": "none", "mean": (0.0,) * 3, "std": (1.0,) * 3}
 
 
@@ -28,13 +28,13 @@ def data_of(root, **options):
 
 
 def fits(dataset, names=tuple(GREY)):
-    """Return the labels of a dataset, each checked by the pixels."""
+    """Return the labels of a dataset, after a comparison of each label with the pixels."""
     for image, label in dataset:
         assert round(float(image[0, 0, 0]) * 255) == GREY[names[label]]
     return dataset.targets
 
 
 def spoil(*paths):
-    """Cut image files short."""
+    """Truncate image files."""
     for path in paths:
         path.write_bytes(path.read_bytes()[:40])

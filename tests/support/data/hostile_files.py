@@ -1,4 +1,4 @@
-"""Files that would touch a marker if anything in them were run."""
+"""Hostile files that create a marker file if code in them runs."""
 
 import io
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 class Payload:
-    """An object whose pickle is a call of `os.system`."""
+    """An object whose pickle calls `os.system`."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -25,7 +25,7 @@ def saved(path, content, **options):
 
 
 def checkpoints(valid, folder, marker):
-    """Write hostile checkpoints made of a valid one; return them by name."""
+    """Write hostile checkpoints that are derived from a valid one; return them by name."""
     content, payload = torch.load(valid, weights_only=True), Payload(marker)
     spoilt = {
         "in_state_dict": content | {"state_dict": content["state_dict"] | {"x": payload}},
@@ -50,7 +50,7 @@ def checkpoints(valid, folder, marker):
 
 
 def bombs(valid, folder):
-    """Write checkpoints that would unpack to more bytes than they have, or out of the folder."""
+    """Write checkpoints that would unpack to many more bytes than they have, or outside of the folder."""
     files = {name: folder / f"{name}.ckpt" for name in ("deflated", "overlapping", "outside")}
     with zipfile.ZipFile(valid) as old:
         entries = [(entry.filename, old.read(entry)) for entry in old.infolist()]
@@ -60,7 +60,7 @@ def bombs(valid, folder):
     with zipfile.ZipFile(files["overlapping"], "w") as new:
         for name, data in entries:
             new.writestr(name, data)
-        # A thousand names stand for the same bytes.
+        # A thousand entries refer to the same bytes in the file.
         largest = max(new.filelist, key=lambda entry: entry.file_size)
         for number in range(1000):
             copy = zipfile.ZipInfo(f"archive/data/9{number}")

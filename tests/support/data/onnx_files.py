@@ -1,4 +1,4 @@
-"""ONNX files made by hand."""
+"""ONNX files that are made without relvit."""
 
 import json
 
@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def save(path, nodes, weights, given, computed, **properties):
-    """Write an ONNX file; weights by their names, input and output each as name and shape."""
+    """Write an ONNX file; weights are given by name, input and output by name and shape."""
     given, computed = (helper.make_tensor_value_info(name, TensorProto.FLOAT, of) for name, of in (given, computed))
     weights = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
     made = helper.make_graph(nodes, "graph", [given], [computed], weights)
@@ -29,9 +29,9 @@ DESCRIPTION = {
 
 
 def classifier_of(path, description=DESCRIPTION, nodes=(), weights=None):
-    """Write an .onnx that averages over the pixels, with this description (JSON text, or what becomes JSON) in it.
+    """Write an .onnx that averages over the pixels, with a description (JSON text, or a value to write as JSON).
 
-    It adds `extra`, which nodes compute, or which is among the weights.
+    The outputs are increased by `extra`, which `nodes` compute or which is one of the weights.
     """
     mean = helper.make_node("ReduceMean", ["images", "axes"], ["mean"], keepdims=0)
     nodes = [*nodes, mean, helper.make_node("Add", ["mean", "extra"], ["logits"])]

@@ -1,4 +1,4 @@
-"""Small photographs in class folders, and options of a tiny training on them."""
+"""Small photographs in class folders, and options for a tiny training on them."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ TINY = [
     "--model.model_kwargs.max_distance=2",
     "--data.img_size=16",
     "--data.batch_size=8",
-    # The TensorBoard log, which is the default, takes a tenth of a short training.
+    # Writing the TensorBoard log, which is the default, takes a tenth of the time of a short training.
     "--trainer.logger=false",
     "--data.num_workers=0",
     "--trainer.accelerator=cpu",
@@ -23,7 +23,7 @@ TINY = [
 
 
 def write_photos(root: Path, splits=("train", "val", "test"), count=6) -> Path:
-    """Write noisy pictures of mixed sizes, one colour per class, as root/split/class/number.jpg."""
+    """Write noisy pictures of several sizes as root/split/class/number.jpg, each class with its own colour."""
     generator = np.random.default_rng(0)
     for split in splits:
         for name, colour in CLASSES.items():

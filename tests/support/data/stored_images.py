@@ -1,4 +1,4 @@
-"""Images of one grey each (see grey_folders) in Parquet files, WebDataset shards and tar archives."""
+"""Uniformly grey images (see grey_folders) in Parquet files, WebDataset shards and tar archives."""
 
 import io
 import json
@@ -21,7 +21,7 @@ def png(value, size=(6, 4)):
 
 
 def grey_files(count):
-    """List ``ant/000.png`` and so on, with content and class, that many of each class."""
+    """List ``ant/000.png`` and so on, with content and class, this number of each class."""
     return [(f"{name}/{i:03d}.png", png(value), name) for name, value in GREY.items() for i in range(count)]
 
 
@@ -37,7 +37,7 @@ def write_tar(path, files, **options):
 
 
 def write_shards(pattern, samples, **options):
-    """Write shards by the writer of webdataset."""
+    """Write shards with webdataset's writer."""
     Path(pattern).parent.mkdir(parents=True, exist_ok=True)
     with webdataset.ShardWriter(str(pattern), verbose=0, **options) as writer:
         for sample in samples:
@@ -56,7 +56,7 @@ def write_parquet(path, files, label=None):
 
 
 def write(kind, root, splits):
-    """Write splits of (name, content, class) in a format; return the arguments that name the data."""
+    """Write splits of (name, content, class) in a format; return the arguments for the data."""
     match kind:
         case "hfds":
             for split, files in splits.items():

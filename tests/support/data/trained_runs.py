@@ -1,4 +1,4 @@
-"""Fixtures of the application's tests: small images, one small trained run, and commands that fail."""
+"""Fixtures of the application's tests: small images, trained runs, and commands that fail."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from relvit.app.cli import main
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
-    """Three classes, six images each in train, val and test. Do not change it: copy it."""
+    """Three classes with six images each in train, val and test. Do not change this folder: copy it."""
     return write_photos(tmp_path_factory.mktemp("photos"))
 
 
@@ -30,7 +30,7 @@ def best(run) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory) -> Path:
-    """The folder of one epoch on scikit-learn's digits, which are grey and in memory: many mistakes are left."""
+    """The folder of one epoch on scikit-learn's digits, grey images in memory; the model still makes many mistakes."""
     runs = tmp_path_factory.mktemp("digits_runs")
     tiny = [a for a in TINY if not a.startswith(("--data.", "--model.model_kwargs.patch_size"))]
     arguments = ["fit", "--data=DigitsData", f"--runs={runs}", *tiny, "--model.model_kwargs.patch_size=4"]
@@ -40,7 +40,7 @@ def digits_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def fails(capsys):
-    """Return a function that runs a command which fails, checks its exit status and returns its one or two lines."""
+    """Return a function that runs a command that must fail, checks its exit status and returns its one or two lines."""
 
     def run(arguments, status=2):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels for a joint bias, on the CPU; as `interpreted_triton.py`, in a process of their own."""
+"""Tests of the Triton kernels for a joint bias on the CPU, in a new process as interpreted_triton.py."""
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ def joint_case(height, width, prefix=0, distance=(3, 3), dim=16, per_head="b", *
     ("size", "prefix", "case"),
     [
         ((3, 5), 1, {"distance": (2, 3), "dim": 20}),
-        # The table is shared by heads, and ends before the grid does.
+        # All heads share the table, which has fewer offsets than the grid.
         ((5, 4), 2, {"distance": (2, 1), "per_head": "", "dim": 5}),
         ((4, 5), 0, {"distance": (1, 2), "bucketing": "piecewise"}),
-        # The table has all offsets and more; several blocks of tokens and rectangles along each axis.
+        # The table has more offsets than the grid; there are several blocks of tokens and rectangles along each axis.
         ((2, 3), 1, {"distance": (3, 3)}),
         ((3, 18), 0, {"distance": (1, 3), "batch": 1}),
         ((19, 2), 17, {"distance": (3, 1), "batch": 1}),
-        # Heads in one part of vectors, and in two.
+        # The vectors of heads are computed in one part and in two parts.
         ((2, 3), 0, {"dim": 64}),
         ((2, 3), 1, {"dim": 80}),
         ((1, 1), 0, {"dim": 5}),
@@ -53,7 +53,7 @@ def test_key_grid_of_its_own_values_of_another_width_other_strides_and_scale():
 def test_padding_a_sample_of_padding_alone_and_hidden_offsets(dtype):
     q, k, v, terms, grid = joint_case(2, 3, 0, (1, 2), per_head="")
     grid = grid._replace(valid=torch.tensor([[True, False] * 3, [False] * 6]))
-    # LookHere hides offsets so.
+    # LookHere hides offsets by this bias.
     terms.bias.table[0, 0] = -1e4
     for tokens in (k, v):
         tokens[0, :, 1] = torch.nan
@@ -66,7 +66,7 @@ def test_padding_a_sample_of_padding_alone_and_hidden_offsets(dtype):
     assert relative_error(out, want) < limit
     got, exact = gradients(out, inputs, torch.ones_like(out)), gradients(want, exact_inputs, torch.ones_like(want))
     assert not any(grad[1].any() for grad in got[:3])
-    # To bfloat16 the interpreter truncates, GPUs round.
+    # When the interpreter converts to bfloat16, it truncates; GPUs round.
     limit *= 8
     assert all(relative_error(one, other) < limit for one, other in zip(got, exact, strict=True))
 
@@ -83,7 +83,7 @@ def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype, di
     pairs = zip(stock_grads, gradients(stock_exact, exact_inputs[:3], cotangent.double()), strict=True)
     allowed_in_gradient = 2 * max(relative_error(got, want) for got, want in pairs)
     if dtype == torch.bfloat16:
-        # To bfloat16 the interpreter truncates, GPUs round.
+        # When the interpreter converts to bfloat16, it truncates; GPUs round.
         allowed, allowed_in_gradient = 2 * allowed, 2 * allowed_in_gradient
     out = relative_attention(*inputs[:3], singles, grid, backend="triton")
     assert relative_error(out, exact) < allowed
@@ -94,7 +94,7 @@ def test_half_precision_loses_at_most_twice_what_stock_attention_loses(dtype, di
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_prefix_biases_as_channels_with_their_gradient(dtype):
-    """As in BEiT: in half precision a head of 16 gets six channels, and is padded to 32."""
+    """The prefix biases are channels, as in BEiT: in half precision a head of 16 gets six, and is padded to 32."""
     q, k, v, terms, grid = joint_case(2, 3, 1)
     found = []
     for precision, backend in ((dtype, "triton"), (torch.float64, "reference")):
@@ -114,7 +114,7 @@ def test_prefix_biases_as_channels_with_their_gradient(dtype):
 
 
 def test_shifted_windows_of_a_layer():
-    """Windows are samples of a batch, and those at the border have padding."""
+    """Windows are samples of a batch, and windows at the border have padding."""
     torch.manual_seed(0)
     layer = RelativeAttention(32, 2, position=RelativePosition2d(16, 2, "b", (2, 1), layout="joint", init_std=0.5))
     tokens, grid = to_windows(torch.randn(1, 20, 32), make_grid(4, 5), (3, 2), (1, 1))
@@ -130,7 +130,7 @@ def test_shifted_windows_of_a_layer():
 
 
 def test_parts_of_the_samples_and_memory_that_is_not_written(monkeypatch):
-    """Memory is filled before each run, so that numbers which a kernel does not write would be found."""
+    """Fill memory before each run, so that numbers that a kernel fails to write are noticed."""
     monkeypatch.setattr(launch, "PROGRAMS", 1 << 10)
     q, k, v, terms, grid = joint_case(2, 5, 1, (1, 3), batch=3)
     torch.full((2**16,), 1e6, dtype=torch.float32)
@@ -143,7 +143,8 @@ def test_nothing_of_all_pairs_is_kept_and_frozen_tables_take_no_pass(monkeypatch
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         out = relative_attention(*inputs[:3], singles, grid, backend="triton")
-    # Queries, keys, values and result, the log-sum-exp, the table given and the one by offset with zeros around it.
+    # Backward keeps queries, keys, values, the result, the log-sum-exp, the given table, and the table by offset with
+    # zeros around it.
     assert sum(tensor.numel() for tensor in kept) <= 4 * q.numel() + 2 * 73 + 2 * (49 + 3 * 15 * 17)
     frozen = with_tables(singles, torch.Tensor.detach)
     monkeypatch.setattr(launch.Launch, "sums", None)

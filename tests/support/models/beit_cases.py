@@ -1,4 +1,4 @@
-"""Small BEiT and Data2Vec vision models of `transformers` with large random weights."""
+"""Small BEiT and Data2Vec vision models of `transformers`, with large random weights."""
 
 import torch
 from sam_cases import transformers, with_large_weights
@@ -15,7 +15,7 @@ CONFIG = {
     "use_absolute_position_embeddings": True,
 }
 OWN, SHARED = "use_relative_position_bias", "use_shared_relative_position_bias"
-# name -> (family, attention implementation, tables)
+# Each name has its family, its attention implementation and its tables.
 BEITS = {
     "hf beit": ("Beit", "sdpa", (OWN,)),
     "hf beit shared": ("Beit", "sdpa", (SHARED,)),
@@ -28,7 +28,7 @@ BEITS = {
 
 
 def hf_beit(case, head="Model", **kwargs):
-    """A model, or one with a head, in double precision; images of its training are square, as the source wants."""
+    """Build a model, or one with a head, in double precision; the images in training must be square."""
     library, (family, implementation, tables) = transformers(), BEITS[case]
     torch.manual_seed(0)
     options = {**CONFIG, **dict.fromkeys(tables, True), **kwargs}

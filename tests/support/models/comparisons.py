@@ -1,10 +1,10 @@
-"""Compare a model with another one: tensors by name, and what hooks see."""
+"""Functions that compare two models: tensors by name, and the arguments of hooks."""
 
 import torch
 
 
 def tensors_of(outputs):
-    """All tensors that a model of `transformers` returns, hidden states and attention weights included, by name."""
+    """Return all tensors that a model of `transformers` returns, with hidden states and weights, by name."""
     found = {}
     for name, value in outputs.items():
         parts = value if isinstance(value, tuple | list) else [value]
@@ -13,7 +13,7 @@ def tensors_of(outputs):
 
 
 def assert_equal(actual, expected, tolerance):
-    """Compare tensors by name, relative to the largest number of each."""
+    """Compare tensors by name, relative to the largest number in each tensor."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].shape == tensor.shape, name
@@ -22,9 +22,9 @@ def assert_equal(actual, expected, tolerance):
 
 
 def assert_hooks_see_the_same(source, ends, retrofit, x):
-    """Compare what hooks of modules, whose names have one of these ends, see before and after a retrofit.
+    """Compare what hooks get before and after a retrofit, for modules whose names end in one of these texts.
 
-    Returns the retrofitted model, and what the hooks saw before, by name.
+    Return the retrofitted model, and what the hooks got before the retrofit, by name.
     """
     seen = []
     for name, part in source.named_modules():
@@ -41,6 +41,6 @@ def assert_hooks_see_the_same(source, ends, retrofit, x):
             part if isinstance(part, tuple) else (part,) for part in (ours, theirs)
         )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-        # Besides tensors attention returns None, or rows and columns.
+        # Besides tensors, attention returns None, or the numbers of rows and columns.
         assert [part and [*part] for part in our_rest] == [part and [*part] for part in their_rest]
     return model, dict(expected)

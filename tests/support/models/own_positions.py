@@ -1,4 +1,4 @@
-"""Small models of every library that bring relative positions of their own, called in one way and compared by name."""
+"""Small models of every library with their own relative positions, called in one way and compared by name."""
 
 import copy
 
@@ -19,7 +19,7 @@ MVITS = {
     "max": {"mode": "max"},
     "strides that do not divide": {"stride_kv": ((3, 3), (1, 1), (1, 1))},
 }
-# Models whose tables stay under the names of the source, and all models.
+# In the models of KEPT, tables keep the names that they have in the source.
 KEPT = (*MVITS, *BEITS, *SAMS)
 SOURCES = (*OWN, *KEPT)
 
@@ -30,7 +30,7 @@ def mvit(case, img_size=(64, 64), **changes):
 
 
 def source_of(case):
-    """The original model in double precision with large weights."""
+    """Build the original model in double precision, with large weights."""
     makers = ((OWN, build), (MVITS, mvit), (BEITS, hf_beit), (SAMS, sam_encoder))
     return next(make(case) for cases, make in makers if case in cases)
 
@@ -43,12 +43,12 @@ def trained_images(case):
 
 
 def imported(original, **options):
-    """A copy after `relvit.retrofit`."""
+    """Return a copy after `relvit.retrofit`."""
     return relvit.retrofit(copy.deepcopy(original), **options)
 
 
 def outputs(model, x, **options):
-    """All tensors that a model returns, those of layers and stages included, by name."""
+    """Return all tensors that a model returns, including those of layers and stages, by name."""
     if isinstance(model, MultiScaleVit):
         last, stages = model.forward_intermediates(x, norm=True)
         return {"classes": model(x), "last": last} | {f"stage {index}": part for index, part in enumerate(stages)}
@@ -60,13 +60,13 @@ def outputs(model, x, **options):
 
 
 def tolerance_of(case, dtype=torch.float64):
-    """The largest difference to the source's numbers, relative to the largest of them."""
-    # The softmax of eager attention is in single precision, but for Data2Vec's.
+    """Return the largest difference that is allowed, relative to the largest number of the source."""
+    # Eager attention computes the softmax in single precision, except in Data2Vec.
     exact = 1e-6 if case.endswith("eager") and case != "data2vec eager" else 1e-10
     return {torch.float64: exact, torch.float32: 1e-5}.get(dtype, 2e-2)
 
 
 def tables_of(model):
-    """Names of the parameters that make the terms of positions, of a source or of a retrofitted model."""
+    """Return the names of the parameters of positions, in a source or in a retrofitted model."""
     parts = (".position.", "rel_pos", "relative_position", "cpb_mlp", "prefix_bias")
     return [name for name, _ in model.named_parameters() if any(part in name for part in parts)]

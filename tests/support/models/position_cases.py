@@ -1,4 +1,4 @@
-"""Attention layers with position modules, grids for them, and timm's attention that computes the same under a mask."""
+"""Attention layers with positions, grids for them, and timm's attention that computes the same under a mask."""
 
 import torch
 from timm.layers import Attention
@@ -21,7 +21,7 @@ def draw(*shape, seed=0):
 
 
 def layer(position, cls=RelativeAttention, std=0.5, dim=DIM, heads=HEADS, **options):
-    """Attention in float64 whose parameters are all drawn; `cls`: also timm's after a retrofit."""
+    """Build attention in float64 with random parameters, of relvit's class or a retrofitted class of timm."""
     options = {"qkv_bias": True, **options}
     if cls is RelativeAttention:
         attn = RelativeAttention(dim, heads, position=position, **options).double()
@@ -35,12 +35,12 @@ def layer(position, cls=RelativeAttention, std=0.5, dim=DIM, heads=HEADS, **opti
 
 
 def run(attn, x, grid):
-    """Call either of the two classes."""
+    """Call a layer of either class."""
     return attn(x, grid) if isinstance(attn, RelativeAttention) else attn(x, attn_mask=GridArgument(grid, None))
 
 
 def plain(attn):
-    """timm's attention with the projections of a layer."""
+    """Build timm's attention with the projections of a layer."""
     state = {key: value for key, value in attn.state_dict().items() if "position" not in key}
     made = Attention(attn.proj.in_features, attn.num_heads, qkv_bias="qkv.bias" in state).to(attn.proj.weight)
     made.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Small timm models of every sort that `relvit.retrofit` takes, with large random weights."""
+"""Small timm models of every kind that `relvit.retrofit` accepts, with large random weights."""
 
 import copy
 
@@ -21,7 +21,7 @@ ROPE = {"use_rot_pos_emb": True}
 DINOV3 = {**ROPE, "rope_type": "dinov3", "rope_rotate_half": True, "use_abs_pos_emb": False}
 GROUPED = {"num_heads": 3, "num_kv_heads": 1, "attn_type": "rope", "qkv_fused": False}
 
-# name -> (class, arguments)
+# Each name has a class and its arguments.
 VITS = {
     "dinov2": (VisionTransformer, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.5}),
     "deit distilled": (VisionTransformerDistilled, {}),
@@ -56,14 +56,14 @@ NAFLEX = {
     "naflex mixed": (NaFlexVit, {"rope_type": "mixed", "pos_embed": "factorized", "use_key_only_attn_mask": True}),
 }
 CASES = {**VITS, **EVAS, **NAFLEX}
-# One of each class, of each way that blocks are called, and of each attention.
+# These models have each class, each way to call blocks, and each attention.
 EACH = ("dinov2", "deit distilled", "siglip", "eva", "eva02", "rope mixed", "grouped", "naflex", "naflex mixed")
 
 SHARED = {"shared_rel_pos": True}
 SAM = {"img_size": (40, 56), "use_rel_pos": True, "window_size": 3, "global_attn_indexes": (1,), "neck_chans": 8}
 STAGES = {"depths": (2, 2), "num_heads": (1, 2), "embed_dim": 8}
 SWIN = {"img_size": (24, 40), "patch_size": 2, "window_size": (3, 4), "num_classes": 5, **STAGES}
-# Models that bring relative positions of their own.
+# These models have their own relative positions.
 OWN = {
     "relpos": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "bias"}),
     "relpos norm": (VisionTransformerRelPos, {**SMALL, "rel_pos_type": "bias", "block_fn": ResPostRelPosBlock}),
@@ -79,12 +79,12 @@ OWN = {
 }
 
 
-# Arguments, or windows that are no squares, which timm takes since 1.0.31 at the latest.
+# These models have arguments, or windows that are not square, which older versions of timm than 1.0.31 may lack.
 NEW = ("grouped", "mrope", "naflex axial", "naflex mixed", "swinv2")
 
 
 def build(case, **kwargs):
-    """An original model in double precision; weights are large, so that what is wrong is visible."""
+    """Build an original model in double precision, with weights so large that mistakes are visible."""
     if case in NEW:
         since("1.0.31")
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def build(case, **kwargs):
 
 
 def with_exact_offsets(model):
-    """The logarithms of offsets that networks of timm's get, which timm computes in single precision, in double."""
+    """Recompute in double precision the logarithms of offsets that timm's networks get in single precision."""
     for module in model.modules():
         for name in ("rel_coords_log", "relative_coords_table"):
             if getattr(module, name, None) is None:
@@ -120,7 +120,7 @@ def with_exact_offsets(model):
 
 
 def retrofitted(original, *args, trained=True, **kwargs):
-    """A retrofitted copy; `trained` fills the tables with numbers."""
+    """Return a retrofitted copy; `trained` fills the tables with random numbers."""
     model = relvit.retrofit(copy.deepcopy(original), *args, **kwargs)
     generator = torch.Generator().manual_seed(2)
     for name, table in model.named_parameters():
@@ -134,7 +134,7 @@ def images(height=24, width=16, batch=2):
 
 
 def naflex_batch():
-    """Two images of 3 x 2 and 2 x 4 patches of 8 x 8 pixels, padded to 9 patches."""
+    """Return two images of 3 x 2 and 2 x 4 patches of 8 x 8 pixels, padded to 9 patches."""
     generator = torch.Generator().manual_seed(3)
     patches = torch.randn(2, 9, 8 * 8 * 3, generator=generator, dtype=torch.float64)
     coords = torch.zeros(2, 9, 2, dtype=torch.int64)
@@ -146,7 +146,7 @@ def naflex_batch():
 
 
 def fingerprint(model):
-    """What must stay the same of a model that is refused."""
+    """Return what must not change in a model that is refused."""
     return [(name, type(module), sorted(module.__dict__)) for name, module in model.named_modules()]
 
 

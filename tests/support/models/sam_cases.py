@@ -1,4 +1,4 @@
-"""Small image encoders of Segment Anything from `transformers` and `segment_anything`, with large random weights."""
+"""Small image encoders of Segment Anything (`transformers`, `segment_anything`) with large random weights."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "image_size": 56,
     "patch_size": 8,
-    # Seven patches are no multiple of it.
+    # The grid of 7 x 7 patches is not a multiple of the window.
     "window_size": 3,
     "global_attn_indexes": [1],
     "output_channels": 16,
@@ -33,12 +33,12 @@ SAMS = ("hf sam", "hf sam eager", "hf sam_hq", "hf sam_hq eager", "segment_anyth
 
 
 def transformers():
-    """The package, or a test that is skipped."""
+    """Import the package, or skip the test."""
     return pytest.importorskip("transformers", reason="pip install 'relvit[elsewhere]' brings transformers")
 
 
 def sam_encoder(case, **kwargs):
-    """An encoder in double precision; images are square when it is made, and never in other tests."""
+    """Build an encoder in double precision, for square images; tests use images that are not square."""
     torch.manual_seed(0)
     if case == "segment_anything":
         reason = "pip install --no-deps --require-hashes -r tests/segment_anything.txt brings it"
@@ -52,7 +52,7 @@ def sam_encoder(case, **kwargs):
 
 
 def sam_model():
-    """The whole `SamModel` of transformers, whose mask decoder gets the features."""
+    """Build a whole `SamModel` of transformers, whose mask decoder gets the features."""
     library, sizes = transformers(), {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1}
     config = library.SamConfig(
         vision_config=CONFIG,
@@ -70,11 +70,11 @@ def with_large_weights(model):
 
 
 def sgd_steps(model, batches):
-    """Two steps of SGD on batches of images; the gradients of each step, and the weights after it, by name."""
+    """Run two steps of SGD on batches of images; return each step's gradients and new weights, by name."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), {}
     for number, batch in enumerate(batches):
         optimizer.zero_grad()
-        # The mean over all devices is that over the whole batch, as each device has as many images.
+        # Each device has the same number of images, so the mean over the devices is the mean over the whole batch.
         model(batch)[0].square().mean().backward()
         optimizer.step()
         for name, parameter in model.named_parameters():
@@ -84,12 +84,12 @@ def sgd_steps(model, batches):
 
 
 def sgd_batches():
-    """Two batches of four images in double precision."""
+    """Make two batches of four images in double precision."""
     return torch.randn(2, 4, 3, 56, 56, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def ddp_steps(folder):
-    """`sgd_steps` of a retrofitted encoder in one of two processes, each with every other image."""
+    """Compute `sgd_steps` of a retrofitted encoder in one of two processes, which has every other image."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     model = torch.nn.parallel.DistributedDataParallel(relvit.retrofit(sam_encoder("sam")).train())

@@ -1,4 +1,4 @@
-"""Skip tests of what only newer versions of timm have."""
+"""Skip tests of features that older versions of timm lack."""
 
 import pytest
 import timm
@@ -6,7 +6,7 @@ from packaging.version import Version
 
 
 def since(version: str) -> None:
-    """Skip the rest of a test in older versions of timm."""
+    """Skip the rest of a test if timm is older than a version."""
     if Version(timm.__version__) < Version(version):
         pytest.skip(f"needs timm {version} or newer")
 

@@ -1,4 +1,4 @@
-"""Small classifiers whose weights are transferred, and images to compare them on."""
+"""Small classifiers between which weights are transferred, and images to compare their outputs."""
 
 import timm
 import torch
@@ -10,7 +10,7 @@ SIZE = (16, 24)
 
 
 def make(name="test_relvit", classes=3, chans=3, size=SIZE, seed=0, retrofit=None, **kwargs):
-    """Every parameter is drawn at random: zeros and ones would agree by themselves."""
+    """Build a model whose parameters are all random, since equal zeros and ones could hide mistakes."""
     kwargs = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, **kwargs}
     net = timm.create_model(name, num_classes=classes, in_chans=chans, img_size=size, **kwargs).eval()
     net = net if retrofit is None else relvit.retrofit(net, **retrofit)

@@ -11,7 +11,7 @@ from relvit.ops import Grid
 
 
 def tokens_of(grid: Grid, sample: int, count: int) -> tuple[list[tuple[int, int] | None], list[bool]]:
-    """The place of each token, (row, column) or None for prefix tokens, and whether it is no padding."""
+    """Return the place of each token, (row, column) or None for prefix tokens, and whether the token is not padding."""
     coords, valid = (
         None if part is None else (part[sample] if part.dim() == dims else part).tolist()
         for part, dims in ((grid.coords, 3), (grid.valid, 2))
@@ -21,7 +21,7 @@ def tokens_of(grid: Grid, sample: int, count: int) -> tuple[list[tuple[int, int]
 
 
 def conv_bias(weight: Tensor, head: int, here: tuple[int, int] | None, there: tuple[int, int] | None) -> float:
-    """w of eq. 4: by offset within the window, 0 elsewhere."""
+    """Compute w of eq. 4: the weight of an offset within the window, and 0 elsewhere."""
     if here is None or there is None:
         return 0.0
     row, col = (there[axis] - here[axis] + weight.shape[1 + axis] // 2 for axis in (0, 1))
@@ -30,7 +30,7 @@ def conv_bias(weight: Tensor, head: int, here: tuple[int, int] | None, there: tu
 
 
 def aft(query: Tensor, key: Tensor, value: Tensor, grid: Grid, bias, is_causal: bool = False) -> Tensor:
-    """Eq. 2, with `bias(head, here, there)` for w, places being (row, column) or None."""
+    """Compute eq. 2, with `bias(head, here, there)` for w; places are (row, column) or None."""
     batch, heads, count, width = query.shape
     out = torch.zeros_like(query)
     for b in range(batch):

@@ -1,4 +1,4 @@
-"""How large tensors become, on the meta device, where none takes memory."""
+"""Measure the largest tensor of a computation on the meta device, where tensors take no memory."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from torch.utils._pytree import tree_leaves
 
 
 def meta(*shape):
-    """A tensor without memory, whose gradient is wanted."""
+    """Make a tensor on the meta device that requires a gradient."""
     return torch.empty(shape, device="meta", requires_grad=True)
 
 
 class Largest(TorchDispatchMode):
-    """Records how many numbers the largest tensor in memory has."""
+    """Record the number of elements of the largest tensor in memory."""
 
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        # Broadcast tensors are not in memory.
+        # A broadcast tensor takes less memory than its shape says, so measure the storage.
         sizes = [
             tensor.untyped_storage().nbytes() // tensor.itemsize
             for tensor in tree_leaves(out)

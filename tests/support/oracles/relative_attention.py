@@ -1,6 +1,7 @@
 """Relative attention by brute force, one query at a time, from the formula alone.
 
-It shares nothing with `relvit.ops`: Python loops over samples, heads and queries, and finds each pair's row by itself.
+This oracle shares no code with `relvit.ops`: Python loops over samples, heads and queries, and finds the table row of
+each pair of tokens.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import torch
 
 
 def place(token, prefix, coords, height, width):
-    """(row, column) of a token, or None for a prefix token. `coords` is a list of pairs or None for the raster."""
+    """Return a token's (row, column), or None for a prefix token. `coords` is a list of pairs, None for the raster."""
     if token < prefix:
         return None
     if coords is None:
@@ -19,7 +20,7 @@ def place(token, prefix, coords, height, width):
 
 
 def row_of(offset, distance, bucketing):
-    """Row of a table of 2 * distance + 1 rows: clipped, or iRPE's g(x) with alpha : beta : gamma = 1 : 2 : 8."""
+    """Return an offset's row among 2 * distance + 1: clipped, or iRPE's g(x) with alpha : beta : gamma = 1 : 2 : 8."""
     if bucketing == "clip" or distance == 0:
         return max(-distance, min(distance, offset)) + distance
     alpha, beta, gamma = distance / 2, distance, 4 * distance
@@ -30,9 +31,9 @@ def row_of(offset, distance, bucketing):
 
 
 def pair_entries(tables, head, query_place, key_places, bucketing, vector=True):
-    """a_ij of one query for each key: rows[dy] + cols[dx] or table[dy, dx]; None without tables.
+    """Compute a_ij of one query for each key: rows[dy] + cols[dx] or table[dy, dx]; None without tables.
 
-    It is zero where the query or the key has no place.
+    a_ij is zero if the query or the key has no place.
     """
     if tables is None:
         return None
@@ -52,10 +53,10 @@ def pair_entries(tables, head, query_place, key_places, bucketing, vector=True):
 
 
 def rotate(tokens, sines_cosines, prefix, half):
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) of (B, heads, N, width), one number at a time.
+    """Apply rotary embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) to (B, heads, N, width), number by number.
 
-    `sines_cosines` broadcasts to (B, heads, N - prefix, 2 width), sines first. Channel c turns with its neighbour, or
-    with `half` with the channel half the width away.
+    `sines_cosines` broadcasts to (B, heads, N - prefix, 2 width), sines first. Channel c is rotated together with its
+    neighbour, or with `half` together with the channel half the width away.
     """
     batch, heads, count, width = tokens.shape
     spread = sines_cosines.expand(batch, heads, count - prefix, 2 * width)
@@ -85,11 +86,11 @@ def attention(
     position_query=None,
     position_key=None,
 ):
-    """Output for each sample, head and query, one after the other; `terms` has the fields of `RelativeTerms`.
+    """Compute the output of each sample, head and query, one by one; `terms` has the fields of `RelativeTerms`.
 
     `places[b][i]` is (row, column) or None; `valid[b][j]` says whether key j exists; `mask[b][h][i][j]` is added to the
-    scaled logit, -inf hides the key; vectors of the tables meet `position_query` and `position_key`, contents `query`
-    and `key`.
+    scaled logit, and -inf hides the key. Vectors of the tables are multiplied by `position_query` and `position_key`,
+    contents by `query` and `key`.
     """
     position_query = query if position_query is None else position_query
     position_key = key if position_key is None else position_key

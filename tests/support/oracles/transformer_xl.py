@@ -7,16 +7,16 @@ import torch
 
 
 def sinusoid(offset, width):
-    """R of an offset, query minus key: `width` sines, then as many cosines, in Python's own arithmetic."""
+    """Compute R of an offset, query minus key: `width` sines, then `width` cosines, in Python's own arithmetic."""
     angles = [offset / 10000 ** (index / width) for index in range(width)]
     return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
 
 
 def attention(query, key, value, u, v, projection, places, key_places=None, valid=None, unit=(1, 1), most=math.inf):
-    """Outputs of all samples, heads and queries: softmax of ((q + u) . k + (q + v) . W_R R) / sqrt(d) times values.
+    """Compute all outputs: softmax of ((q + u) . k + (q + v) . W_R R) / sqrt(d), times the values.
 
-    `projection` is W_R, (heads head_dim, 4 F), whose first half meets the sinusoids of y; `places[b][i]` is (row,
-    column) or None for a token without; `unit` is by how much offsets are multiplied before they are clipped at `most`.
+    `projection` is W_R, (heads head_dim, 4 F), whose first half multiplies the sinusoids of y. `places[b][i]` is (row,
+    column), or None for a token without a place. Offsets are multiplied by `unit` before they are clipped at `most`.
     """
     key_places = places if key_places is None else key_places
     batch, heads, queries, dim = query.shape

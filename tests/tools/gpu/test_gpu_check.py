@@ -1,4 +1,4 @@
-"""The GPU check, run on the CPU: it passes there, and finds what is wrong."""
+"""The GPU check, run on the CPU: it passes there, and reports wrong backends."""
 
 import math
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ def test_all_is_well_on_the_cpu(capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     count = sum(line.startswith("ok   ") for line in lines)
     skipped = [line for line in lines if line.startswith("skip ")]
-    # The lean way takes no query term.
+    # `lean` refuses query terms, so its lines are skipped, too.
     assert last.startswith(f"{count} ok, {len(skipped)} skip, 8 note in ")
     assert [line.split()[1] for line in skipped if ", lean, " not in line] == ["kernels", "memory", "compiled"]
     assert "ok   autocast kvb, backward inside, lean" in "\n".join(lines)
@@ -55,12 +55,12 @@ def refusing(inputs):
 )
 def test_a_wrong_backend_is_a_failure(wrong, dtypes, remark, monkeypatch, capsys):
     scenes = {scene.name: scene for scene in gpu_scenes.draw_scenes(quick=True)}
-    # Zeros are wanted for one of its samples: any other number is wrong, however small.
+    # Results of one sample must be zero, so any other number is wrong, however small.
     scene = scenes["sample without valid key"]._replace(letters=("qkvb",))
     monkeypatch.setattr(tiled, "relative_attention", wrong)
     gpu_check.check_scene(gpu_check.Log(), scene, "cpu")
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL ")]
-    # On the CPU it is what 'auto' takes, too.
+    # On the CPU 'auto' chooses 'tiled' as well.
     names = [f"sample without valid key, AxisTables qkvb, {name}, {{}} " for name in ("tiled", "auto")]
     expected = [name.format(dtype) for name in names for dtype in dtypes]
     assert len(failed) == len(expected)
@@ -72,7 +72,7 @@ def test_auto_that_runs_something_else_is_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "choose", lambda *_: Choice("fused", "", ""))
     gpu_check.check_scene(gpu_check.Log(), scene, "cpu")
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL ")]
-    # All backends are right, in half precision too.
+    # Only the lines of 'auto' fail, because the results of all backends are right, also in half precision.
     assert len(failed) == 4
     assert all(", auto, " in line and "chosen fused, ran " in line for line in failed)
 
@@ -103,7 +103,7 @@ def test_without_a_gpu_it_names_the_option(device):
 
 
 class WithoutFloat64(TorchDispatchMode):
-    """Raises as MPS does where a tensor would become float64; what is drawn on the CPU is so already."""
+    """Raise an error, as MPS does, if an operation makes a float64 tensor from tensors of other dtypes."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -113,7 +113,7 @@ class WithoutFloat64(TorchDispatchMode):
         return out
 
 
-# MPS computes piecewise buckets on the CPU; the scene 'cross' has padding, too.
+# On MPS, piecewise buckets are computed on the CPU. The scene 'cross' also has padding.
 @pytest.mark.parametrize("name", ["table per head", "cross", "causal"])
 def test_as_on_mps_nothing_needs_float64(name, monkeypatch, capsys):
     (scene,) = (scene for scene in gpu_scenes.draw_scenes(quick=True) if scene.name == name)
@@ -126,5 +126,5 @@ def test_as_on_mps_nothing_needs_float64(name, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "outcome", outcome)
     log = gpu_check.Log()
     gpu_check.check_scene(log, scene, "cpu")
-    # Two dtypes in three backends and 'auto', and joint tables in one; the lean way takes no query term.
+    # Two dtypes in three backends and 'auto', and joint tables in one backend; `lean` refuses query terms.
     assert log.counts == {"ok": 2 * (4 + 1), "skip": 2}, capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The measurement on a GPU, at toy sizes on the CPU: its steps run, one that fails or hangs stops no other."""
+"""The measurement on a GPU, at toy sizes on the CPU: a step that fails or hangs stops no other step."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ hour, benchmark, report = map(load, ("hour", "benchmark", "benchmark_report"))
 
 
 class Run(NamedTuple):
-    """What one measurement left: its exit status, its folder, its steps by name, and what it printed."""
+    """The results of one measurement: its exit status, its folder, its steps by name, and the printed text."""
 
     status: int
     folder: Path
@@ -34,7 +34,7 @@ def measure(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """All steps at toy sizes on the CPU."""
+    """The results of all steps at toy sizes on the CPU."""
     pytest.importorskip("triton")
     return measure(tmp_path_factory.mktemp("toy"), "--minutes", "20")
 
@@ -76,7 +76,7 @@ class TestAllStepsAtToySizes:
 
 
 def commands():
-    """Steps of which one fails, one hangs and one is left out."""
+    """The results of steps of which one fails, one hangs and one is left out."""
     codes = {
         "checks": "print('FAIL cross, triton'); print('3 ok, 1 FAIL')",
         "models": "raise ValueError('no | kernel')",
@@ -137,7 +137,7 @@ def test_names_are_those_of_the_benchmark_with_every_backend_for_a_gpu(tmp_path)
     ways = set(BACKENDS) - {"reference", "tiled", "gathered"}
     assert {f"relvit_small_{way}" for way in ways} < set(hour.MODELS)
     assert {f"relvit_{way}" for way in ways} < set(hour.LAYERS)
-    # The steps before the last one leave time for it.
+    # The steps before the last one leave time for the last one.
     assert sum(step.part for step in hour.steps(tmp_path, toy=False)[:-1]) <= 0.9
 
 
@@ -161,7 +161,7 @@ def test_times_of_a_summary():
     }
     rows = [row | {"name": "plain", "seconds": [0.1, 0.2]}, row | {"name": "rope", "seconds": [0.2, 0.6]}]
     rows += [row | {"name": "lean", "seconds": [], "memory_bytes": None, "status": "failed: a | b"}]
-    # Of an earlier run of the same, nothing is shown.
+    # Rows of an earlier run in the same setting are not shown.
     assert hour.of_speed([rows[0] | {"run": "0"}, *rows]) == [
         "| model, 224 px, compiled, train | plain | 150.00 | 1.00 | 1.00 |",
         "| model, 224 px, compiled, train | rope | 400.00 | 2.50 | 1.00 |",

@@ -11,8 +11,8 @@ from relvit.ops import make_grid
 kernels = load("kernels")
 
 
-# BEiT-B at 512 px, whose prefix biases are channels; ViT-H; a relpos ViT; windows of Swin. Tiles differ by kernel,
-# architecture, and whether heads are wider than 64: each of these stands here.
+# The cases are BEiT-B at 512 px, whose prefix biases are channels, ViT-H, a relpos ViT, and windows of Swin. Tiles
+# depend on the kernel, the architecture, and whether heads are wider than 64, so each combination occurs here.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dims", "dtype", "grid", "padded"),

@@ -12,7 +12,7 @@ from relvit.ops.backends.triton.lookup import key_operands
 from relvit.ops.inputs import AttentionInputs, checked
 
 kernels = load("kernels")
-# Bytes of a thread: Triton 3.6 spills a few registers of the kernels for terms, which smaller tiles would not spare.
+# The largest number of bytes of spilled registers. Triton 3.6 spills a few registers, and smaller tiles would not help.
 SPILLED = 32 if triton.__version__.startswith("3.6.") else 0
 
 
@@ -23,14 +23,15 @@ def check_registers_and_shared_memory(arch, size, **options):
         assert code.shared <= kernels.SHARED_LIMIT[arch], kernel.__name__
 
 
-# sm_86 has the tiles of sm_80 and less shared memory. Narrower heads and no padding take fewer registers.
+# sm_86 has the same tiles as sm_80 and less shared memory. Narrower heads, or grids without padding, take fewer
+# registers.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype", "size", "padded"),
     [
         (86, 64, torch.float16, (32, 32), True),
         (90, 64, torch.bfloat16, (14, 14), True),
-        # A tile of the forward kernel is one row.
+        # For this grid a tile of the forward kernel is one row.
         *((arch, 64, torch.bfloat16, (64, 64), True) for arch in (86, 90)),
         *((arch, 128, torch.bfloat16, (14, 14), True) for arch in (86, 90)),
         (90, 128, torch.float16, (37, 50), False),
@@ -40,7 +41,7 @@ def test_no_register_spills_and_shared_memory_fits(arch, dim, dtype, size, padde
     check_registers_and_shared_memory(arch, size, dim=dim, dtype=dtype, padded=padded)
 
 
-# All architectures have the same tiles in float32.
+# In float32 all architectures have the same tiles.
 @pytest.mark.slow
 def test_no_register_spills_in_float32():
     check_registers_and_shared_memory(86, (14, 14), dtype=torch.float32, padded=True)
@@ -48,7 +49,8 @@ def test_no_register_spills_in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    # A global layer at 1,024 px with heads of ViT-B and ViT-L, then of ViT-H; all windows of such an image at once.
+    # These are a global layer at 1,024 px with heads of ViT-B and ViT-L, then with heads of ViT-H, and all windows of
+    # such an image as a batch.
     ("arch", "side", "batch", "dim"),
     [(80, 64, 1, 64), (90, 64, 1, 80), (90, 14, 25, 64)],
 )

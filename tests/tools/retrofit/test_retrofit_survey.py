@@ -1,4 +1,4 @@
-"""The survey's answers on some of timm's smallest models; the whole list is the tool's own work."""
+"""The survey's answers for some of timm's smallest models; the tool itself surveys all models."""
 
 import pytest
 from one_block import use_one_block
@@ -13,7 +13,7 @@ survey = load("retrofit_survey")
         ("test_vit", "retrofitted", "VisionTransformer with Attention"),
         ("vit_tiny_r_s16_p8_224", "retrofitted", "VisionTransformer with Attention"),
         ("vit_small_patch16_rope_mixed_224", "retrofitted", "Eva with AttentionRope"),
-        # 384 pixels at patch 14 leave a remainder.
+        # 384 pixels are not a multiple of the patch of 14.
         ("vit_so400m_patch14_siglip_384", "retrofitted", "VisionTransformer with Attention"),
         (
             "vit_small_patch16_18x2_224",

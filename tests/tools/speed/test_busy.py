@@ -1,4 +1,4 @@
-"""Times beside other processes: every case is measured alone and beside loops, with both ways to wait."""
+"""Times beside other processes: each case is measured alone and beside endless loops, with both waiting policies."""
 
 from contextlib import nullcontext
 

@@ -8,7 +8,7 @@ from scripts import ROOT, load
 
 recorded, tool = load("recorded"), load("compiled_kernels")
 
-# The most kernels, and operations before fusion, that a model of two layers has beyond plain's.
+# A layer may have at most this number of kernels, and of operations before fusion, beyond plain's.
 MOST = {
     ("plain retrofitted", "forward"): (6, 12),
     ("plain retrofitted", "step"): (15, 33),

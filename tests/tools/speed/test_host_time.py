@@ -1,4 +1,4 @@
-"""The tool for host time: it prints all figures; operations are counted by hand; the table has a row per version."""
+"""The tool for host time: it prints all figures, counts operations correctly, and its table has a row per version."""
 
 import json
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def test_one_layer_and_one_round_print_all_figures(capsys):
     torch.set_num_threads(threads)
     head, _, *lines = capsys.readouterr().out.splitlines()
     rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
-    # Baselines come first by themselves.
+    # The tool also measures the baselines, which come first.
     assert list(rows) == ["plain", *names[:2], "relpos", names[2], "sam", names[3], "swin", names[4]]
     assert [rows[name][2] for name in names] == ["plain", "plain", "relpos", "sam", "swin"]
     for cells in rows.values():
@@ -43,7 +43,7 @@ def test_the_default_names_have_every_backend_that_runs_on_a_cpu():
 
 
 class Layers(nn.Module):
-    """Layers of 4 operations forward and 9 in a step, beside a pooling that is of no layer."""
+    """A model whose layers have 4 operations in forward and 9 in a step; the pooling does not belong to a layer."""
 
     def __init__(self, count):
         super().__init__()
@@ -52,7 +52,7 @@ class Layers(nn.Module):
     def forward(self, image):
         x = image.mean((1, 2)).reshape(8, 4)
         for layer in self.layers:
-            # A product, an activation, a copy and a sum; views, and dropout in evaluation, are nothing.
+            # A layer has a product, an activation, a copy and a sum. Views, and dropout in evaluation, do not count.
             x = nn.functional.dropout(layer(x).relu().T.contiguous().T, training=False) + x
         return x
 
@@ -60,7 +60,7 @@ class Layers(nn.Module):
 def test_operations_of_a_layer(monkeypatch):
     monkeypatch.setitem(tool.KNOWN, "layers", tool.Model(Layers, "layers"))
     for layers in (1, 4):
-        # Backward: that of relu, two products, the sum for the bias, and the sum of the two gradients of x.
+        # Backward has the gradient of relu, two products, the sum for the bias, and the sum of both gradients of x.
         counts = [tool.operations_of_layer("layers", layers, mode) for mode in tool.MODES]
         assert counts == [4, 9]
 

@@ -1,4 +1,4 @@
-"""OpenVINO, ExecuTorch and Core ML on exported models compute what PyTorch does; TensorRT has their operators."""
+"""OpenVINO, ExecuTorch and Core ML compute exported models as PyTorch does, and TensorRT has all operators."""
 
 import shutil
 
@@ -75,7 +75,7 @@ def test_coreml_converts_at_three_shapes(options):
     model = small(depth=1, **options).eval().requires_grad_(False)
     found = [runtimes.coreml_operators(runtimes.coreml(model, torch.randn(shape))) for shape in SHAPES]
     assert found[0] == found[1] == found[2]
-    # Indices are constants: what depends on the image is products, sums and lookups.
+    # Indices are constants in the program, so its operators are those of products, sums and lookups.
     assert {"conv", "matmul", "softmax", "gather_along_axis", "scatter_along_axis"} <= found[0].keys()
     assert found[0]["softmax"] == 1
 
@@ -97,7 +97,7 @@ def test_tensorrt_wants_axes_beforehand(tmp_path):
 
 
 def test_graphs_take_no_remainder_of_a_negative_number():
-    """ExecuTorch and C compute it with the other sign; shapes then differ silently."""
+    """The remainder of a negative number in ExecuTorch, as in C, has another sign than in Python."""
     sides = {axis: 8 * torch.export.Dim(name, min=2, max=64) for axis, name in ((2, "rows"), (3, "cols"))}
     model = small(depth=1).eval().requires_grad_(False)
     graph = torch.export.export(model, (torch.randn(1, 3, 40, 56),), dynamic_shapes=(sides,)).graph

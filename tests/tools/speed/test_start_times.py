@@ -1,4 +1,4 @@
-"""The table of start times: medians of every command, and what it takes beyond another one."""
+"""The table of start times: the median of each command, and the difference to another command."""
 
 import sys
 
