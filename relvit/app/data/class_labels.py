@@ -149,13 +149,17 @@ def names_in(class_names: Iterable[Any]) -> list[str]:
 
     Raises:
         TypeError: `class_names` is one text, whose letters would become classes, or a dict, whose keys would.
+        ValueError: a name comes twice.
     """
     if isinstance(class_names, str | Mapping):
         raise TypeError(
             "class_names must be a list with the name of each class, label 0 first, such as ['cat', 'dog'], got "
             f"{reprlib.repr(class_names)}"
         )
-    return [str(name) for name in class_names]
+    names = [str(name) for name in class_names]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
+    return names
 
 
 def checked_classes(class_names: Sequence[str]) -> list[str]:
@@ -169,9 +173,6 @@ def checked_classes(class_names: Sequence[str]) -> list[str]:
     check_printable(names, "class_names")
     if len(names) < 2:
         raise ValueError(f"classification needs two or more classes, got {names}; add images of another class")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
     return names
 
 

@@ -23,6 +23,7 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: An argument is an array of NumPy; or `class_names` is one text, or a dict.
+        ValueError: `class_names` holds a name twice.
     """
     for name, value in given.items():
         # Lightning's `save_hyperparameters` compares all arguments with each other, which fails for arrays.
@@ -85,13 +86,14 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
 
     Raises:
         ValueError: The data have one label per image and the model is for several, or the reverse.
-        ValueError: The data have other classes than the model, or the same classes in another order.
+        ValueError: The data have other classes than the model, or the same classes in another order, or a name twice.
+        TypeError: The names of the data's classes are one text, or a dict.
     """
     if stage == "predict":
         return
     names = getattr(data, "class_names", None)
     if names is not None:
-        _check_classes([str(name) for name in names], hparams["class_names"], hparams["num_classes"])
+        _check_classes(names_in(names), hparams["class_names"], hparams["num_classes"])
     found = getattr(data, "multi_label", None)
     if found is not None and found != several:
         raise ValueError(

@@ -88,6 +88,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     part = _part_of(folder)
     with disk_errors_name(path, part):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # A killed process may have left its folder, and in containers every process can have the same number.
+        shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
             yield part

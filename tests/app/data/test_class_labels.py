@@ -13,6 +13,7 @@ from relvit.app.data.class_labels import (
     classes_of,
     counts_text,
     doubtful_classes,
+    names_in,
     positions,
 )
 from relvit.app.data.modules.paths import ImagePathsData
@@ -111,3 +112,10 @@ def test_class_names_are_a_list(given):
     """A string or transformers' dictionary id2label is refused: its letters or keys would become classes."""
     with pytest.raises(TypeError, match=f"class_names must be a list .*, got {re.escape(repr(given))}"):
         checked_classes(given)
+
+
+def test_each_class_has_a_name_of_its_own():
+    """Two classes of one name would share a probability in the demo, and weights in a transfer."""
+    for take in (names_in, checked_classes):
+        with pytest.raises(ValueError, match="class_names holds 'crane' more than once; name each class once"):
+            take(["crane", "owl", "crane"])

@@ -1,5 +1,7 @@
 """A user's own loaders, data modules and subclasses of `ImageClassifier`: accepted batches, and refused ones."""
 
+from types import MappingProxyType
+
 import lightning
 import numpy as np
 import pytest
@@ -125,6 +127,23 @@ def test_arguments_of_numpy_are_in_the_checkpoint_as_plain_values(tmp_path):
     assert relvit.load(tmp_path / "own.ckpt").class_names == NAMES
     with pytest.raises(TypeError, match=r"class_weights is an array .* class_weights.tolist\(\)"):
         build(class_weights=np.ones(7))
+
+
+class Twice(Noise):
+    class_names = (*NAMES[:6], NAMES[0])
+
+
+class Numbered(Noise):
+    class_names = MappingProxyType(dict(enumerate(NAMES)))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [(Twice, ValueError, "holds 'class 0' more than once"), (Numbered, TypeError, "class_names must be a list")],
+)
+def test_names_of_own_loaders_are_checked_before_the_training(data, error, message):
+    with pytest.raises(error, match=message):
+        train(build(warmup_epochs=0), data(), max_epochs=1)
 
 
 def test_classes_may_be_named_by_numbers():

@@ -123,6 +123,16 @@ def test_the_folder_of_a_file_is_made(tmp_path):
     assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == [1]
 
 
+def test_the_folder_of_a_killed_process_of_the_same_number_is_replaced(tmp_path):
+    """In containers every process can have the same number."""
+    left = tmp_path / f".folder.{os.getpid()}.part"
+    left.mkdir()
+    (left / "half").touch()
+    with atomic_folder(tmp_path / "folder") as part:
+        (part / "whole").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "whole"]
+
+
 def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda name: None)
     for text in ("old", "new"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -104,11 +103,12 @@ def model_card(
     }
     if hparams.ema_decay is not None:
         details["Weights"] = "moving average of the training"
-    if source := checkpoint.model.get("pretrained"):
-        started = _without_folders(source)
-        details["Pretrained"] = f"the training started from `{started}`, whose licence applies as well"
+    if averaged := len(checkpoint.average_of):
+        details["Weights"] = f"mean of the weights of {averaged} checkpoints"
+    if started := " and ".join(f"`{_without_folders(source)}`" for source in checkpoint.sources):
+        details["Pretrained"] = f"the training started from {started}, whose licence applies as well"
     details["Trained with"] = ", ".join(f"{package} {version}" for package, version in checkpoint.versions.items())
-    details["Results"] = _results(checkpoint.path) or "not given"
+    details["Results"] = _results(checkpoint) or "not given"
     logits, temperature = "model(image[None])", predictor.classifier.temperature
     thresholds = predictor.thresholds
     if temperature != 1:
@@ -137,24 +137,28 @@ def model_card(
     text = generate_readme(card, name.rpartition(":")[2].rpartition("/")[2])
     if curve:
         text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
+    if averaged:
+        # The trainings of an average may have had different options, so there is no recipe of all weights.
+        return text
     recipe = yaml.safe_dump(_recipe(checkpoint), sort_keys=False)
     introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
     return f"{text}\n## Recipe\n\n{introduction}\n\n```yaml\n{recipe}```\n"
 
 
-def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+def read_curve(ckpt_path: str, curve: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
     """Read the rows of a checkpoint from a JSON file of `relvit resolutions`.
 
     Args:
         ckpt_path: the checkpoint.
-        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, if there is such a file.
+        curve: the file; None: `resolutions.json` in the folder of the checkpoint's run, if there is such a file that
+            was written after the checkpoint, since a training that is resumed replaces the checkpoint.
 
     Raises:
         FileNotFoundError, ValueError: `curve` is given, but there is no such file, or it has no rows of this
             checkpoint.
     """
     path = Path(ckpt_path).parent.parent / "resolutions.json" if curve is None else Path(curve)
-    if curve is None and not path.is_file():
+    if curve is None and not (path.is_file() and path.stat().st_mtime >= Path(ckpt_path).stat().st_mtime):
         return []
     try:
         rows = parse_json(path.read_text(encoding="utf-8"))
@@ -172,22 +176,28 @@ def read_curve(ckpt_path: str | os.PathLike[str], curve: str | os.PathLike[str] 
     raise ValueError(f"{path} has no results of {ckpt_path}: relvit resolutions CKPT --sizes ... --output FILE.json")
 
 
-def missing_parts(ckpt_path: str, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+def missing_parts(
+    checkpoint: Checkpoint, license: str | None = None, curve: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
     """List what the model card of a checkpoint lacks, each with the way to add it; arguments as of `model_card`."""
     missing = []
     if license is None:
         missing.append("the licence of the weights: publish with --license NAME, such as apache-2.0")
-    if not _results(ckpt_path):
+    if not _results(checkpoint):
         missing.append("results: publish best.ckpt in the folder of its run, where summary.json has them")
     if not curve:
-        command = f"relvit resolutions {shlex.quote(ckpt_path)} --sizes SIZE ... --output curve.json"
+        command = f"relvit resolutions {shlex.quote(checkpoint.path)} --sizes SIZE ... --output curve.json"
         missing.append(f"accuracy by image size: {command}, then publish with --curve curve.json")
     return missing
 
 
-def _results(ckpt_path: str) -> dict[str, Any]:
-    """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run."""
-    path = Path(ckpt_path)
+def _results(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the metrics of the best checkpoint, calibrated or not, from the summary of its run.
+
+    Raises:
+        ValueError: the summary cannot be read.
+    """
+    path = Path(checkpoint.path)
     summary = path.parent.parent / "summary.json"
     # best_calibrated.ckpt has the weights of best.ckpt, and a temperature or other thresholds, with which only the
     # accuracies or average precisions in summary.json are still valid: they depend on the order of the logits alone.
@@ -196,7 +206,13 @@ def _results(ckpt_path: str) -> dict[str, Any]:
     kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": of_order}.get(path.name)
     if kept is None or not summary.is_file():
         return {}
-    values = json.loads(summary.read_text())
+    try:
+        values = parse_json(summary.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{summary} is damaged ({one_line(error)}): restore it, or remove it") from error
+    # A training that is resumed replaces the best checkpoint, and writes its summary only at its end.
+    if checkpoint.epoch is None or values.get("best_epoch") != checkpoint.epoch + 1:
+        return {}
     counts = {name: value for name, value in values.items() if name.endswith("/images")}
     metrics = [name for name in values if name.startswith(kept) and name not in counts and not name.endswith("_se")]
     return {name: plus_minus(values, name) for name in metrics} | counts

@@ -35,6 +35,9 @@ def quantise(
         source: the file to read.
         target: the file to write.
         calibration: batches of images float32 (B, C, H, W); None: dynamic.
+
+    Raises:
+        ValueError: the model has no linear layers but the classifier.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
@@ -47,6 +50,11 @@ def quantise(
     # in batches, have more dimensions.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
+    # Of an empty list onnxruntime would make all nodes, so it would quantise convolutions, too.
+    if not linear:
+        raise ValueError(
+            "int8 is for the weights of linear layers, and this model has none but its classifier: leave int8 out"
+        )
     # Silence onnxruntime's advice to preprocess the model: a model with symbolic shapes needs no preprocessing.
     logging.disable(logging.WARNING)
     try:

@@ -83,6 +83,7 @@ def export_model(
     Raises:
         ValueError: `output` ends neither in .onnx nor in .pt2; `int8` is given without .onnx, or `aot` is given without
             .pt2.
+        ValueError: `int8` is given, and the model has no linear layers but the classifier.
         ValueError: `calibration` is given without `int8`, or contains no image that can be read.
         ValueError: `aot` is given, and there is no C++ compiler.
         ValueError: the predictor's reach is 'windows'; or a side of its `img_size` is not two whole patches or more,

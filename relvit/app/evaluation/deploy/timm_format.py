@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +19,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from relvit.app.data.class_labels import names_in
-from relvit.app.evaluation.deploy.card import model_card, read_curve
+from relvit.app.evaluation.deploy.card import missing_parts, model_card, read_curve
 from relvit.app.evaluation.predictor import Predictor
 from relvit.app.models import patch_size_of
 from relvit.app.training.labels import labels_of
@@ -41,9 +41,10 @@ class PublishError(RuntimeError):
 @torch_defaults()
 def publish_model(
     ckpt_path: str | os.PathLike[str],
-    to: str,
+    to: str | os.PathLike[str],
     license: str | None = None,
     curve: str | os.PathLike[str] | None = None,
+    tell: Callable[[list[str]], object] = lambda missing: None,
 ) -> str:
     """Write `model.safetensors`, `config.json` and the model card `README.md`, from which timm builds the same model.
 
@@ -55,12 +56,13 @@ def publish_model(
     Args:
         ckpt_path: a checkpoint of `relvit fit`. For `best.ckpt` in the folder of a run, the card contains the metrics
             in the run's `summary.json`.
-        to: a folder, or 'hf-hub:OWNER/NAME'. The repository is created if it does not exist, and gets a commit; the
-            user has to be logged in to the hub (`hf auth login`).
+        to: a folder, also as 'local-dir:FOLDER', or 'hf-hub:OWNER/NAME'. The repository is created if it does not
+            exist, and gets a commit; the user has to be logged in to the hub (`hf auth login`).
         license: identifier of the licence of the weights, such as 'apache-2.0'; None: the card states that no licence
             is given.
         curve: file that `relvit resolutions --output FILE.json` wrote, with this checkpoint; None: `resolutions.json`
-            in the folder of the run, if it has one.
+            in the folder of the run, if the file is there and newer than the checkpoint.
+        tell: function that is called at the end with a list of what the card lacks, and how to add it.
 
     Returns:
         The name that `timm.create_model(NAME, pretrained=True)` takes, after `import relvit`.
@@ -72,6 +74,7 @@ def publish_model(
         ValueError: the folder `to` contains files but no published model, or is the current folder or a mount point.
         PublishError: timm does not build the same model from the files; nothing is published.
     """
+    to = os.fspath(to).removeprefix(FOLDER)
     hub = to.startswith(HUB)
     if hub:
         validate_repo_id(to.removeprefix(HUB))
@@ -89,8 +92,8 @@ def publish_model(
         (Path(folder) / "README.md").write_text(model_card(predictor, name, license, rows), encoding="utf-8")
         if hub:
             api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish the model with relvit")
-            return name
-    return f"{FOLDER}{to}"
+    tell(missing_parts(predictor.checkpoint, license, rows))
+    return name if hub else f"{FOLDER}{to}"
 
 
 def check_folder(to: str) -> None:

@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ class Checkpoint:
         epoch: The epoch in which the checkpoint was written, counted from 0.
         step: The number of optimiser steps before the checkpoint was written.
         resume_point: The `ResumePoint` as stored. None in checkpoints that no training wrote, such as an average.
+        average_of: For each checkpoint of which `relvit average` made this one, its path and its `sources`.
     """
 
     path: str
@@ -118,6 +120,7 @@ class Checkpoint:
     epoch: Any = None
     step: Any = None
     resume_point: Any = None
+    average_of: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], file: Path | None = None) -> Checkpoint:
@@ -141,6 +144,7 @@ class Checkpoint:
             epoch=content.get("epoch"),
             step=content.get("global_step"),
             resume_point=content.get(POINT_KEY),
+            average_of=description.get("average_of") or {},
         )
 
     def argument(self, name: str) -> Any:
@@ -152,6 +156,12 @@ class Checkpoint:
     def architecture(self) -> Architecture:
         """Return the arguments that choose the model, which can be built for other classes and another image size."""
         return Architecture(self.argument("model"), self.model.get("model_kwargs"), self.model.get("retrofit"))
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the weights from which the training, or each training of an average, started."""
+        own = self.model.get("pretrained")
+        return sorted({*([own] if own else []), *chain.from_iterable(self.average_of.values())})
 
     @property
     def data_args(self) -> dict[str, Any]:

@@ -52,9 +52,11 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     parameters = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
     total = {name: _in_double(first, name) for name in parameters}
     thresholds, calibrated = [first.thresholds], first.temperature != 1
+    sources = {str(ckpt_paths[0]): first.sources}
     for path in ckpt_paths[1:]:
         other = Checkpoint.read(path)
         thresholds.append(other.thresholds)
+        sources[str(path)] = other.sources
         calibrated |= other.temperature != 1
         _check_same_kind(first, other, parameters)
         for name in parameters:
@@ -69,7 +71,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
             "images": first.images,
             "format": FORMAT,
             "versions": versions(),
-            "average_of": [str(path) for path in ckpt_paths],
+            "average_of": sources,
         },
         # Lightning raises a KeyError if a checkpoint lacks this entry, so write it.
         "pytorch-lightning_version": lightning.__version__,
@@ -115,6 +117,9 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
     difference = first_difference(first.model, other.model, NETWORK) or first_difference(
         first.images_args, other.images_args, Transforms._fields
     )
+    # The size may be the same where only one of the trainings used native shapes.
+    ours, theirs = ({"images": each.shape().words()} for each in (first, other))
+    difference = difference or first_difference(ours, theirs, ours)
     if difference:
         name, ours, theirs = difference
         raise ValueError(

@@ -74,6 +74,21 @@ def test_static_int8_has_the_ranges_of_its_calibration(graph, tmp_path):
     assert operators == {"QuantizeLinear", "DequantizeLinear", "MatMul", "Reshape"}
 
 
+@pytest.mark.parametrize("calibration", [None, [torch.zeros(1, 3, 8, 8)]], ids=["dynamic", "static"])
+def test_a_model_without_linear_layers_has_no_int8(tmp_path, calibration):
+    """The model has a convolution and a classifier, as a ResNet has."""
+    nodes = [
+        helper.make_node("Conv", ["images", "kernel"], ["patch"], name="one"),
+        helper.make_node("Flatten", ["patch"], ["features"], name="two"),
+        helper.make_node("Gemm", ["features", "classifier"], ["logits"], name="three"),
+    ]
+    weights = {"kernel": np.ones((4, 3, 8, 8), np.float32), "classifier": np.ones((4, 5), np.float32)}
+    path = save(tmp_path / "a.onnx", nodes, weights, ("images", ["n", 3, 8, 8]), ("logits", ["n", 5]))
+    with pytest.raises(ValueError, match="this model has none but its classifier: leave int8 out"):
+        quantise(path, tmp_path / "b.onnx", calibration)
+    assert not (tmp_path / "b.onnx").exists()
+
+
 def test_comparison_on_val(run, best):
     """The exported file predicts the first class for every image."""
     predictor = Predictor(best)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shlex
 import shutil
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import yaml
 import relvit
 from relvit.app.cli import main
 from relvit.app.evaluation.deploy import publish_model
+from relvit.app.training import average_checkpoints
 
 
 def published(*arguments):
@@ -149,6 +151,63 @@ def test_a_checkpoint_outside_its_run_replaces_the_folder_without_the_results_of
     text = (tmp_path / "owls" / "README.md").read_text()
     assert "by image size" not in text
     assert "**Results:** not given" in text
+
+
+def test_after_the_training_went_on_older_results_are_left_out(card, tmp_path):
+    """A training that is resumed replaces best.ckpt, and writes its summary only at its end."""
+    run = shutil.copytree(card.place / "run", tmp_path / "run")
+    best = run / "checkpoints" / "best.ckpt"
+    content = torch.load(best, weights_only=True)
+    content["epoch"] += 1
+    torch.save(content, best)
+    rows = json.loads((run / "resolutions.json").read_text())
+    (run / "resolutions.json").write_text(json.dumps([row | {"checkpoint": str(best)} for row in rows]))
+    now = best.stat().st_mtime
+    os.utime(run / "resolutions.json", (now, now - 1))
+    _, results, curve = published(best, f"--to={tmp_path / 'owls'}")
+    assert results.startswith("  results: ")
+    assert curve.startswith("  accuracy by image size: ")
+    text = (tmp_path / "owls" / "README.md").read_text()
+    assert "**Results:** not given" in text
+    assert "by image size" not in text
+    os.utime(run / "resolutions.json", (now, now))
+    (run / "summary.json").unlink()
+    assert len(published(best, f"--to={tmp_path / 'owls'}")) == 2
+
+
+def test_a_damaged_summary_is_named(card, tmp_path, fails):
+    run = shutil.copytree(card.place / "run", tmp_path / "run")
+    (run / "summary.json").write_text('{"val/acc1": ')
+    message = fails(["publish", run, f"--to={tmp_path / 'owls'}"])
+    assert "run/summary.json is damaged (Expecting value" in message
+    assert not (tmp_path / "owls").exists()
+
+
+def test_the_folder_of_a_run_lacks_nothing_that_its_best_checkpoint_has(card, tmp_path):
+    shutil.copy("run/resolutions.json", tmp_path / "curve.json")
+    for given in ([], [f"--curve={tmp_path / 'curve.json'}"]):
+        assert published("run", f"--to={tmp_path / 'owls'}", "--license=mit", *given) == []
+
+
+def test_a_folder_may_be_named_as_timm_names_it(card, tmp_path):
+    assert publish_model("other.ckpt", f"local-dir:{tmp_path / 'a'}") == f"local-dir:{tmp_path / 'a'}"
+    assert publish_model("other.ckpt", tmp_path / "b") == f"local-dir:{tmp_path / 'b'}"
+    assert {"a", "b"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_average_names_the_weights_of_its_start_and_no_recipe_of_one_training(card, tmp_path):
+    """Its checkpoint does not hold the options of the trainings, so they must not be said to be the defaults."""
+    content = torch.load("other.ckpt", weights_only=True)
+    del content["relvit"]["temperature"]
+    content["relvit"]["model"]["pretrained"] = "/home/me/vit.safetensors"
+    for name in "ab":
+        torch.save(content, tmp_path / f"{name}.ckpt")
+    average_checkpoints([tmp_path / "a.ckpt", tmp_path / "b.ckpt"], tmp_path / "mean.ckpt")
+    published(tmp_path / "mean.ckpt", f"--to={tmp_path / 'owls'}")
+    text = (tmp_path / "owls" / "README.md").read_text()
+    assert "**Weights:** mean of the weights of 2 checkpoints\n" in text
+    assert "the training started from `vit.safetensors`, whose licence applies as well" in text
+    assert "Recipe" not in text
 
 
 def test_figures_of_another_checkpoint_are_refused(tmp_path, fails):

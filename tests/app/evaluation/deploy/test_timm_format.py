@@ -362,6 +362,8 @@ def test_arguments_of_another_type(tmp_path):
     for names in ("cat", {0: "a", 1: "b", 2: "c"}):
         with pytest.raises(TypeError, match="class_names must be a list with the name of each class"):
             save_model(model, tmp_path, names)
+    with pytest.raises(ValueError, match="class_names holds 'a' more than once"):
+        save_model(model, tmp_path, ["a", "a", "b"])
     for call in (export_model, embed_folder):
         with pytest.raises(TypeError, match=r"predictor must be a Predictor, which relvit\.load returns, got Rel"):
             call(model, tmp_path / "a.onnx")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_training import KWARGS, NAMES, NoiseImages, train_and_save
 
-from relvit.app.training import ImageClassifier, average_checkpoints
+from relvit.app.training import Checkpoint, ImageClassifier, average_checkpoints
 from relvit.app.training.checkpoints.checkpoint import first_difference
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
 
@@ -49,7 +49,7 @@ def test_every_weight_is_the_mean_of_those_that_are_evaluated(three, tmp_path):
         np.testing.assert_array_equal(tensor.numpy(), expected, err_msg=name)
     assert set(content) == {"state_dict", "state_dict_ema", "relvit", "pytorch-lightning_version"}
     record = content["relvit"]
-    assert record["average_of"] == [str(path) for path in paths]
+    assert record["average_of"] == {str(path): [] for path in paths}
     # The description has the network and the data, but no options of a training.
     known = ("model", "model_kwargs", "num_classes", "in_chans", "img_size", "class_names", "retrofit", "multi_label")
     assert record["model"] == {name: contents[0]["relvit"]["model"][name] for name in known}
@@ -117,6 +117,7 @@ HEAD, MODEL, IMAGES = ("state_dict", "net.head.weight"), ("relvit", "model"), ("
         (put(*IMAGES, "mean", [0.5, 0.4, 0.5]), r"mean \[0.5, 0.4, 0.5\], .* \[0.5, 0.5, 0.5\]"),
         (put(*IMAGES, "std", [1.0] * 3), r"std \[1.0, 1.0, 1.0\], .* \[0.5, 0.5, 0.5\]"),
         (put(*IMAGES, "crop_pct", 0.9), "crop_pct 0.9, .* 1.0"),
+        (put(*IMAGES, "native", True), "images 'native shapes of up to .* '8 x 12 px'"),
         (put(*HEAD, torch.zeros(7, 9)), r"head.weight .*\(7, 9\) in .*q.ckpt, .*\(7, 8\)"),
         (put(*HEAD, torch.zeros(7, 8).half()), "head.weight .*float16 .*q.ckpt, .*float32"),
         (put(*HEAD, torch.full((7, 8), torch.nan)), "q.ckpt .* net.head.weight"),
@@ -139,6 +140,20 @@ def test_what_has_a_mean(change, message, three, tmp_path):
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
         average_checkpoints(paths, tmp_path / "mean.ckpt")
     assert (tmp_path / "mean.ckpt").exists() == (message is None)
+
+
+def test_the_weights_from_which_all_trainings_started_are_kept(three, tmp_path):
+    """Their licences apply to the mean, too."""
+    paths = [tmp_path / f"{name}.ckpt" for name in "pqr"]
+    for path, source in zip(paths, ("hf-hub:a/b", "c.safetensors", None), strict=True):
+        content = torch.load(three[0][0], weights_only=True)
+        content["relvit"]["model"]["pretrained"] = source
+        torch.save(content, path)
+    average_checkpoints(paths[:2], tmp_path / "mean.ckpt")
+    average_checkpoints([tmp_path / "mean.ckpt", paths[2]], tmp_path / "again.ckpt")
+    for name, count in (("mean", 2), ("again", 2)):
+        found = Checkpoint.read(tmp_path / f"{name}.ckpt")
+        assert (found.sources, len(found.average_of)) == (["c.safetensors", "hf-hub:a/b"], count)
 
 
 def test_a_temperature_is_left_out_and_said(three, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from relvit.app.evaluation.deploy import publish_model
-from relvit.app.evaluation.deploy.card import missing_parts, read_curve
 
 
 def publish(ckpt_path: str, *, to: str, license: str | None = None, curve: str | None = None) -> None:
@@ -15,8 +14,9 @@ def publish(ckpt_path: str, *, to: str, license: str | None = None, curve: str |
         curve: The file that relvit resolutions --output FILE.json wrote for this checkpoint; by default
             resolutions.json in the folder of the run, if it has one.
     """
-    name = publish_model(ckpt_path, to, license, curve)
+    missing: list[str] = []
+    name = publish_model(ckpt_path, to, license, curve, missing.extend)
     print("Published, and checked: timm computes the same logits, bit by bit. In Python, after import relvit:")
     print(f"  model = timm.create_model({name!r}, pretrained=True)", flush=True)
-    if missing := missing_parts(ckpt_path, license, read_curve(ckpt_path, curve)):
+    if missing:
         print("\n  ".join(["The model card lacks:", *missing]), flush=True)
