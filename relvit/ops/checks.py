@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from relvit.utils.messages import check_choice
@@ -14,6 +15,23 @@ from relvit.utils.messages import check_choice
 def check_backend(name: str, backends: Sequence[str]) -> None:
     """Raise unless `name` is 'auto' or one of `backends`."""
     check_choice("backend", name, ("auto", *backends))
+
+
+def check_backward(backend: str, grad: Tensor) -> None:
+    """Raise in a backward that a backend has written out, where it would have to compute more than one first gradient.
+
+    Raises:
+        RuntimeError: second derivatives are requested, or gradients of several results at once.
+    """
+    if torch.is_grad_enabled():
+        # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
+        # derivatives would leave out the backend's function without an error.
+        raise RuntimeError(f"backend {backend!r} has no second derivatives (create_graph=True): use backend='gathered'")
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            f"backend {backend!r} has no gradients of several results at once (is_grads_batched=True, vectorize=True): "
+            "use backend='gathered'"
+        )
 
 
 def check_kind(name: str, given: Any, kinds: type | tuple[type, ...], expected: str) -> None:

@@ -94,10 +94,11 @@ def recompute_saved(
         return
     recomputation = _Recomputation(function, inputs)
     # `by_address` keeps `tensors` alive within the context, so that no other tensor can get the address of one of them.
-    by_address = {tensor.data_ptr(): (number, tensor) for number, tensor in enumerate(tensors)}
+    by_address = {(tensor.data_ptr(), tensor.stride()): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
-        number, tensor = by_address.get(saved.data_ptr(), (0, None))
+        # Expanded views of one tensor, such as the keys of one image for a whole batch, differ in strides alone.
+        number, tensor = by_address.get((saved.data_ptr(), saved.stride()), (0, None))
         if tensor is not None and tensor.shape == saved.shape:
             return partial(recomputation.take, number)
         return partial(_unchanged, saved, Versions([saved]))

@@ -55,7 +55,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             return _attend(inputs, queries, keys, 0)
         length, step = query.shape[2], tile_queries(query, key)
         tiles = []
-        for start in range(0, length, step):
+        # Without queries there is one empty tile, so that keys and values have gradients, which are zero.
+        for start in range(0, max(1, length), step):
             part, of_tile = slice(start, start + step), terms
             if logits is not None:
                 of_tile = terms._replace(axis_logits=AxisLogits(*(of_axis[:, :, part] for of_axis in logits)))
@@ -67,7 +68,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             )
             here = Tokens(queries.y[:, part], queries.x[:, part], queries.on_grid[part])
             tiles.append(recomputed(_attend, tile, here, keys, start, preserve_rng_state=inputs.dropout_p > 0))
-        return torch.cat(tiles, dim=2) if tiles else query.new_zeros(*query.shape[:3], inputs.value.shape[-1])
+        return torch.cat(tiles, dim=2)
 
 
 def tile_queries(query: Tensor, key: Tensor) -> int:

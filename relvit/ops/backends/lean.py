@@ -37,6 +37,7 @@ from relvit.ops.backends.axis_logits import (
 )
 from relvit.ops.backends.fused import one_hot
 from relvit.ops.backends.stock import DEVICES, Kernel, stock_kernel
+from relvit.ops.checks import check_backward
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables, with_width
 from relvit.ops.tracing import without_autocast
@@ -261,10 +262,7 @@ class _Lean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
-            # derivatives would leave out this function without an error.
-            raise RuntimeError("backend 'lean' has no second derivatives (create_graph=True): use backend='gathered'")
+        check_backward("lean", grad)
         # Users may call backward inside of autocast, which would change the dtypes of products here.
         inside = torch.is_autocast_enabled(grad.device.type)
         with without_autocast(grad.device) if inside else nullcontext():

@@ -41,6 +41,7 @@ from relvit.ops.backends.by_heads import run, threads_by_heads
 from relvit.ops.backends.pair_bias import from_slices, offset_table, rows_of, to_slices, write_bias
 from relvit.ops.backends.pair_logits import Positions, from_pairs, from_queries, to_pairs, to_queries, token_positions
 from relvit.ops.backends.tile import Operands, Tile, TileConfig, add_product, new_tokens, part_of, set_product
+from relvit.ops.checks import check_backward
 from relvit.ops.grid import key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisTables
@@ -77,9 +78,9 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # The seed is drawn from PyTorch's generator, which users seed. Each tile derives its own seed from `seed`,
-            # the same one in backward as in forward.
-            seed=int(torch.randint(2**48, ())) if inputs.dropout_p else 0,
+            # The seed is drawn from PyTorch's generator of the CPU, which users seed and checkpoints restore, whatever
+            # the default device is. Each tile derives its own seed from `seed`, the same one in backward as in forward.
+            seed=int(torch.randint(2**48, (), device="cpu")) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),
             threads=threads_by_heads(query, key),
@@ -140,10 +141,7 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
-            # derivatives would leave out this function without an error.
-            raise RuntimeError("backend 'tiled' has no second derivatives (create_graph=True): use backend='gathered'")
+        check_backward("tiled", grad)
         # Users may call backward inside of autocast, but forward ran without autocast, so switch it off here, too.
         with without_autocast(grad.device):
             *operands, on_entries, result = ctx.saved_tensors

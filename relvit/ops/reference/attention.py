@@ -133,7 +133,7 @@ def attention_logits(
             of_keys = without_padding(of_keys, valid)
         logits = logits + torch.einsum("bhic,bhjc->bhij", of_queries, of_keys)
     if trained_keys is not None:
-        keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2])
+        keys = valid.sum(dim=1).clamp(min=1) if valid is not None else torch.full((1,), key.shape[2], device=key.device)
         logits = logits * rearrange(keys.to(logits).log() / math.log(trained_keys), "b -> b 1 1 1")
     return logits
 

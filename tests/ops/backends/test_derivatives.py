@@ -40,6 +40,34 @@ def test_tiles_refuse_second_derivatives_as_fused_kernels_do():
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+@pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
+def test_gradients_of_several_results_at_once_are_right_or_refused(backend):
+    q, k, v, terms, grid = draw_case(2, 3)
+    inputs = leaves(q, k, v, terms)
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    cotangents = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    if backend in ("lean", "tiled"):
+        with pytest.raises(RuntimeError, match=r"no gradients of several results at once .* use backend='gathered'"):
+            torch.autograd.grad(out, inputs, cotangents, is_grads_batched=True)
+        return
+    found = torch.autograd.grad(out, inputs, cotangents, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, inputs, cotangent, retain_graph=True) for cotangent in cotangents]
+    for one, expected in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["", "b"])
+def test_queries_and_keys_that_begin_at_one_address(which):
+    """As where all images of a batch attend to the tokens of the first one: views that differ in strides alone."""
+    x, _, _, terms, grid = draw_case(2, 3, which=which, layout="joint", dim=8)
+    x.requires_grad_()
+    for first in (x[:1], x[:, :1], x[:, :, :1]):
+        of_first = first.expand_as(x)
+        for contents in ((x, of_first, of_first), (of_first, x, x), (x, x, of_first)):
+            outs = (relative_attention(*contents, terms, grid, backend=backend) for backend in ("fused", "reference"))
+            assert_same(*outs, [x], 1e-10)
+
+
 @pytest.mark.parametrize(("shape", "scale"), [((6, 6), None), ((2, 1, 1, 6), None), ((2, 2, 6, 6), 1e-5), ((6,), 0.0)])
 def test_a_learned_mask_gets_its_gradient_whatever_its_shape_and_the_scale(shape, scale):
     q, k, v, terms, grid = draw_case(2, 3)
@@ -60,10 +88,11 @@ def test_dropout_drops_in_backward_what_it_dropped_in_forward():
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
-def test_no_queries_give_keys_and_values_zero_gradients():
+@pytest.mark.parametrize("backend", ["fused", "tiled", "gathered"])
+def test_no_queries_give_keys_and_values_zero_gradients(backend):
     q, k, v, terms, grid = draw_case(2, 3, which="qkvb")
     k, v, nothing = k.requires_grad_(), v.requires_grad_(), make_grid(2, 3, coords=torch.zeros(0, 2, dtype=torch.int64))
-    out = relative_attention(q[:, :, :0], k, v, terms, nothing, grid, backend="tiled")
+    out = relative_attention(q[:, :, :0], k, v, terms, nothing, grid, backend=backend)
     assert out.shape == (2, 2, 0, 5)
     for grad in torch.autograd.grad(out.sum(), (k, v)):
         assert torch.equal(grad, torch.zeros_like(grad))

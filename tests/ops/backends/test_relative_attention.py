@@ -1,5 +1,6 @@
 """Exact attention compared with brute force over pairs of tokens, and its promises about masks and shifts."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -181,6 +182,18 @@ def test_tables_shared_and_per_head_met_by_other_queries_and_keys_than_contents(
     inputs = [*leaves(q, k, v, terms), *options.values()]
     out = relative_attention(q, k, v, terms, grid, **options, backend=backend)
     assert_same(out, brute_force(q, k, v, terms, grid, **options), inputs, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_device_is_not_read(backend):
+    q, k, v, terms, grid = draw_case(2, 3)
+    attend = partial(relative_attention, q, k, v, terms, grid, trained_keys=4, dropout_p=0.5, backend=backend)
+    results = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            results.append(attend())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])

@@ -7,15 +7,20 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from draws import draw_case
 from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from relvit.ops import Channels, make_grid, relative_attention
 from relvit.ops.backends import triton
 from relvit.ops.inputs import AttentionInputs, checked
+from relvit.utils.old_torch import BUILDS_KERNELS
 
 SUPPORT = Path(__file__).parents[2] / "support"
 VERSION = pytest.importorskip("triton").__version__
@@ -115,3 +120,32 @@ def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(mo
         relative_attention(q, k, v, terms._replace(channels=channels), grid, backend="triton")
     inputs = AttentionInputs(q, k, v, terms._replace(channels=channels), grid)
     assert "got 130" in triton.refusal(checked(inputs))
+
+
+@pytest.mark.skipif(not BUILDS_KERNELS, reason="PyTorch >= 2.9")
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+def test_kernels_run_on_the_gpu_of_their_tensors(layout, monkeypatch):
+    from relvit.ops.backends.triton import launch
+    from relvit.ops.backends.triton.joint import joint_launch
+
+    current, noted = [0], []
+
+    def exchange(index):
+        current.append(index)
+        return current[-2]
+
+    for module, name in ((launch, "forward"), (joint_launch, "joint_forward")):
+        kernel = MagicMock()
+        kernel.__name__ = name
+        kernel.__getitem__.return_value.side_effect = lambda *_, **__: noted.append(current[-1])
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    *tensors, grid = draw_case(2, 3, which="b", layout=layout, dim=16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake = lambda part: mode.from_tensor(part.bfloat16()).to("cuda:1")  # noqa: E731
+        q, k, v, terms = tree_map_only(torch.Tensor, fake, tensors)
+        relative_attention(q, k, v, terms, grid, backend="triton")
+    assert (noted, current[-1]) == ([1], 0)

@@ -15,6 +15,8 @@ from torch.autograd.function import FunctionCtx
 from relvit.ops.backends.tile import new_tokens
 from relvit.ops.backends.triton.backward import backward_keys, backward_queries
 from relvit.ops.backends.triton.forward import forward
+from relvit.ops.checks import check_backward
+from relvit.ops.tracing import without_autocast
 
 LOG2_E = math.log2(math.e)
 # Each multiprocessor of the GPU gets this number of Triton programs, more than can run on it at once. When a program
@@ -167,10 +169,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
-            # derivatives would leave out this function without an error.
-            raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
+        check_backward("triton", grad)
         *saved, out, lse, entries = ctx.saved_tensors
         operands = Operands(*saved)
         query, key, value = operands[:3]
@@ -193,11 +192,13 @@ class Attention(torch.autograd.Function):
             launch = launch._replace(operands=alone, grid=(0, prefix, 1), variant=variant(alone, True))
             launch.run((grad, grad_key, grad_value), (lse, means, None, None))
         met = query if operands.position is None else operands.position
-        of_tables = (
-            None if operands.key_table is None else _over_tokens(grad_entries, met),
-            None if operands.bias is None else grad_entries.sum((0, 2), dtype=torch.float32),
-            _over_tokens(entries, grad) if of_value else None,
-        )
+        # Users may call backward inside of autocast, but forward ran without autocast, so switch it off here, too.
+        with without_autocast(grad.device):
+            of_tables = (
+                None if operands.key_table is None else _over_tokens(grad_entries, met),
+                None if operands.bias is None else grad_entries.sum((0, 2), dtype=torch.float32),
+                _over_tokens(entries, grad) if of_value else None,
+            )
         of_tables = (
             None if table is None else table.to(dtype) for table, dtype in zip(of_tables, ctx.tables, strict=True)
         )
@@ -273,7 +274,9 @@ class Launch(NamedTuple):
         sizes = (work, query.shape[1], query.shape[2], batched, *self.grid, self.scale * LOG2_E)
         named, options = self.constants()
         programs = work if self.kernel is backward_keys else self.programs()
-        self.kernel[(programs,)](*pointers, *strides, *sizes, **named, **options)
+        # Triton launches kernels on the current GPU, which need not be the GPU of the tensors.
+        with torch.cuda.device_of(query):
+            self.kernel[(programs,)](*pointers, *strides, *sizes, **named, **options)
 
 
 def _with_unit_stride(tensor: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from relvit.ops.backends.triton.joint.joint_backward import joint_backward_keys,
 from relvit.ops.backends.triton.joint.joint_forward import joint_forward
 from relvit.ops.backends.triton.joint.offsets import by_entry, layout
 from relvit.ops.backends.triton.joint.table_gradient import joint_backward_table
+from relvit.ops.checks import check_backward
 from relvit.ops.grid import Grid, key_mask, num_tokens
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
@@ -183,7 +184,9 @@ class Launch(NamedTuple):
         strides = [number for tensor in (query, key, value, *vectors) for number in tensor.stride()[:3]]
         strides += [0 if valid is None else valid.stride(0)]
         named, options = self.constants(kernel)
-        kernel[(programs,)](*pointers, *strides, *sizes, self.scale * LOG2_E, **named, **options)
+        # Triton launches kernels on the current GPU, which need not be the GPU of the tensors.
+        with torch.cuda.device_of(query):
+            kernel[(programs,)](*pointers, *strides, *sizes, self.scale * LOG2_E, **named, **options)
 
     def _check_offsets(self, tokens: tuple[Tensor, ...]) -> None:
         """Raise where an offset within a head, which kernels compute in 32 bits, would be too large."""
@@ -226,10 +229,7 @@ class JointAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
-            # derivatives would leave out this function without an error.
-            raise RuntimeError("backend 'triton' has no second derivatives (create_graph=True): use backend='gathered'")
+        check_backward("triton", grad)
         *operands, table, out, lse = ctx.saved_tensors
         launch = ctx.launch._replace(operands=Operands(*operands))
         query, key, value = operands[:3]
