@@ -29,8 +29,8 @@ from relvit.ops.inputs import (
     with_equal_heads,
 )
 from relvit.ops.log_n_scaling import with_log_n_scaling
-from relvit.ops.terms import JointTable, RelativeTerms, is_stock
-from relvit.ops.tracing import is_compiling, is_eager, is_functorch
+from relvit.ops.terms import AxisTables, JointTable, RelativeTerms, is_stock
+from relvit.ops.tracing import is_compiling, is_eager, is_functorch, may_remember
 from relvit.utils.messages import check_names
 
 BACKENDS: dict[str, ModuleType] = {
@@ -240,7 +240,8 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
 def _remember(key: Any, decision: _Decision) -> _Decision:
     if len(_DECISIONS) >= _MOST_DECISIONS:
         _DECISIONS.clear()
-    _DECISIONS[key] = decision
+    if may_remember():
+        _DECISIONS[key] = decision
     return decision
 
 
@@ -390,10 +391,9 @@ def relative_logits(
     check_tokens("query", query, "grid", grid)
     check_kind("terms", terms, RelativeTerms, "RelativeTerms")
     check_terms(terms._replace(query=None, value=None, bias=None), query.shape[1], query.shape[3], 0)
-    if terms.key is None:
-        raise ValueError("relative_logits needs terms.key, got None: give RelativeTerms(key=AxisTables(...))")
-    if isinstance(terms.key, JointTable):
-        raise ValueError("relative_logits needs terms.key as AxisTables(rows, cols): terms.key is a joint table")
+    check_kind("key_grid", key_grid, Grid, "a Grid")
+    if not isinstance(terms.key, AxisTables):
+        raise ValueError(f"relative_logits needs terms.key as AxisTables(rows, cols), got {type(terms.key).__name__}")
     if backend == "reference":
         return reference.relative_logits(query, terms, grid, key_grid)
     table, index = joined_with_index(with_equal_heads(terms).key, terms.bucketing, grid, grid_axes(key_grid), query)

@@ -206,9 +206,10 @@ def check_tokens(
     check_shape(name, tokens, expected)
     if not isinstance(grid, Grid):
         raise TypeError(f"{grid_name} must be a Grid, got {type(grid).__name__}: make_grid(height, width) makes one")
-    for part, tensor in (("coords", grid.coords), ("valid", grid.valid)):
-        if tensor is not None:
-            check_kind(f"{grid_name}.{part}", tensor, Tensor, "a tensor")
+    if grid.coords is not None:
+        _check_integers(f"{grid_name}.coords", grid.coords)
+    if grid.valid is not None:
+        _check_boolean(f"{grid_name}.valid", grid.valid)
     patches = num_tokens(grid) - grid.prefix
     if tokens.shape[2] != num_tokens(grid):
         raise ValueError(

@@ -231,13 +231,16 @@ def _check_options(inputs: AttentionInputs) -> None:
             )
         if inputs.is_causal:
             raise ValueError("attn_mask and is_causal exclude each other: put the causal part into attn_mask")
-    for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+    given = {"dropout_p": dropout_p, "scale": scale, "trained_keys": inputs.trained_keys}
+    for name, number in given.items():
+        if number is None and name != "dropout_p":
+            continue
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
     # In a graph the scale may be a symbol without a known value, so check it only outside of graphs.
     if scale is not None and knows_values() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    if inputs.trained_keys is not None and inputs.trained_keys < 2:
+    if inputs.trained_keys is not None and not inputs.trained_keys >= 2:
         raise ValueError(f"trained_keys must be 2 or more, got {inputs.trained_keys}: one key always has the weight 1")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")

@@ -76,9 +76,12 @@ def may_recompute() -> bool:
 def may_remember() -> bool:
     """Return True where later calls may use the same tensors: not in graphs, in `torch.func` or for fake tensors.
 
-    Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it.
+    Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it. CUDA graphs
+    compute nothing while they are captured: their tensors get numbers by a replay, perhaps after other calls.
     """
-    return is_eager() and type(torch.empty(0)) is Tensor
+    if not is_eager() or type(torch.empty(0)) is not Tensor:
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def trains_in_graph() -> bool:

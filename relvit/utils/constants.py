@@ -66,6 +66,10 @@ class KeepConstants(FillConstants, nn.Module):
             if constant is None:
                 continue
             after = self._buffers[name]
+            if constant.is_meta and not after.is_meta:
+                # `Module.to_empty` has given the buffers memory without numbers, which no state dict would fill.
+                self.init_non_persistent_buffers()
+                break
             precision = torch.promote_types(after.dtype, torch.float32)
             if after.dtype != precision:
                 self._buffers[name] = constant.to(after.device, precision)

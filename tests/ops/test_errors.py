@@ -42,6 +42,8 @@ CONTENTS = [
     ({"grid": (2, 3)}, TypeError, r"grid must be a Grid, got tuple: make_grid\(height, width\) makes one"),
     ({"key_grid": 6}, TypeError, "key_grid must be a Grid, got int"),
     ({"grid": GRID._replace(coords=[[0, 0]])}, TypeError, "grid.coords must be a tensor, got list"),
+    ({"grid": GRID._replace(coords=torch.rand(6, 2))}, TypeError, "grid.coords must hold integers, got dtype torch.f"),
+    ({"grid": GRID._replace(valid=torch.ones(6).byte())}, TypeError, "grid.valid must be boolean, got dtype torch.ui"),
     (
         {"grid": GRID._replace(valid=torch.ones(3, 6, dtype=torch.bool))},
         ValueError,
@@ -85,6 +87,8 @@ OPTIONS = [
     ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number, got '0.1' of type str"),
     ({"scale": torch.ones(())}, TypeError, "scale must be a number"),
     ({"trained_keys": 1}, ValueError, "trained_keys must be 2 or more, got 1"),
+    ({"trained_keys": float("nan")}, ValueError, "trained_keys must be 2 or more, got nan"),
+    ({"trained_keys": "196"}, TypeError, "trained_keys must be a number, got '196' of type str"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     ({"attn_mask": torch.ones(6, 6, device="meta")}, ValueError, "attn_mask is on meta"),
     (
@@ -106,8 +110,10 @@ def test_what_does_not_fit_is_refused_by_name(operation, changes, error, message
 
 
 def test_logits_need_a_separable_key_term():
-    with pytest.raises(ValueError, match=r"terms\.key, got None: give RelativeTerms\(key="):
+    with pytest.raises(ValueError, match=r"needs terms\.key as AxisTables\(rows, cols\), got NoneType"):
         relative_logits(Q, TERMS._replace(key=None), GRID)
+    with pytest.raises(TypeError, match="key_grid must be a Grid, got tuple"):
+        relative_logits(Q, TERMS, GRID, (2, 3))
     with pytest.raises(TypeError, match="grid must be a Grid, got tuple"):
         relative_logits(Q, TERMS, (2, 3))
     with pytest.raises(TypeError, match="terms must be RelativeTerms, got NoneType"):
@@ -128,7 +134,7 @@ def test_joint_tables_need_a_backend_that_can():
     q, k, v, terms, grid = draw_case(2, 3, which="qk", layout="joint")
     with pytest.raises(ValueError, match=r"terms.query is a joint table: use 'gathered' or 'reference', not 'fused'"):
         relative_attention(q, k, v, terms, grid, backend="fused")
-    with pytest.raises(ValueError, match=r"terms.key is a joint table"):
+    with pytest.raises(ValueError, match=r"terms\.key as AxisTables\(rows, cols\), got JointTable"):
         relative_logits(q, terms, grid)
     even = terms._replace(key=JointTable(terms.key.table[:, :4]))
     with pytest.raises(ValueError, match=r"terms.key.table has 5 x 4 rows, expected an odd number"):

@@ -48,6 +48,19 @@ def test_constants_follow_the_device_of_a_module(kind):
     assert all(buffer.is_meta and buffer.dtype == torch.float32 for buffer in module.buffers())
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_constants_after_to_empty(kind):
+    module = MODULES[kind]()
+    torch.use_deterministic_algorithms(True)  # so that PyTorch fills new memory with NaN
+    try:
+        empty = nn.Sequential(MODULES[kind]().to("meta", torch.bfloat16)).to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert list(module.buffers())
+    for one, expected in zip(empty.buffers(), module.buffers(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"rope": "axial", "rel_terms": ""}, {"position": "slopes"}, {"model": "relvit_lsh_small"}, {"rope": "mixed"}],

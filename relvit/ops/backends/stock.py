@@ -85,17 +85,22 @@ def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
 
     For fake tensors (`FakeTensorMode`) PyTorch names no fused kernel, so they get the flash kernel of their device.
     """
-    real = type(query) is Tensor
+    # Subclasses for metadata, such as torchvision's `TVTensor` and `Parameter`, leave operations to PyTorch; only
+    # subclasses like `FakeTensor` compute by a `__torch_dispatch__` of their own.
+    real = type(query).__torch_dispatch__ is Tensor.__torch_dispatch__
     choice = torch._fused_sdp_choice(query, key, value) if real else SDPBackend.FLASH_ATTENTION.value
     return KERNELS.get((query.device.type, choice))
 
 
 def switches(query: Tensor) -> Any:
-    """Return what stock attention reads besides its arguments: which kernels it may take, and autocast."""
+    """Return what stock attention reads besides its arguments: allowed kernels, autocast, and deterministic mode."""
     device, flash = "cpu" if query.is_cpu else query.device.type, torch._C._get_flash_sdp_enabled()
     if device not in DEVICES:
         return flash
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if device == "cpu":
         return flash, autocast
-    return flash, autocast, torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    # PyTorch leaves cuDNN's kernel, whose gradients vary in the last bits, out where only deterministic operations are
+    # allowed.
+    others = torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    return flash, autocast, *others, torch.get_deterministic_debug_mode()

@@ -6,10 +6,12 @@ from draws import assert_right_or_refused, assert_same, draw_case, leaves, relat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import AxisTables, RelativeTerms, attention, make_grid, relative_attention
 from relvit.ops.attention import attend_projected
-from relvit.ops.backends import lean, stock
+from relvit.ops.backends import axis_logits, lean, stock
+from relvit.ops.backends.fused import one_hot
 from relvit.ops.inputs import checked
 from relvit.utils.memory import allocations
 
@@ -207,6 +209,48 @@ def test_fake_tensors_train_as_tensors_of_their_device_would():
         out = relative_attention(*inputs, terms, grid, backend="lean")
         grads = torch.autograd.grad(out.sum(), inputs)
     assert [part.shape for part in (out, *grads)] == [q.shape] * 4
+
+
+class Image(torch.Tensor):
+    """A tensor with metadata, as of torchvision or MONAI."""
+
+
+def test_subclasses_take_the_kernel_that_pytorch_chooses_for_tensors():
+    x = torch.randn(1, 2, 6, 16)
+    for each in (x, x.as_subclass(Image), torch.nn.Parameter(x)):
+        assert stock.stock_kernel(each, each, each) is not None
+        with sdpa_kernel(SDPBackend.MATH):
+            assert stock.stock_kernel(each, each, each) is None
+
+
+def test_a_decision_for_a_gpu_is_made_again_in_deterministic_mode():
+    with FakeTensorMode():
+        query = torch.empty(1, device="cuda")
+    try:
+        found = [stock.switches(query)]
+        for options in ({}, {"warn_only": True}):
+            torch.use_deterministic_algorithms(True, **options)
+            found.append(stock.switches(query))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len({*found}) == 3
+
+
+def test_nothing_is_remembered_while_a_cuda_graph_is_captured(monkeypatch):
+    """Its tensors would hold nothing until the first replay, which may come after other graphs and calls."""
+    q, k, v, terms, grid = draw_case(2, 3)
+    monkeypatch.setattr(attention, "_DECISIONS", {})
+    made = lambda: one_hot(make_grid(2, 3), axis_logits.grid_axes(grid), torch.float64, q.device)  # noqa: E731
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = relative_attention(q, k, v, terms, grid), made()
+        assert not attention._DECISIONS
+        assert made() is not captured[1]
+    assert torch.equal(relative_attention(q, k, v, terms, grid), captured[0])
+    assert len(attention._DECISIONS) == 1
+    assert made() is made()
+    assert made() is not captured[1]
 
 
 @pytest.mark.parametrize(
