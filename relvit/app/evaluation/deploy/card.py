@@ -142,6 +142,8 @@ def model_card(
         return text
     recipe = yaml.safe_dump(_recipe(checkpoint), sort_keys=False)
     introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
+    if not checkpoint.fit:
+        introduction = "Options of `ImageClassifier` that are not its defaults; those of the Trainer are not known:"
     return f"{text}\n## Recipe\n\n{introduction}\n\n```yaml\n{recipe}```\n"
 
 
@@ -235,6 +237,9 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
+    # A training in Python records neither the options of its Trainer nor, with a user's own loaders, its data.
+    if not fit:
+        return network
     # The recipe has only the options that all data modules for image files share, and the separator of several labels,
     # without which a training would have one label per image: other options could show where the images are stored.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()

@@ -195,6 +195,21 @@ def test_a_folder_may_be_named_as_timm_names_it(card, tmp_path):
     assert {"a", "b"} == {path.name for path in tmp_path.iterdir()}
 
 
+def test_after_a_training_in_python_the_recipe_has_the_options_of_the_classifier_alone(card, tmp_path):
+    """The checkpoint does not hold the options of the Trainer, so the card must not say that they are the defaults."""
+    content = torch.load("other.ckpt", weights_only=True)
+    content["relvit"]["fit"] = {}
+    content["relvit"]["model"]["pretrained"] = "/home/me/vit.safetensors"
+    torch.save(content, tmp_path / "own.ckpt")
+    published(tmp_path / "own.ckpt", f"--to={tmp_path / 'owls'}")
+    text = (tmp_path / "owls" / "README.md").read_text()
+    recipe = yaml.safe_load(block(text, "yaml"))
+    assert (recipe["lr"], recipe["pretrained"]) == (5e-3, "vit.safetensors")
+    assert not {"trainer", "seed_everything", "data"} & recipe.keys()
+    assert "those of the Trainer are not known" in text
+    assert "all others" not in text
+
+
 def test_an_average_names_the_weights_of_its_start_and_no_recipe_of_one_training(card, tmp_path):
     """Its checkpoint does not hold the options of the trainings, so they must not be said to be the defaults."""
     content = torch.load("other.ckpt", weights_only=True)
