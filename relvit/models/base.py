@@ -343,7 +343,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         return super().prune_intermediate_layers(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model as `nn.Module.compile` does, and the parts that no graph of the whole model holds."""
+        """Compile the model as `nn.Module.compile` does, and the parts that a graph of the whole model cannot hold."""
         super().compile(*args, **kwargs)
         self.depth_plan.compile(self, *args, **kwargs)
 

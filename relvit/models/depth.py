@@ -46,11 +46,11 @@ class Depth:
         return x, taken
 
     def compile(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile the parts that no graph of the whole model holds, as `nn.Module.compile`: here there are none."""
+        """Compile the parts that a graph of the whole model cannot contain: here there are none."""
 
 
 class OwnDepth(Depth):
-    """Depth of a model whose class has a `_run_steps` of its own, which may call blocks in any order."""
+    """Depth of a model whose class overrides `_run_steps`, which may call blocks in any order."""
 
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "its own _run_steps takes no memory",

@@ -192,7 +192,7 @@ _SIGN, _SHAPE = attrgetter("shape", "dtype", "device"), attrgetter("shape")
 
 
 def _decide_projected(inputs: AttentionInputs, backend: str, packed: bool) -> _Decision:
-    """Decide how `attend_projected` computes inputs; no plan: there is no such way for them."""
+    """Decide how `attend_projected` computes inputs; without a plan in the decision, it cannot compute them."""
     terms, mask = inputs.terms, inputs.attn_mask
     if joint := type(terms.bias) is JointTable:
         fits = terms.key is terms.value is None and (mask is None or mask.is_floating_point())
@@ -246,7 +246,7 @@ def _remember(key: Any, decision: _Decision) -> _Decision:
 
 
 def _decide(inputs: AttentionInputs, backend: str) -> _Decision:
-    """Choose the backend for inputs that are checked; raise where the one chosen by name cannot compute them."""
+    """Choose the backend for inputs that are checked; raise if the backend chosen by name cannot compute them."""
     check_backend(backend, tuple(BACKENDS))
     backend = _choose(inputs).backend if backend == "auto" else backend
     if backend in ("fused", "tiled", "triton"):

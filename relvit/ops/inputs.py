@@ -45,7 +45,7 @@ class AttentionInputs(NamedTuple):
     trained_keys: int | None = None
 
     def to(self, dtype: torch.dtype) -> AttentionInputs:
-        """Convert queries, keys and values; one tensor in two roles stays one."""
+        """Convert queries, keys and values; a tensor in two roles (query and position query) is converted once."""
         query, key = self.query.to(dtype), self.key.to(dtype)
         position_query, position_key = self.position_query, self.position_key
         if position_query is not None:
@@ -126,7 +126,7 @@ def signature(given: Any) -> Any:
 
 
 def with_equal_heads(terms: RelativeTerms) -> RelativeTerms:
-    """Make both tables of a term per head where only one of them is."""
+    """Expand the table that all heads share to one table per head, if the other table of the term has one per head."""
     for name, tables in zip(RelativeTerms._fields, terms, strict=True):
         if isinstance(tables, AxisTables) and tables.rows.dim() != tables.cols.dim():
             heads = max(tables, key=Tensor.dim).shape[0]

@@ -140,7 +140,7 @@ class RelativeTerms(NamedTuple):
 
 
 def is_stock(terms: RelativeTerms) -> bool:
-    """Return whether all pairs of tokens have the logits of stock attention, apart from free channels."""
+    """Return whether all pairs of tokens have the logits of stock attention, except for free channels."""
     return terms.axis_logits is None and all(term is None for term in (*terms,)[:4])
 
 
@@ -162,7 +162,7 @@ def with_width(tables: AxisTables | JointTable) -> AxisTables | JointTable:
 
 
 def add_channels(terms: RelativeTerms, channels: Channels) -> RelativeTerms:
-    """Return terms with further free channels, beside those that they have."""
+    """Return terms with additional free channels."""
     if (given := terms.channels) is not None:
         channels = Channels(_join(given.query, channels.query), _join(given.key, channels.key))
     return terms._replace(channels=channels)

@@ -50,7 +50,7 @@ def is_functorch() -> bool:
 
 
 def is_eager() -> bool:
-    """Return True outside of graphs and `torch.func`: only there may operations have a backward of their own."""
+    """Return True outside of graphs and `torch.func`: only there may operations have a custom backward."""
     # Layers call `is_eager` in every forward, so the conditions of `is_compiling` and `is_functorch` are written out
     # here, which saves two calls.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -59,7 +59,7 @@ def is_eager() -> bool:
 
 
 def knows_values() -> bool:
-    """Return True where Python may read tensors and sizes: a graph must serve other values and sizes as well."""
+    """Return True if Python may read values and sizes of tensors; a graph also serves other values and sizes."""
     return not is_compiling()
 
 

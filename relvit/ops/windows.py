@@ -24,7 +24,7 @@ class Division(NamedTuple):
 
 
 def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Sequence[int] = 0) -> tuple[Tensor, Grid]:
-    """Cut tokens on a grid into windows, each a sequence of its own.
+    """Cut tokens on a grid into windows, each of which becomes a sequence.
 
     Windows begin at rows shift, shift + size, shift + 2 size ... and likewise at columns; the patches before the first
     of these windows are in further windows, which extend beyond the border. Attention in these windows equals Swin's

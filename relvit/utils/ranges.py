@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """Finite numbers from `least` to `most`; these two are allowed as well, unless `above` or `below` is set."""
+    """Finite numbers from `least` to `most`; both limits are allowed, unless `above` or `below` is set."""
 
     least: float
     most: float = math.inf

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without(arguments: list[str], option: str) -> tuple[list[str], str | None]:
-    """Take an option of all commands, with its value, out of the arguments, and return the others and the value."""
+    """Remove an option of all commands from the arguments; return the other arguments, and the option's value."""
     for at, word in enumerate(arguments):
         if word == option:
             return arguments[:at] + arguments[at + 2 :], "".join(arguments[at + 1 : at + 2])
@@ -116,7 +116,7 @@ def quieten() -> None:
 
 
 def format_warning(message: Warning | str, category: type, filename: str, *place: Any) -> str:
-    """Format a warning of relvit as a sentence, without a place in the code, and any other as Python does."""
+    """Format a warning of relvit as a sentence, without a place in the code, and other warnings as Python does."""
     if Path(filename).is_relative_to(Path(__file__).parents[2]) and category is UserWarning:
         return f"Warning: {visible_lines(str(message))}\n"
     return _stock_format(message, category, filename, *place)

@@ -101,7 +101,7 @@ def usage(command: str, function: Callable[..., Any]) -> list[str]:
 
 
 def metavar(command: str, name: str, hint: Any) -> str:
-    """Return what stands for the value of an option; '' where the option needs none."""
+    """Return the placeholder for the value of an option, such as DIR; '' if the option needs no value."""
     last, several = name.rpartition(".")[2], item_type(hint) is not None and not takes_one(hint)
     if hint is bool and "." not in name:
         return ""
@@ -152,7 +152,7 @@ def short_help(command: str, function: Callable[..., Any]) -> str:
 
 
 def _described(command: str, function: Callable[..., Any]) -> str:
-    """Return what a command does; its line of `relvit --help` where Python has removed the docstrings (-OO)."""
+    """Return what a command does, or its line of `relvit --help` if Python has removed the docstrings (-OO)."""
     if (text := inspect.getdoc(function)) is None:
         line = COMMANDS[command][1]
         text = f"{line[0].upper()}{line[1:]}."

@@ -49,7 +49,7 @@ _BY_DATA = "the data decide it, so leave it out"
 
 
 def decided_by_data(name: str) -> str:
-    """Say what to do in place of an argument of the model that the data decide."""
+    """Say what to do instead of giving an argument of the model that the data determine."""
     return _BY_DATA if name in DECIDED else f"the data decide it: give data.{name}"
 
 
@@ -141,7 +141,7 @@ def _in_words(words: Sequence[str], known: Mapping[str, Any]) -> Iterator[Given]
 def _options_in(
     options: Mapping[str, Any], file: str | None, known: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Given]:
-    """Yield the options in nested mappings; a class is one, and so is each of its arguments.
+    """Yield the options in nested mappings; a class is an option, and each of its arguments is an option, too.
 
     If an option's value is a class, yield the option with the `class_path` as its value, then each argument in
     `init_args` as an option of its own.
@@ -165,7 +165,7 @@ def _options_in(
 
 
 def _class_named(hint: Any, value: Any) -> type | None:
-    """Return the class that a value names; after a module, only a class that the module has.
+    """Return the class that a value names; if the value names its module, too, search only in this module.
 
     If the value names a module, as 'my_module.Mine' does, the class is found only if the module is imported already, so
     that no code of a user runs only to explain a mistake.

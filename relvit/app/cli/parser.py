@@ -56,7 +56,7 @@ class Parser(LightningArgumentParser):
             raise UsageError(explain(self, args or (), namespace, error)) from error
 
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **options: Any) -> Any:
-        """Add the arguments of a class as options; those that a user's data module hands on have no defaults."""
+        """Add the arguments of a class as options; arguments that a user's data module passes on have no defaults."""
         added = super().add_class_arguments(theclass, nested_key, *args, **options)
         for action in self._actions:
             _put_int_before_float(action)

@@ -25,7 +25,7 @@ CLASSES = ("logger", "callbacks")
 
 
 def mask_command(command: Sequence[str], given: Any, recorded: Any) -> list[str]:
-    """Return a command line without secrets: texts of a configuration that its record does not hold, anywhere.
+    """Return a command line in which `***` replaces each secret, also within a word.
 
     `recorded` is the configuration `given` with `***` in the place of secrets, so a text of `given` that `recorded`
     lacks is a secret.

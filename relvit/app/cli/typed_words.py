@@ -220,7 +220,7 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def positionals(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options for which positional arguments stand, with their types: the parameters before the `*`.
+    """Return the options that positional arguments set, with their types: the parameters before the `*`.
 
     Commands that run a Trainer have an object as their first parameter, which a user cannot type. In place of
     `evaluation`, which is built from a checkpoint, the user types the checkpoint's path, `ckpt_path`; in place of
@@ -320,7 +320,7 @@ def _is_option(word: str) -> bool:
 
 
 def _meant(command: str, name: str, value: str) -> str:
-    """Return what a value stands for: the best checkpoint of a run, a configuration's file, or a logger's class."""
+    """Replace a run by its best checkpoint, a configuration's name by its file, and a logger's name by its class."""
     if name == "ckpt_path" and command != "fit":
         return best_of_run(value)
     if name == "config":

@@ -1,4 +1,4 @@
-"""Check a batch, and count, take apart and mirror its images, whether a tensor or native patches."""
+"""Functions on a batch of images, a tensor or native patches: check, count, split into images, mirror."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def image_count(images: ImageBatch) -> int:
 
 
 def images_of(images: ImageBatch) -> list[Tensor]:
-    """Return the single images (C, H, W) of a batch, each of its own size in a batch of patches."""
+    """Return the single images (C, H, W) of a batch, which may differ in size in a batch of patches."""
     if not isinstance(images, dict):
         return list(images)
     parts = zip(images["patches"], images["patch_coord"], images["patch_valid"], strict=True)

@@ -35,7 +35,7 @@ def as_label(value: Any) -> str | None:
 
 
 def classes_of(labels: Iterable[str]) -> list[str]:
-    """Sort the different labels: by value where all are numbers, also negative ones or fractions, else by text."""
+    """Sort the distinct labels: by value if all are numbers, also negative or fractional numbers, otherwise as text."""
     different = sorted(set(labels))
     return sorted(different, key=float) if all(map(_NUMBER.fullmatch, different)) else different
 
@@ -67,7 +67,7 @@ def classes_in(label: Label) -> tuple[int, ...]:
 
 
 def label_text(label: Label, class_names: Sequence[str]) -> str:
-    """Name the class of an image; the classes of a multi-label image with ';' between."""
+    """Return the name of an image's class; join the names of the classes of a multi-label image with ';'."""
     return ";".join(class_names[position] for position in classes_in(label))
 
 
@@ -98,7 +98,7 @@ def class_counts(labels: Iterable[Label], class_names: Sequence[str]) -> dict[st
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Name classes with their numbers of images, such as 'cat 90, dog 80'; of many classes the smallest and largest."""
+    """Name classes with numbers of images, such as 'cat 90, dog 80'; if many, only the smallest and the largest."""
     if len(counts) <= 12:
         return _counted(counts, counts)
     ordered = sorted(counts, key=lambda name: counts[name])

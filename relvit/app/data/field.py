@@ -41,7 +41,7 @@ class FieldCrop(v2.Transform):
         return Image.fromarray(self.take(np.asarray(inpt)))
 
     def take(self, pixels: np.ndarray, rows: int = 0) -> np.ndarray:
-        """Crop an array whose axes `rows` and `rows` + 1 are an image's, and the next one, if any, the channels."""
+        """Crop an array whose axes `rows` and `rows` + 1 are an image's rows and columns; channels may follow."""
         grey = self.grey if pixels.ndim == rows + 3 else self.grey[0]
         for axis, size in enumerate(self.size, rows):
             length = pixels.shape[axis]

@@ -103,7 +103,7 @@ def check_data(
 
 
 def _inspect_all(paths: list[ImageSource], processes: int) -> Iterator[Inspected]:
-    """Inspect the files in that many processes; yield the results in the order of the paths."""
+    """Inspect the files in this number of processes; yield the results in the order of the paths."""
     if processes == 1:
         yield from map(inspect_image, paths)
         return

@@ -68,7 +68,7 @@ class RecordedArguments(LightningDataModule):
 
     @classmethod
     def argument_names(cls) -> list[str]:
-        """Names of the constructor's arguments, with those that it hands on as ``**options``."""
+        """Names of the constructor's arguments, including arguments that it passes on as ``**options``."""
         return list(cls.argument_defaults())
 
     @classmethod
@@ -131,7 +131,7 @@ def _kept(given: Any, kept: Any) -> Any:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in plain types, tuples as lists and paths as text; those of other types are left out."""
+    """Return values in plain types, tuples as lists and paths as text; values of other types are left out."""
     found = {name: _plain(value) for name, value in values.items()}
     return {name: value for name, value in found.items() if value is not _LEFT_OUT}
 

@@ -72,6 +72,6 @@ def _find(name: str) -> type[ImageData] | str:
 
 
 def class_path_of(cls: type[ImageData]) -> str:
-    """Return the name by which configurations know a data module; relvit's own without the module it is in."""
+    """Return the name by which configurations know a data module; for relvit's own classes without their module."""
     public = getattr(relvit.app.data, cls.__name__, None) is cls
     return f"{relvit.app.data.__name__ if public else cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Image shapes: all images of one size, or native shapes, each image its own as patches within a budget (NaFlex)."""
+"""Image shapes: one size for all images, or native shapes, for which each image keeps its aspect ratio (NaFlex)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ImageShape:
         return {"img_size": self.img_size, "native": not self.fixed} | self.record()
 
     def at_size(self, img_size: tuple[int, int]) -> ImageShape:
-        """Return the shape for images of another size; images as patches have as many as this size at most."""
+        """Return the shape for images of another size; native shapes get at most as many patches as this size has."""
         return ImageShape(img_size)
 
     def adapt(self, transform: v2.Compose) -> v2.Compose:

@@ -236,7 +236,7 @@ def _evaluate(
 
 
 def _square_of(net: torch.nn.Module, size: Size) -> int | None:
-    """Return the side in pixels of the square of whole patches with about as many patches as `size`; None: a square."""
+    """Return the side in pixels of the square with about as many patches as `size`; None if `size` is a square."""
     height, width = parse_size(size)
     if height == width:
         return None
@@ -263,7 +263,7 @@ def _possible(
     sizes: Sequence[Size],
     squares: bool,
 ) -> list[list[Size]]:
-    """List the sizes that each checkpoint takes, with their squares, before the first evaluation takes its time."""
+    """List the sizes that each checkpoint takes, with their squares, before the first evaluation starts."""
     possible: list[list[Size]] = [[] for _ in pairs]
     for size in sizes:
         refusals = []

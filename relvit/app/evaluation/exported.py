@@ -27,7 +27,7 @@ from relvit.models import Reach
 
 
 class _Opened(NamedTuple):
-    """An open file: what computes logits (B, classes) of images, the texts in the file, the number of classes."""
+    """An open file: the function from images to logits (B, classes), the texts in the file, the number of classes."""
 
     run: Callable[[Tensor], Tensor]
     metadata: Mapping[str, str]
@@ -106,7 +106,7 @@ class ExportedClassifier(BaseClassifier):
 
     @property
     def evaluated(self) -> NoReturn:
-        """There is no model; a ValueError says so."""
+        """Raise ValueError, because an exported file has no model."""
         raise ValueError(not_for_exported(self.path))
 
     def set_reach(self, reach: Reach, checkpoint: Checkpoint) -> None:

@@ -375,7 +375,7 @@ def _read_classifier(path: str | os.PathLike[str]) -> tuple[Checkpoint, BaseClas
 def _several(
     images: ImageInput | Sequence[ImageInput],
 ) -> tuple[Sequence[ImageInput], Literal["one", "several", "folder"]]:
-    """List the images one by one, with how they were given."""
+    """Return the list of images, and the form in which they were given."""
     if isinstance(images, str | os.PathLike) and Path(images).is_dir():
         paths = image_files(os.fspath(images))
         if not paths:

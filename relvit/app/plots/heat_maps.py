@@ -219,7 +219,7 @@ def _named(label: str, values: np.ndarray) -> str:
 
 
 def _panels(rows: int, columns: int, each: tuple[float, float], title: str) -> tuple[Figure, np.ndarray]:
-    """Make a figure with panels of so many inches, no narrower than the title."""
+    """Make a figure with panels of these sizes in inches, no narrower than the title."""
     lines = title.splitlines()
     width = max(each[0] * columns + 1.6, 0.115 * max(map(len, lines)))
     figure = Figure(figsize=(width, each[1] * rows + 0.8 + 0.3 * len(lines)), layout="constrained", dpi=100)

@@ -95,7 +95,7 @@ class EpochMetrics(LightningModule):
 
     @property
     def thresholds(self) -> list[float] | None:
-        """The probability of each class from which on an image has this class; None where images have one label."""
+        """The lowest probability at which an image has a class, for each class; None if images have one label."""
         return self.labels.thresholds
 
     def log_running(self) -> None:

@@ -30,7 +30,7 @@ def torch_defaults() -> Iterator[None]:
 
 
 def under_torch_defaults(items: Iterable[Item]) -> Iterator[Item]:
-    """Iterate under `torch_defaults`; what is done with an item is outside."""
+    """Iterate with `torch_defaults` active only while the next item is computed."""
     with torch_defaults():
         iterator = iter(items)
     end = object()

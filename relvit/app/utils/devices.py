@@ -31,7 +31,7 @@ def cores() -> int:
 
 
 def busy_note() -> str | None:
-    """Return a sentence where more processes want the cores than there are; None where there is a core for each."""
+    """Return a sentence if more processes want to run than there are cores; otherwise None."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= cores():
         return None

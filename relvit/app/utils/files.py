@@ -249,7 +249,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def from_here(path: str) -> str:
-    """Return a file's path as tables name it: relative to the current folder where it is below that, else absolute."""
+    """Return a file's path as tables name it: relative if the file is below the current folder, otherwise absolute."""
     return absolute(path).removeprefix(os.path.join(os.getcwd(), ""))
 
 

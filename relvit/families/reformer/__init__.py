@@ -1,4 +1,4 @@
-"""Reformer's LSH attention (Kitaev et al. 2020, arXiv 2001.04451): tokens attend to those of their own bucket."""
+"""Reformer's LSH attention (Kitaev et al. 2020, arXiv 2001.04451): tokens attend to tokens in the same bucket."""
 
 from relvit.families.reformer.lsh_attention import LSHAttention
 from relvit.families.reformer.lsh_vit import LSHVisionTransformer

@@ -242,7 +242,7 @@ def _bias(terms: RelativeTerms, grid: Grid, index: Tensor, other: Tensor, like: 
     rows, cols = table.shape[-2:]
     table = table.expand(like.shape[1], rows, cols)
     # Prefix tokens get the coordinates (0, 0), and the tokens that fill the last chunk get the coordinates of the last
-    # token. Any coordinates will do, because the bias of these tokens is not used.
+    # token. These coordinates have no effect, because the bias of these tokens is not used.
     coords = F.pad(batched_coords(grid, like.device).to(torch.int32), (0, 0, grid.prefix, 0))
     coords = coords.expand(index.shape[0], -1, -1)
     batch = torch.arange(index.shape[0], device=like.device)[:, None, None, None, None, None]

@@ -14,7 +14,7 @@ from relvit.ops import Grid
 
 
 class ReversibleDepth(Depth):
-    """Run tokens through reversible blocks, see `reversible_blocks`: training keeps the last two streams alone."""
+    """Run tokens through reversible blocks, see `reversible_blocks`: training keeps only the last two streams."""
 
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "it is reversible, and a memory would be kept for backward",

@@ -43,7 +43,7 @@ def run_gathered(
     query_grid: Grid,
     key_grid: Grid,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Apply a block to M chosen ones of K given tokens, with keys and values of the whole sequence of N tokens.
+    """Apply a block to M chosen tokens out of K given tokens, with keys and values of the whole sequence of N tokens.
 
     Args:
         block: a block whose attention has neither masks nor windows.

@@ -1,4 +1,4 @@
-"""Universal Transformers: one block, applied T times to all tokens or to running ones; as `relvit_universal_*`."""
+"""Universal Transformers: one block, applied T times to all tokens or to tokens that run; as `relvit_universal_*`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RepeatedDepth(Depth):
         take: Collection[int],
         last: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the tokens after step `last` (their weighted sum, with halting), and those after the steps `take`."""
+        """Compute the tokens after step `last` (with halting a weighted sum), and the tokens after the steps `take`."""
         if model.halting is not None:
             x, _, states = model._halt_masked(x, grid, attn_mask, is_causal, last + 1, take)
             return x, states

@@ -130,7 +130,7 @@ class AnySizeRope:
     """
 
     def get_embed(self, shape: Sequence[int] | None = None, **dtype: torch.dtype | None) -> Tensor:
-        """Return sines and cosines (rows * columns, 2 head_dim) of a shape (rows, columns); None: the stored ones."""
+        """Return sines and cosines (rows * columns, 2 head_dim) for (rows, columns), or the stored ones for None."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, **dtype)
         # A traced or exported graph must also work for other sizes than the stored one, so it always computes the

@@ -1,4 +1,4 @@
-"""Retrofit: relative positions for timm models that exist already, weights and all."""
+"""Retrofit: give existing timm models relative positions, and keep their weights."""
 
 from relvit.models.retrofit.api import retrofit, retrofit_arguments
 from relvit.models.retrofit.original import restore

@@ -137,7 +137,7 @@ class BiasPositions(OwnPositions):
 
 
 def _with_own_tables(layers: Layers) -> list[str]:
-    """Return the layers without those whose tables are the tables of an earlier layer."""
+    """Return the layers whose tables are not the tables of an earlier layer."""
     return [*{modules["position"]: layer for layer, modules in reversed(layers.items())}.values()][::-1]
 
 

@@ -36,7 +36,7 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
     """timm's `RelPosAttention` (`vit_relpos_*`) after a retrofit, see `TimmRelativeAttention`."""
 
     def forward(self, x: Tensor, shared_rel_pos: GridArgument) -> Tensor:
-        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks pass on the grid in place of the shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos)
 
 
@@ -48,7 +48,7 @@ class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
         return projected
 
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
-        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks hand on the grid as the shared bias."""
+        """Map (B, N, dim) tokens to (B, N, dim); timm's blocks pass on the grid in place of the shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos_bias)
 
 

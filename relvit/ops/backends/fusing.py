@@ -49,7 +49,7 @@ def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
-    """Return the first channels of a tensor and those that follow; it may have more."""
+    """Return the first `first` channels of a tensor, and the `second` channels after them; leave out all others."""
     if is_fusing():
         # The gradient of `split` would be a `cat`, which takes longer than the gradients of two slices.
         return tensor[..., :first], tensor[..., first : first + second]
@@ -57,7 +57,7 @@ def split_in_two(tensor: Tensor, first: int, second: int) -> tuple[Tensor, Tenso
 
 
 def gather(values: Tensor, index: Tensor) -> Tensor:
-    """Compute `values.gather(-1, index)`; backward does not keep `values`, of which it needs the shape alone."""
+    """Compute `values.gather(-1, index)`; backward keeps only the shape of `values`."""
     if is_fusing() or (torch.is_grad_enabled() and is_eager()):
         return _Gather.apply(values, index)
     return values.gather(-1, index)

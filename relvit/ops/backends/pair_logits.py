@@ -57,7 +57,7 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
 
 
 def from_pairs(pairs: Tensor, keys: Positions, out: Tensor) -> None:
-    """Write the transpose of `to_pairs`: sums of `pairs` over the keys of each row and over those of each column."""
+    """Write the transpose of `to_pairs`: sums of `pairs` over the keys of each row and over the keys of each column."""
     rows, cols = out.split((keys.height, keys.width), dim=-1)
     if keys.y is None:
         raster = _raster(pairs, keys)

@@ -93,7 +93,7 @@ def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
 
 
 def switches(query: Tensor) -> Any:
-    """Return what stock attention reads besides its arguments: allowed kernels, autocast, and deterministic mode."""
+    """Return the settings that stock attention reads: allowed kernels, autocast, and deterministic mode."""
     device, flash = "cpu" if query.is_cpu else query.device.type, torch._C._get_flash_sdp_enabled()
     if device not in DEVICES:
         return flash

@@ -68,8 +68,8 @@ def explain(
         channels, *size = source.weights().input_size or (3,)
         net = build_model(name, 10, channels, size or None, *arguments)
     else:
-        # What `explain` reports depends neither on the weights nor on the number of classes, so random weights and 10
-        # classes will do.
+        # What `explain` reports depends neither on the weights nor on the number of classes, so use random weights and
+        # 10 classes.
         net = build_model(model, 10, model_kwargs=model_kwargs, retrofit=retrofit)
     plans = explain_model(net, img_size, device=device or "cpu")
     height, width = net.patch_embed.img_size if img_size is None else parse_size(img_size)

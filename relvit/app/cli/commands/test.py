@@ -91,7 +91,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
 
 
 def print_classes(metrics: AnyClassMetrics, class_names: Sequence[str]) -> None:
-    """Print a row for each class; of more than 20 the ten with the lowest F1 among those that have images."""
+    """Print a row for each class; for more than 20 classes, only the ten classes with images and the lowest F1."""
     rows, title = np.arange(len(class_names)), None
     if len(rows) > ALL:
         known = rows[metrics.count > 0]

@@ -130,7 +130,7 @@ class FitCLI(RelvitCLI):
         super().__init__(fit, given, checkpoint, known, RunConfig)
 
     def add_arguments_to_parser(self, parser: Parser) -> None:
-        """Add the options of `fit`, and link what flows from the data to the model."""
+        """Add the options of `fit`, and let the model take classes, channels and image size from the data."""
         super().add_arguments_to_parser(parser)
         for name in OF_THE_DATA:
             parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
@@ -185,7 +185,7 @@ class FitCLI(RelvitCLI):
             self._report(start)
 
     def _check_checkpoint(self, checkpoint: Checkpoint, lr_find: bool) -> None:
-        """Refuse data and options that contradict the checkpoint from which the training goes on."""
+        """Refuse data and options that contradict the checkpoint from which the training resumes."""
         if lr_find:
             raise UsageError(
                 "--lr_find is for a new training; a resumed training keeps its learning rate: leave out --lr_find"
@@ -225,7 +225,7 @@ class FitCLI(RelvitCLI):
         return callbacks, history
 
     def _announced(self) -> str:
-        """Return what is announced when the training begins, after everything that may refuse it."""
+        """Return the lines to print when the training begins, after all checks that may refuse the training."""
         data, epochs = self.datamodule, self.trainer.max_epochs
         folder = self.run_folder or "no folder (fast_dev_run)"
         text = f"{describe_training(self.model, data)}; files in {folder}\n{self.normalisation}"
@@ -257,7 +257,7 @@ class FitCLI(RelvitCLI):
         return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
 
     def _report(self, start: float) -> None:
-        """Test the best checkpoint where there are test images, and print the result and the commands to go on."""
+        """Test the best checkpoint if there are test images, and print the result and commands for the next steps."""
         if self.run_folder is None:
             return
         # `trainer.checkpoint_callback` may be a callback of the user, so use relvit's own callback.
@@ -283,7 +283,7 @@ class RunConfig(SaveConfigCallback):
         """Do nothing; Lightning's own callback writes the configuration here, which is too early."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write after the search for a learning rate, which is the same hook of an earlier callback.
+        """Write both files after the search for a learning rate, which an earlier callback makes in the same hook.
 
         `FindLearningRate` searches in its own `on_fit_start`, and comes earlier in the list of callbacks.
         """

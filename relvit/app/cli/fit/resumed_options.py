@@ -124,7 +124,7 @@ def checkpoint_of_epoch_end(
 
 
 def fit_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a fit beside those of model and data, in plain types, as its checkpoints hold them."""
+    """Return all options of `fit` except those of model and data, in plain types, as checkpoints store them."""
     options = {name: _plain(config[name]) for name in ("seed_everything", "save_every", "patience", "trainer")}
     options["trainer"] |= {kind: mask_secrets(options["trainer"][kind]) for kind in CLASSES}
     return without_secrets(options)
@@ -168,7 +168,7 @@ def changed_options(
 
 
 def _compared_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names as on the command line, and plain values; those of classes in one piece.
+    """Yield options by their names on the command line, with plain values; a class with its arguments is one value.
 
     A class with its arguments, such as a callback, is one value; only the data module is split into its arguments.
     """

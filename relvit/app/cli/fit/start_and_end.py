@@ -31,7 +31,7 @@ from relvit.app.utils.shown_text import one_line, size_text, without_secrets
 
 
 def describe_training(model: ImageClassifier, data: ImageData) -> str:
-    """Describe in a line what is trained on what: the model, its size, the classes and the images."""
+    """Describe the training in a line: the model, its size, the classes and the images."""
     size = sum(parameter.numel() for parameter in model.net.parameters()) / 1e6
     sizes = ", ".join(" x ".join(map(str, given)) for given in data.train_sizes or ())
     images = f"{data.shape.words()} x {data.in_chans}" + (f" (trained at {sizes})" if sizes else "")

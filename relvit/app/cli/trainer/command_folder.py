@@ -63,7 +63,7 @@ def check_runs(runs: str | None, root: str | None) -> None:
 
 
 def explain_full_disk(error: OSError, command: str, folder: Path | None) -> OSError:
-    """Return the same error; where the disk is full, with what is left in the run's folder and what to do about it."""
+    """Return the same error; for a full disk, add which files of the run exist and what to do."""
     if error.errno not in DISK_ERRORS or isinstance(error, DiskSpaceError) or folder is None:
         return error
     found = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"

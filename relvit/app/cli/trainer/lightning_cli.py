@@ -194,7 +194,7 @@ class Evaluation(RelvitCLI):
             super().__init__(function, given, checkpoint, values_of(checkpoint, asked, without))
 
     def before_instantiate_classes(self) -> None:
-        """Refuse other options of the model than the training's."""
+        """Refuse options of the model that differ from the training's options."""
         given = self.config.model.as_dict()
         names = (name for name in self.checkpoint.model if name in given and name not in OF_EVALUATION)
         self.checkpoint.check_network(given, names)
@@ -267,7 +267,7 @@ def evaluate(
 
 
 def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> None:
-    """Refuse options that name images where `named` names them already."""
+    """Refuse options that name images if `named`, another argument, already names the images."""
     for other in others:
         if (value := given.values.get(other)) is not None:
             raise UsageError(f"--{other} {value} and {named} both name the images: give one of them")

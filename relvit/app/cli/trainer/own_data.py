@@ -13,7 +13,7 @@ from relvit.app.data import ImageData
 
 
 def open_inherited_options(parser: ArgumentParser, cls: type[ImageData], key: str | None) -> None:
-    """Pass options that a user's class passes on as ``**options`` to the class only if they are given.
+    """Pass the options that a user's class takes as ``**options`` to the class only if the user gives them.
 
     By default, the parser passes the default of every option to the class. The defaults of relvit's class would then
     replace defaults that the user's class sets, for example by `options.setdefault`. If jsonargparse cannot see how the

@@ -119,7 +119,7 @@ class HuggingFace(Reader):
         return splits[split]
 
     def _encoded(self, datasets: ModuleType, table: Any) -> Any:
-        """Take the column of images alone, as encoded bytes or paths."""
+        """Select only the column of images, as encoded bytes or paths."""
         feature = self._feature(table, self.input_key, "input_key")
         raw = isinstance(feature, datasets.Value) and feature.dtype in ("binary", "large_binary")
         fields = isinstance(feature, dict) and {"bytes", "path"} >= feature.keys() and "bytes" in feature
@@ -142,7 +142,7 @@ class HuggingFace(Reader):
         return table.features[column]
 
     def _keys(self, encoded: Any) -> list[str]:
-        """Name each row by its file, with a count where several rows have the same name, or else by its number."""
+        """Name each row by its file, with a count if several rows have the same name, or else by its number."""
         column = f"{self.input_key}.path"
         paths = encoded.flatten().select_columns([column]).with_format("arrow")[:][column].to_pylist()
         seen: Counter[str] = Counter()
@@ -159,7 +159,7 @@ class HuggingFace(Reader):
         return os.path.basename(path) if os.path.isabs(path) else path
 
     def _labels(self, datasets: ModuleType, table: Any) -> tuple[list[str | None], list[str] | None]:
-        """Read the label of each row, and the names of the classes where the column has them."""
+        """Read the label of each row, and the names of the classes if the column has names."""
         feature = self._feature(table, self.target_key, "target_key")
         column = f"column {self.target_key!r} of hfds/{self.path}"
         allowed = (

@@ -145,7 +145,7 @@ class TarFolders(Reader):
             if not found:
                 raise ValueError(none_in(self.place, files))
             self._check_all_are(split, [folders for _, folders in found])
-        # Of archives that are not read, only the names are known.
+        # If an archive is not read, only its name is known.
         names = {name for file in files for name in _folders(f"{self._relative(file)}/")}
         read = (image for images in self._members.values() for image in images)
         self.splits = sorted(names.union(*(_folders(self.key(image))[:-1] for image in read)))
@@ -208,7 +208,7 @@ class TarFolders(Reader):
 
 
 def images_in(file: str) -> list[Member]:
-    """List all images of one archive and of archives in it; if a name comes twice, the last image, as in unpacking.
+    """List all images of an archive and of archives in it; of equal names keep the last image, as unpacking does.
 
     Raises:
         FileNotFoundError, ValueError: See :func:`members`.
@@ -239,7 +239,7 @@ class _Bounded:
 
 
 def _walk(stream: BinaryIO, file: str, prefix: str, start: int, nested: bool, left_out: list[str]) -> Iterator[Member]:
-    """Walk the members of one archive, which begins at `start` of the file and whose names get the prefix."""
+    """Walk the members of one archive, which begins at byte `start` of the file; their names get the prefix."""
     # With 'backslashreplace', names that are not UTF-8 stay different from each other, and can be printed.
     with tarfile.open(fileobj=_Bounded(stream), mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
         while (info := archive.next()) is not None:
@@ -285,7 +285,7 @@ def _reason(file: str, error: Exception) -> str:
 
 
 def _folders(key: str) -> list[str]:
-    """Folders above an image."""
+    """Return the folders above an image."""
     return [part.removesuffix(".tar") for part in key.split("/")[:-1] if part not in ("", "..")]
 
 

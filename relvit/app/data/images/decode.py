@@ -153,7 +153,7 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any type."""
+    """Convert an open PIL image of any mode to 8-bit RGB, see :func:`load_rgb`. Broken files raise almost any error."""
     _scale_transparency(image)
     # Pillow applies the orientation of a TIFF when it decodes the file, and removes the orientation tag. So read the
     # tag only after decoding.
@@ -169,7 +169,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """Return the orientation in an image's EXIF block; None without one, or where the block is broken."""
+    """Return the orientation in an image's EXIF block; None if there is no block, or if it is broken."""
     with warnings.catch_warnings(action="ignore"):
         try:
             found = image.getexif().get(_ORIENTATION)
@@ -221,7 +221,7 @@ class _TimedFile(BytesIO):
 
 
 def open_image(source: ImageSource, max_seconds: float | None = None) -> Image.Image:
-    """Open an image file, not yet decoded; what is not a file, such as a pipe, is never opened."""
+    """Open an image file without decoding it; pipes, sockets and devices are never opened."""
     if isinstance(source, StoredImage):
         content = source.read()
         file, size = BytesIO(content), len(content)

@@ -52,7 +52,7 @@ def walk_once(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """Sorted paths of all files below a folder with these endings, in lower or upper case; hidden ones are left out."""
+    """Return sorted paths of the files below a folder with these endings, in any case, without hidden files."""
     paths = (os.path.join(parent, name) for parent, names in walk_once(folder) for name in names)
     return sorted(path for path in paths if path.lower().endswith(endings))
 

@@ -241,7 +241,7 @@ class ImageData(RecordedArguments, ABC):
 
     @property
     def has_test(self) -> bool:
-        """Check for a test split (a folder counts before its files are looked at)."""
+        """Return whether there is a test split; a folder counts, even if its files have not been looked at."""
         return self.missing("test") is None
 
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -275,7 +275,7 @@ class ImageData(RecordedArguments, ABC):
         self._datasets.pop("train", None)
 
     def trains_on(self, split: Split) -> bool:
-        """Return True if images of a split are shuffled and augmented: those of train, unless a test evaluates them."""
+        """Return whether images of a split are shuffled and augmented: only train's, unless a test evaluates train."""
         return split == "train" and self.evaluated_split != "train"
 
     def transform_of(self, split: Split) -> v2.Compose:
@@ -283,15 +283,15 @@ class ImageData(RecordedArguments, ABC):
         return self.train_transform if self.trains_on(split) else self.eval_transform
 
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Resume a training in that epoch, after so many of its batches (of each device)."""
+        """Resume a training in this epoch, after this number of the epoch's batches on each device."""
         self._begin = (epoch, batch)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Forget where a training has resumed: the next one with this data module has all batches of that epoch."""
+        """Forget where a training has resumed, so that the next training with this data module has all batches."""
         self._begin = (0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch of a training and the number of its batches that are done."""
+        """Return the epoch of a training and the number of the epoch's batches that are done."""
         epoch, batch = training_position(self.trainer)
         return {"epoch": epoch, "batch": batch}
 

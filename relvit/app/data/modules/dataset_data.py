@@ -222,7 +222,7 @@ class NamedImages(SourceImages):
 
 
 def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
-    """Return the labels of a dataset that has `targets`, or of a subset of one; None of any other.
+    """Return the labels of a dataset with `targets`, or of a subset of such a dataset; None for other datasets.
 
     Raises:
         ValueError: The dataset has another number of `targets` than of items.

@@ -23,7 +23,7 @@ from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
 from relvit.utils.messages import check_choice, listing
 
-# The names, in lower or upper case, of what is meant as val or test.
+# Splits with these names, in lower or upper case, are probably meant as val or test.
 MEANT_AS: dict[Split, tuple[str, ...]] = {
     "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
     "test": ("test", "testing"),
@@ -203,7 +203,7 @@ class ImageFilesData(ImageData):
         return doubtful_classes(counts)
 
     def _unused(self, names: Iterable[str]) -> dict[Split, str]:
-        """Return, for val and test, one of the names of splits in the data that is meant as it, if it is not used."""
+        """Return, for val and test, an unused split of the data whose name suggests that it is meant as val or test."""
         found = {split: sorted(name for name in names if name.casefold() in MEANT_AS[split]) for split in MEANT_AS}
         return {split: meant[0] for split, meant in found.items() if meant and not self._has_own(split)}
 

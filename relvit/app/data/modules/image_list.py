@@ -105,7 +105,7 @@ class ImageListData(ImageFilesData):
 
     @property
     def place(self) -> str:
-        """The list of train, or another."""
+        """The list of train or, if there is none, another list."""
         return self.train or self.val or self.test or self.predict or "no list"
 
     def missing(self, split: Split) -> str | None:

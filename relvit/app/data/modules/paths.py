@@ -67,6 +67,6 @@ class ImagePathsData(ImageData):
 
     @property
     def file_transform(self) -> v2.Compose:
-        """The transform of evaluation, of files that are read in colour."""
+        """The transform of evaluation for image files, which are read in colour."""
         transform = self.eval_transform
         return v2.Compose([v2.Grayscale(), *transform.transforms]) if self.in_chans == 1 else transform

@@ -122,7 +122,7 @@ class OwnPageOnly:
         return self.host in EVERY_ADDRESS and (_is_address(name) or name == socket.gethostname().lower())
 
     def _names_uploads_alone(self, body: bytes, host: str) -> bool:
-        """Check that all files that a request names were uploaded, and that it names no address but theirs."""
+        """Check that all files that a request names were uploaded, and that all its addresses are those of uploads."""
         try:
             content = json.loads(body or b"null")
         except (ValueError, RecursionError):
@@ -181,7 +181,7 @@ def _is_address(name: str) -> bool:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Read the body of a request; None if it is longer than any of the page's own, or if the client has gone."""
+    """Read the body of a request; None if it is longer than any body that the page sends, or if the client has gone."""
     body = b""
     while True:
         message = await receive()

@@ -141,7 +141,7 @@ def _kernel(given: AttentionInputs, patch: Sequence[int] | None) -> Tensor:
 
 
 def _by_offset(products: Tensor, grid: Grid, index: int | None) -> Tensor:
-    """Average (heads, N, N) over pairs of the same offset, all or those of one query: (heads, 2 H - 1, 2 W - 1)."""
+    """Average (heads, N, N) over pairs of the same offset, all or only one query's: (heads, 2 H - 1, 2 W - 1)."""
     place = torch.arange(grid.height * grid.width, device=products.device)
     y, x = place // grid.width, place % grid.width
     rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
@@ -246,7 +246,7 @@ def patch_index(patch: Sequence[int], grid: Grid) -> int:
 
 
 def chosen_layer(names: Sequence[str], layer: int) -> str:
-    """Return the name of a layer by its number, from 0, or from -1 backwards; ValueError where there is none."""
+    """Return the name of a layer by its number, counted from 0, or from -1 backwards; otherwise raise ValueError."""
     if not -len(names) <= layer < len(names):
         raise ValueError(f"layer is {layer}, the model has {len(names)}: give a number from 0 to {len(names) - 1}")
     return names[layer]

@@ -215,7 +215,7 @@ def _is_checkpoint(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Refuse the name of a model that timm does not have, with the nearest name; 'hf-hub:' and the like pass."""
+    """Refuse the name of a model that timm does not have, with the nearest name; prefixes such as 'hf-hub:' pass."""
     if ":" not in name:
         model_arguments(name)
 

@@ -170,7 +170,7 @@ class Checkpoint:
 
     @property
     def images_args(self) -> dict[str, Any]:
-        """The arguments of the data module, with classes and transforms of the images as it really has them."""
+        """The arguments of the data module, with the classes and transforms that its images really have."""
         return self.data_args | self.images
 
     @property

@@ -46,7 +46,7 @@ def describe(classifier: ImageClassifier) -> dict[str, Any]:
 
 
 def data_arguments(data: LightningDataModule | None) -> dict[str, Any]:
-    """Return 'class_path' and 'init_args' of a data module in plain types; '' and {} of no `ImageData`."""
+    """Return 'class_path' and 'init_args' of a data module in plain types; '' and {} if it is no `ImageData`."""
     if not isinstance(data, ImageData):
         return {"class_path": "", "init_args": {}}
     return {"class_path": class_path_of(type(data)), "init_args": data.recorded_args()}

@@ -150,7 +150,7 @@ def check_is_file(path: Path) -> None:
 
 
 class ArchiveError(ValueError):
-    """A ZIP archive is damaged, or is none of `torch.save`."""
+    """A ZIP archive is damaged, or was not written by `torch.save`."""
 
 
 def check_archive(path: Path) -> None:

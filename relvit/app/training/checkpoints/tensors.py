@@ -17,7 +17,7 @@ MOST_NAMES, SMALL = 16, 2**24
 
 
 def check_tensors(content: Any, path: str) -> None:
-    """Refuse tensors that are not plain tensors in memory, or that stand for many more bytes than are stored.
+    """Refuse tensors that are not plain tensors in memory, or that represent many more bytes than are stored.
 
     A tensor may repeat one stored number any number of times (`Tensor.expand`). So a file of some kilobytes may
     describe a tensor with more values than any memory holds, and the first operation on it would fail or exhaust the

@@ -172,7 +172,7 @@ def update_rates(scheduler: LambdaLR) -> None:
 def describe(
     plan: Plan, trainer: Trainer, lr: float, base_batch: int | None, freeze_epochs: int, position_lr_scale: float
 ) -> str:
-    """Describe a plan in a line, with the factors of batch and learning rate, and surprises in further lines.
+    """Describe a plan in a line, with the factors of batch and learning rate, and unexpected effects in further lines.
 
     Surprises are a learning rate that is much smaller than `lr`, a warm-up that is shorter than the user asked for, and
     a backbone that stays frozen until the end.

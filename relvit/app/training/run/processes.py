@@ -31,7 +31,7 @@ PATIENCE = 60
 
 
 class Launch(NamedTuple):
-    """The processes, on all machines, that torchrun or srun has started, among them the present one."""
+    """The processes on all machines, including this one, that torchrun or srun has started."""
 
     by: Literal["torchrun", "srun"]
     processes: int
@@ -187,7 +187,7 @@ class PatientLauncher(Callback):
 
 
 class PatientProcess:
-    """A process whose failure `poll` reports at once, and `returncode`, which Lightning reads, a minute later."""
+    """A process whose failure `poll` reports at once, but `returncode`, which Lightning reads, only a minute later."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

@@ -38,7 +38,7 @@ from relvit.ops.grid import once_per_raster
 
 
 class GridInBias(BiasPositions, GridForward):
-    """Mixin before timm's models whose blocks hand on a shared bias: the grid takes the place of the bias."""
+    """Mixin before timm's models whose blocks pass on a shared bias: here they pass on the grid in its place."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
     # BEiT and `vit_relpos_*` lack these attributes of timm's `VisionTransformer`. `GridForward` calls `pool`, or
@@ -128,7 +128,7 @@ SWIN_BLOCKS: Exchange = {SwinTransformerBlock: RetrofittedSwinBlock, SwinTransfo
 
 
 class SwinWindows(BiasPositions, WholeImages):
-    """Mixin before timm's Swin Transformers, which cut windows of one size, and make masks for the image at hand."""
+    """Mixin before timm's Swin Transformers, which cut windows of one size, and make masks for each image size."""
 
     num_prefix_tokens = 0
 

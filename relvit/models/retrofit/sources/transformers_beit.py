@@ -144,7 +144,7 @@ class TransformersBeitAttention(GridAttention):
         return query, key, value
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return the mixed values (B, N, dim); the module around projects them."""
+        """Return the attention's result (B, N, dim) unchanged, because the surrounding module projects it."""
         return mixed
 
 
@@ -156,7 +156,7 @@ class RetrofittedBeitAttention(TransformersBeitAttention, beit.BeitAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: GridBias | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Map (B, N, dim) tokens to the same shape; layers hand on the grid in place of a bias."""
+        """Map (B, N, dim) tokens to the same shape; layers pass on the grid in place of a bias."""
         wanted = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
         shows = wanted and self.config._attn_implementation == "eager"
         return attend_and_show(self, hidden_states, *attention_mask, shows)

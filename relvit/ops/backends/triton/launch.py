@@ -101,8 +101,8 @@ class Variant(NamedTuple):
     entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
     position: str  # what the key table is multiplied by: 'query', 'own' (`Operands.position`), or '' without table
     bias: bool
-    # Whether forward also stores `entries`, the attention weights summed by entry of the value table, which backward
-    # needs.
+    # If this is True, forward also stores `entries`, the attention weights summed by entry of the value table, which
+    # backward needs.
     save: bool
     padded: bool
 

@@ -28,7 +28,7 @@ def add_product(total, left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_tokens(pointer, tokens, stride, keep, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Load the vectors of some tokens, (tokens, BLOCK_DIM), zeros for those that are not kept."""
+    """Load the vectors of some tokens, (tokens, BLOCK_DIM), zeros for tokens that are not kept."""
     dims = tl.arange(0, BLOCK_DIM)
     pointers = pointer + tokens[:, None] * stride + dims[None, :]
     if DIM == BLOCK_DIM:
