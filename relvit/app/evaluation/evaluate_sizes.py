@@ -98,7 +98,7 @@ def evaluate_sizes(
     Raises:
         FileNotFoundError, ValueError: a checkpoint or a folder of images is missing or cannot be read.
         ValueError: `data`, `split`, `protocol`, `fill` or `reach` is unknown, or a model cannot have this reach.
-        ValueError: the checkpoints have different classes or images.
+        ValueError: the checkpoints have different classes or images, or the data have other classes than a checkpoint.
         ValueError: no checkpoint or no size is given, or one is given twice.
         ValueError: one of the sizes is a size that no checkpoint takes.
     """

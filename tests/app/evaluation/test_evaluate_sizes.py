@@ -241,6 +241,12 @@ def test_checkpoints_of_other_classes_are_refused(best, digits_run):
         evaluate_sizes([best, digits_run / "checkpoints" / "best.ckpt"], [16])
 
 
+def test_data_whose_classes_are_in_another_order_are_refused(best):
+    """Labels are indices of classes, so the accuracy would be computed from wrong labels."""
+    with pytest.raises(ValueError, match=r"best\.ckpt was trained on other classes .*: their order is another; "):
+        evaluate_sizes(best, [16], data="ImageFolderData", data_args={"class_names": ["owl", "cat", "dog"]})
+
+
 def test_checkpoints_of_other_folders_need_the_folder_of_both(best, other, photos, tmp_path):
     several = {"train_sizes": [16, [24, 32]], "batch_size": 3, "crop_pct": 0.5}
     elsewhere = other("vit_tiny_patch16_224", VIT, root=str(tmp_path), **several)

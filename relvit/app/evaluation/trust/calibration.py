@@ -165,7 +165,6 @@ def calibrate(
         checkpoint = Checkpoint.read(ckpt_path, file)
         changes = {"root": root, "batch_size": batch_size, **(data_args or {})}
         images = checkpoint.with_data(named_data_module(data)).data_module(**changes)
-        checkpoint.check_data(images)
         if root is not None and (note := images.part_note(split)):
             warnings.warn(note, stacklevel=3)
         classifier = classifier_of(checkpoint).to(device)

@@ -183,6 +183,9 @@ class Checkpoint:
 
         A checkpoint does not hold secrets. A secret argument gets its default; if it has no default, it must be given
         in `changes`.
+
+        Raises:
+            ValueError: The data cannot be built, or `check_data` refuses them.
         """
         data_type = self.data_type
         if data_type is None and (by_root := self.data_of_root(changes.get("root"))) is not None:
@@ -206,11 +209,13 @@ class Checkpoint:
                 f"(in Python data_module({names[0]}=...)), or let {name} read it from the environment by default"
             )
         try:
-            return data_type(**arguments)
+            data = data_type(**arguments)
         except TypeError as error:
             raise ValueError(
                 f"{an(data_type.__name__)} cannot be built as {self.path} describes it: {error}"
             ) from error
+        self.check_data(data)
+        return data
 
     def data_of_root(self, root: str | None) -> type[ImageData] | None:
         """Return `ImageFolderData` if there is a root and the file names no images: root then holds class folders."""
