@@ -115,7 +115,11 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
 
 
 def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
-    """Count the readable images of each class; None if there are none, or no single, known label for each image."""
+    """Count the readable images of each class in the split that was evaluated last.
+
+    Return None if there are none, if images have no single, known label, or if the evaluation left readable images out
+    (`--trainer.limit_val_batches`), so that the counts are not of the evaluated images.
+    """
     dataset = trainer.datamodule.dataset(split)
     labels = getattr(dataset, "targets", None)
     if labels is None or np.ndim(labels[0]):
@@ -124,7 +128,9 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     if unreadable and isinstance(dataset, LabelledFiles):
         pairs = zip(dataset.samples, labels, strict=True)
         labels = [label for (source, _), label in pairs if str(source) not in unreadable]
-    return np.bincount(labels) if len(labels) else None
+    # If a training was resumed after its last epoch, no validation has counted its images.
+    evaluated = trainer.lightning_module.evaluated_images or len(labels)
+    return np.bincount(labels) if 0 < len(labels) == evaluated else None
 
 
 def baseline(counts: np.ndarray | None) -> str:

@@ -75,6 +75,14 @@ def test_validate_needs_only_the_checkpoint_and_takes_other_sizes(best, photos, 
     assert line in out
 
 
+def test_a_limit_of_batches_leaves_no_baseline_of_all_images(best, capsys):
+    """The first batch has eight images, six cats and two dogs, and 0.3333 would be of all 18 images."""
+    assert main(["validate", str(best), "--trainer.limit_val_batches=1", *QUIET]) == 0
+    out = capsys.readouterr().out
+    assert "8 images of val at 16 x 16 px, accuracy " in out
+    assert "commonest class" not in out
+
+
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_of_named_images_without_a_val_the_output_says_that_val_is_a_part(command, best, photos, tmp_path, capsys):
     split = ["--split=val", f"--runs={tmp_path / 'runs'}"] if command == "test" else []
