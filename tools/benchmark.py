@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "aft_conv_h16": ("relvit_aft_conv_small_k11_h16", {}),
     "aft_full": ("relvit_aft_full_small", POOLED | {"pos_embed": ""}),
 }
-# Layers by name, given the number of patches on a side.
+# The keys are the names of layers. Each value builds the layer for a number of patches on a side.
 PLAIN: dict[str, Callable[[int], nn.Module]] = dict.fromkeys(
     ("plain", "control"), lambda side: Attention(DIM, HEADS, qkv_bias=True)
 )

@@ -3,9 +3,9 @@
     python tools/large_images.py                                   # relvit_tiny up to 4,096 x 4,096 pixels
     python tools/large_images.py --reach bands trained --sizes 4096x512 16384x512
 
-Each cell is measured in a process of its own: the time is that of the fastest of three forward passes, or of fewer when
-the time is up; the memory is by how much the passes raise the peak of the process. In the column 'bands' a generator
-yields one band after the other.
+Each cell is measured in a new process: the time is that of the fastest of three forward passes, or of fewer when the
+time is up; the memory is by how much the passes raise the peak of the process. In the column 'bands' a generator yields
+one band after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import relvit  # noqa: F401  registers the models
 from relvit.families.transformer_xl import classify_bands
 from relvit.models import set_reach
 
-ROWS, PATCH = 14, 16  # of a band, which has as many rows of patches as images in training
+# A band has the same number of rows of patches as images in training.
+ROWS, PATCH = 14, 16
 
 
 def read_bands(height: int, width: int) -> Iterator[Tensor]:
@@ -65,7 +66,7 @@ def peak() -> int:
 
 
 def cell(model: str, reach: str, height: int, width: int, cap: float) -> str:
-    """Measure in a process of its own, which ends after `cap` seconds."""
+    """Measure in a new process, which ends after `cap` seconds."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(model, reach, height, width, cap / 2, send))

@@ -37,7 +37,7 @@ HEAD = [
 
 
 class Cost(NamedTuple):
-    """Parameters and multiply-accumulates of a model, and the part of its relative positions or, in AFT, biases."""
+    """Parameters and multiply-accumulates of a model, in total, and of its relative positions or AFT's biases."""
 
     parameters: int
     macs: int

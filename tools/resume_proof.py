@@ -46,9 +46,10 @@ DATA = {
     ],
     "halting": ["--model.model=test_relvit_universal", "--model.model_kwargs.halting=act", "--model.ponder_weight=0.1"],
 }
-# Trainings with these options are interrupted mid-epoch alone.
+# Trainings with these options are interrupted only in the middle of an epoch.
 ONE_PLACE = ("reversible", "several labels")
-# Each case: place, whether EMA is on, accumulated batches, end, options of the data.
+# Each case has the place, whether EMA is on, the number of accumulated batches, the signal, and the options of the
+# data.
 CASES = [
     *itertools.product(PLACES, (True, False), (1, 2), ENDS, [""]),
     *itertools.product(PLACES, [True], [2], ENDS, [name for name in DATA if name not in ("", *ONE_PLACE)]),
@@ -109,7 +110,7 @@ def make_images(root: Path) -> Path:
 
 
 def run(arguments: list[str], **environment: str) -> int:
-    """Run `relvit` in a process of its own and return the exit status."""
+    """Run `relvit` in a new process and return the exit status."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["relvit.app.cli.fit.fit", "torch.utils.tensorboard", "tensorboard.backend"])
     process = context.Process(target=_relvit, args=(arguments, environment))

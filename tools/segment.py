@@ -115,7 +115,7 @@ def agreement(model: Segmenter, size: tuple[int, int], count: int) -> float:
 
 
 def cell(column: Sequence[float]) -> str:
-    """Write the mean over seeds, with its standard error if there are several."""
+    """Format the mean over seeds, with its standard error if there are several seeds."""
     mean = f"{statistics.mean(column):.3g}"
     return f"{mean} ± {statistics.stdev(column) / len(column) ** 0.5:.1g}" if len(column) > 1 else mean
 

@@ -42,7 +42,7 @@ def suggest(trial: optuna.Trial, name: str, values: Sequence[Any] | Mapping[str,
 
 
 def fit(folder: Path, options: Sequence[str]) -> float:
-    """Train, or resume what was interrupted; return the best validation accuracy."""
+    """Train, or resume an interrupted training; return the best validation accuracy."""
     if not list(folder.glob("*/summary.json")):
         begun = sorted(folder.glob("*/checkpoints/last.ckpt"))
         arguments = [f"--resume={begun[-1].parent.parent}"] if begun else [*options, f"--runs={folder}"]

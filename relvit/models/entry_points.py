@@ -119,7 +119,7 @@ def entry_point(
     create.__name__ = create.__qualname__ = name
     create.__module__ = module or model_class.__module__
     create.__doc__ = f"Create the `{model_class.__name__}` of this name; arguments: those of the class."
-    # This annotation tells other code the model's class, and thereby its arguments, before the model is built.
+    # From this annotation other code learns the model's class, and so its arguments, before the model is built.
     create.__annotations__["return"] = model_class
     return register_model(create)
 

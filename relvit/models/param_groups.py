@@ -1,4 +1,4 @@
-"""Parameter groups of an optimiser: timm's, with a learning rate of their own for relative positions."""
+"""Parameter groups of an optimiser: timm's groups, with a separate learning rate for relative positions."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def check_model(model: Any) -> None:
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> None:
-    """Raise unless a floating tensor has the sizes in `expected`, in which a string stands for any size."""
+    """Raise unless a floating tensor has the sizes in `expected`, in which a string allows any size."""
     check_kind(name, tensor, Tensor, "a tensor")
     fits = tensor.dim() == len(expected) and all(
         isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)

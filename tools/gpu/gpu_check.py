@@ -107,7 +107,7 @@ def check_scene(log: Log, scene: Scene, device: str, dtypes: Collection[torch.dt
         of_fused = limits | {dtype: stock_limits(got, exact_stock, 2 * TIMES_STOCK) for dtype, got in stock.items()}
     backends = (*present(device), "auto")
     cases = [(letters, AxisTables, backends) for letters in scene.letters]
-    # Of all joint tables, most models have a bias alone, for which `auto` may choose a backend of its own.
+    # The most frequent joint table is a bias alone, for which `auto` may choose another backend.
     joint = {letters: ("gathered", "auto") if letters == "b" else ("gathered",) for letters in scene.letters}
     cases += [(letters, JointTable, names) for letters, names in joint.items() if len(letters) > 1 or letters == "b"]
     for letters, layout, backends in cases:

@@ -52,7 +52,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the RMS of the difference over that of the wanted; where zeros are wanted, nothing else will do."""
+    """Return the RMS of the difference divided by the RMS of the wanted result; infinity if it differs from zeros."""
     difference, size = (float(t.norm()) for t in (got.detach().cpu().double() - want, want))
     if not math.isfinite(difference):
         return math.inf
@@ -60,20 +60,20 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def error_of(name: str, got: Tensor, want: Tensor) -> float:
-    """Return the relative error; that of the worst sample, lest a sample of zeros be lost among others."""
+    """Return the relative error, of the worst sample where there are samples, so that none is hidden by the others."""
     if name in ("result", "query", "key", "value"):
         return max(map(relative_error, got, want))
     return relative_error(got, want)
 
 
 def stock_limits(got: dict[str, Tensor], exact: dict[str, Tensor], times: float = TIMES_STOCK) -> Limits:
-    """Return errors allowed in half precision: of the result, and of gradients, by the worst of the stock ones."""
+    """Return the allowed errors of result and gradients in half precision, from the errors of stock attention."""
     errors = {name: times * error_of(name, got[name], exact[name]) for name in got}
     return {"result": errors.pop("result"), "gradient": max(errors.values())}
 
 
 def worst(got: dict[str, Tensor], want: dict[str, Tensor], limits: Limits) -> Measured:
-    """Return the error nearest to its limit, or furthest beyond."""
+    """Return the error that is nearest to its limit, or furthest beyond it."""
     measured = []
     for name, tensor in got.items():
         limit = limits if isinstance(limits, float) else limits["result" if name == "result" else "gradient"]

@@ -33,7 +33,7 @@ class Scene(NamedTuple):
 
 
 def draw(generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
-    """Draw normal numbers, float64, rounded to what both bfloat16 and float16 hold."""
+    """Draw normal numbers as float64, rounded so that both bfloat16 and float16 represent them exactly."""
     exact = std * torch.randn(shape, generator=generator, dtype=torch.float64)
     return exact.bfloat16().half().double()
 
@@ -118,7 +118,7 @@ def draw_short_scenes() -> Iterator[Scene]:
     """Yield what kernels divide in their own ways: wide and narrow grids, padding, windows, heads of several widths."""
     generator = torch.Generator().manual_seed(2)
     scene = partial(draw_scene, distance=(7, 7), letters=("kv",))
-    # Kernels for all terms take a minute to compile, and every size of tiles needs kernels of its own.
+    # Kernels for all terms take a minute to compile, and every size of tiles needs other kernels.
     yield scene("raster 14x13", make_grid(14, 13, 1), dim=64, letters=("", "kv", "kvb", "b"))
     valid = torch.rand(BATCH, 9 * 32, generator=generator) < 0.7
     yield scene("padding 9x32", make_grid(9, 32, valid=valid), dim=64, letters=("kv", "b"))

@@ -1,12 +1,12 @@
-"""Measure on a GPU what CI cannot, within some minutes: `python tools/gpu/hour.py --minutes 13`.
+"""Measure on a GPU what CI cannot measure, within a time limit: `python tools/gpu/hour.py --minutes 13`.
 
-relvit need not be installed, but torch, triton, timm, einops and matplotlib must be. If a machine with a GPU is at hand
+relvit need not be installed, but torch, triton, timm, einops and matplotlib must be. If you have a machine with a GPU
 for a quarter of an hour, in commands of ten minutes at most, run these from the root of the repository:
 
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 9.5 --commit NAME
     PYTHONPATH=. PYTHONUNBUFFERED=1 OUT=gpu_hour python3 tools/gpu/hour.py --minutes 2 --steps tune
 
-The machine may have an older timm than relvit needs; install a newer one into a folder of its own:
+The machine may have an older timm than relvit needs; install a newer one into a separate folder:
 
     python3 -m pip install --no-deps --target packages "timm>=1.0.26"    # then PYTHONPATH=.:packages
 
@@ -89,7 +89,7 @@ def steps(folder: Path, toy: bool, commit: str | None = None) -> list[Step]:
         # On the CPU, Triton's interpreter would take minutes for a model.
         names = {key: [name for name in each if not name.endswith("_triton")] for key, each in names.items()}
         models, layers = ("--size", 32, "--batch", 1), ("--level", "layer", "--size", 64, "--batch", 1)
-        # The compilation takes longest: once with a backward pass shows that it works.
+        # Compilation takes most of the time, so compile only a few models, with a backward pass.
         names |= {"compiled": ["plain", "relvit_fused"], "rope": ["plain"]}
         compiled = (*layers, "--mode", "train")
     else:
@@ -123,7 +123,7 @@ def run(step: Step, folder: Path, seconds: float) -> dict[str, Any]:
         # The checked-out commit is measured, even if another version of relvit is installed.
         path = os.pathsep.join(filter(None, (str(TOOLS.parent), os.environ.get("PYTHONPATH"))))
         given = {"stdout": file, "stderr": subprocess.STDOUT, "env": {**os.environ, "PYTHONPATH": path}}
-        # The step gets a session of its own, so that compilers and other processes that it has started end with it.
+        # The step gets a new session, so that compilers and other processes that it has started end with it.
         process = subprocess.Popen(command, start_new_session=True, **given)
         try:
             code = process.wait(timeout=seconds)

@@ -99,7 +99,7 @@ def peak(model: nn.Module, images: Tensor, action: str) -> int | None:
 
 
 def compare(name: str, layers: int, images: Tensor, rounds: int, end: float) -> Iterator[dict[str, Any]]:
-    """Yield for each action the figures of every variant; variants that fail have a status alone."""
+    """Yield the figures of each variant for each action; a variant that fails has only a status."""
     variants = ("source", "retrofitted", *(["flex"] if name == "timm-beit" else []))
     batch, _, _, side = images.shape
     models = {variant: build(name, layers, side, variant).to(images) for variant in variants}

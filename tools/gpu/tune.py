@@ -68,7 +68,7 @@ TOY_CASES = (Case(2, 18, 1, 1, 16, torch.float16, 2),)
 
 
 def drawn(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Tensor], RelativeTerms]:
-    """Return leaves, queries, keys and values among them, and terms of keys and values; the same numbers each time."""
+    """Return leaves (queries, keys, values, tables) and terms of keys and values, with the same random numbers."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, case.batch, case.height * case.width, case.heads, case.dim)
     contents = torch.randn(shape, generator=generator).transpose(2, 3)
@@ -144,7 +144,7 @@ def measured(trial: Trial, device: str, exact: Sequence[Tensor], allowed: float)
 
 
 def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
-    """Return all trials, the grids one after the other, in each the package's own tiles first."""
+    """Return all trials: grid after grid, for each grid the package's own tiles first."""
     sizes = itertools.product((128, 64), (64, 32, 128, 16), (8, 4), (2, 3), (True, False))
     every = [Blocks(*size) for size in sizes if size[0] * size[1] <= MOST_PER_THREAD * 32 * size[2]]
     if toy:
@@ -163,7 +163,7 @@ def trials(cases: Sequence[Case], device: str, toy: bool) -> list[Trial]:
 
 
 def compile_all(every: Sequence[Trial], device: str, end: float) -> None:
-    """Compile in as many processes as there are cores, until a time."""
+    """Compile until a given time, in parallel processes on all cores but two."""
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(build, trial, device) for trial in every]
         done, late = wait(futures, timeout=max(0.0, end - time.monotonic()))
@@ -174,7 +174,7 @@ def compile_all(every: Sequence[Trial], device: str, end: float) -> None:
 
 
 def fastest(rows: Sequence[dict[str, Any]], dim: int, device: str) -> list[str]:
-    """Return a table of the fastest per grid and kernel, and the lines of `BLOCKS`.
+    """Return a table of the fastest tiles for each grid and kernel, and the lines of `BLOCKS`.
 
     Each line has the tiles with the lowest time relative to the fastest tiles (geometric mean over the grids).
     """

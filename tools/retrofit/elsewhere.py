@@ -79,7 +79,7 @@ def timm_sam(layers: int, size: Size) -> nn.Module:
 
 
 def every_third(layers: int) -> tuple[int, ...]:
-    """Return which layers of SAM are global: a third of them, as in the whole model."""
+    """Return which layers of SAM are global: every third layer, as in the whole model."""
     return tuple(range(2, layers, 3))
 
 
@@ -150,7 +150,7 @@ def build(name: str, layers: int, size: Size, retrofitted: bool) -> nn.Module:
 
 
 def features(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the features that a head, or a mask decoder, gets."""
+    """Return the features that a head or a mask decoder would get."""
     output = model.forward_features(images) if hasattr(model, "forward_features") else model(images)
     return output if isinstance(output, Tensor) else output.last_hidden_state
 
@@ -189,7 +189,7 @@ def compare(name: str, layers: int, size: Size, rounds: int, clock: str) -> dict
     for action in ACTIONS:
         pairs = []
         for index in range(rounds):
-            # Each of the two models comes first equally often.
+            # Each of the two models is measured first in half of the rounds.
             order = (ours, theirs) if index % 2 else (theirs, ours)
             times = {id(model): seconds(partial(act, model, images, action), clock) for model in order}
             pairs.append((times[id(ours)], times[id(theirs)]))
@@ -226,7 +226,7 @@ def settle(threads: int, device: str, dtype: str) -> None:
 
 
 def in_process(place: tuple[int, str, str], function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in a process of its own, with this number of threads, device and dtype."""
+    """Call a function in a new process, with this number of threads, device and dtype."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), settle, place) as pool:
         return pool.submit(function, *arguments).result()
 

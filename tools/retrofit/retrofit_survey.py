@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def answer(name: str) -> tuple[str, str]:
-    """Return the result for a model, in words that are equal for models with the same result, and its class."""
+    """Return the result for a model as a text that models with the same result share, and the model's class."""
     try:
         with torch.device("meta"):
             model = timm.create_model(name).eval()
@@ -58,7 +58,7 @@ def answer(name: str) -> tuple[str, str]:
 
 
 def run(model: nn.Module) -> str:
-    """Run a retrofitted model on the meta device, at its own size and at another one."""
+    """Run a retrofitted model on the meta device, at its own size and at a size that is not square."""
     channels, height, width = timm.data.resolve_model_data_config(model)["input_size"]
     patch = getattr(model, "patch_embed", None) or model.embeds
     rows, cols = 32 * patch.patch_size[0], 16 * patch.patch_size[1]

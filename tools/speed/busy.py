@@ -26,7 +26,7 @@ import relvit_start
 
 WAITING = {"PyTorch's waiting": {}, "relvit's waiting": {"GOMP_SPINCOUNT": relvit_start.SPIN_COUNT}}
 SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-# Each case is measured in a process of its own, because the environment of a process says how its threads wait.
+# Each case is measured in a new process, because the environment of a process says how its threads wait.
 CASES = ("relvit_tiny step", "vit_tiny_patch16_224 step", "SAM block, tiled", "SAM block, timm", "digits epoch")
 PATIENCE = 300
 

@@ -75,7 +75,7 @@ def count(name: str, layers: int, mode: str) -> dict[str, int]:
 
 
 def count_layer(name: str, mode: str) -> dict[str, int]:
-    """Count what a second layer adds."""
+    """Count the kernels and operations that a second layer adds."""
     one, two = (count(name, layers, mode) for layers in (1, 2))
     return {key: two[key] - one[key] for key in COUNTS}
 
@@ -87,7 +87,7 @@ def figures(names: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def beyond(rows: dict[str, Any], name: str, mode: str) -> dict[str, int]:
-    """Return what a layer has beyond the baseline's."""
+    """Return the kernels and operations that a layer has in addition to the baseline's layer."""
     baseline = BASELINES.get(name, "plain")
     return {key: rows[name][mode][key] - rows[baseline][mode][key] for key in COUNTS}
 

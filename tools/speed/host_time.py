@@ -127,7 +127,7 @@ def measured(name: str, layers: int) -> Measured:
 
 
 def computes(name: str) -> bool:
-    """Return whether the profiler's event of this name is an operation of its own, neither view nor allocation."""
+    """Return whether an event of the profiler is an operation that computes something, not a view or an allocation."""
     library, _, operation = name.partition("::")
     if library != "aten" or operation.startswith(("empty", "new_empty", "resize", "detach", "_unsafe_view")):
         return False
@@ -137,7 +137,7 @@ def computes(name: str) -> bool:
 
 
 def operations(name: str, layers: int, mode: str) -> int:
-    """Count operations that launch work; what such an operation calls itself belongs to it."""
+    """Count operations that launch work; operations that such an operation calls itself do not count."""
     model = measured(name, layers)
     model.prepare(mode)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -158,7 +158,7 @@ def operations_of_layer(name: str, layers: int, mode: str) -> float:
 
 def measure(names: Sequence[str], layers: int, rounds: int) -> dict[str, Measured]:
     """Measure all named models and their baselines, interleaved."""
-    # A baseline may have a baseline of its own, which is measured, too.
+    # A baseline may have another baseline, which is measured, too.
     given = [part for name in names for part in (KNOWN[name].baseline, name)]
     every = dict.fromkeys(part for name in given for part in (KNOWN[name].baseline, name))
     found = {name: measured(name, layers) for name in every}

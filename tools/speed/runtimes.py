@@ -25,7 +25,7 @@ import relvit
 from relvit.app.evaluation import export_model
 
 Run = Callable[[Tensor], Tensor]
-# The numbers of rows and columns of patches of the three images.
+# The three images have these numbers of rows and columns of patches.
 SHAPES = ((14, 14), (10, 17), (5, 3))
 LARGEST = 20
 # The support matrix of onnx-tensorrt release/10.1-GA (docs/operators.md, opset 9 to 20) has a Y for these operators and

@@ -58,7 +58,7 @@ def continued(how: str, learned: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def mirrored(length: int, many: int) -> Tensor:
-    """Return which of `length` places each of `many` shows, with the former in the centre: (many,) int64."""
+    """Return which of the `length` places in the centre each of `many` places shows: (many,) int64."""
     turned = (torch.arange(many) - (many - length) // 2) % (2 * length)
     return torch.where(turned < length, turned, 2 * length - 1 - turned)
 
@@ -94,7 +94,7 @@ def offsets(size: int) -> Change:
 
 
 def centre(size: int) -> Change:
-    """Return a change that averages over as many tokens as the trained grid has, in the centre."""
+    """Return a change that averages over tokens in the centre only, as many as the trained grid has."""
 
     def change(net: nn.Module) -> None:
         grid, (rows, columns) = net.patch_embed.dynamic_feat_size((size, size)), net.patch_embed.grid_size

@@ -26,7 +26,7 @@ EVALUATED_PIXELS = 2**22
 
 
 def create(setting: Setting, run: Run, work: Path) -> nn.Module:
-    """Create the model of a run; that of a fine-tuning is the plain model, trained below `work`, changed."""
+    """Create the model of a run; for a fine-tuning, change the plain model that was trained below `work`."""
     torch.manual_seed(run.seed)
     size = parts_of(setting)[run.part].size
     if parts_of(setting)[run.part].tuned is None:
@@ -66,7 +66,7 @@ def batch_of(images: Images) -> int:
 
 
 def images_of(part: Part, train: Images) -> Images:
-    """Return the training images of a part: all of them, or every fifth, tenth ... one, of each class as many."""
+    """Return the training images of a part: all, or every fifth, tenth ... image of each class."""
     return train.take(torch.arange(0, len(train.labels), round(1 / part.images))) if part.images < 1 else train
 
 
@@ -87,7 +87,7 @@ def normalised(pixels: Tensor) -> Tensor:
 def train(
     setting: Setting, run: Run, images: Images, work: Path, stop: float = math.inf
 ) -> tuple[nn.Module, float] | None:
-    """Train a model, or resume what was interrupted; return it and the minutes, or None if the time was over.
+    """Train a model, or resume an interrupted training; return model and minutes, or None if the time was over.
 
     Args:
         setting, run: the training; `work` holds the folders of this and of other runs.
@@ -148,7 +148,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def now(device: torch.device) -> float:
-    """Return seconds: of the processor for a training on the CPU, of the clock for one on a GPU."""
+    """Return seconds: processor time for a training on the CPU, wall time for a training on a GPU."""
     if device.type == "cpu":
         return time.process_time()
     torch.accelerator.synchronize(device)

@@ -94,7 +94,7 @@ def do(setting: Setting, run: Run, images: dict[str, Images], work: Path, stop: 
 
 
 def about(images: dict[str, Images], given: argparse.Namespace) -> dict[str, Any]:
-    """Return what all lines of a command share."""
+    """Return the entries that all lines of a command share."""
     modules = {"relvit": relvit, "torch": torch, "timm": timm}
     on_gpu = torch.device(given.device).type != "cpu"
     return {
@@ -108,7 +108,7 @@ def about(images: dict[str, Images], given: argparse.Namespace) -> dict[str, Any
 
 
 def name_of(given: argparse.Namespace) -> str:
-    """Return the name of the setting by which lines are told apart."""
+    """Return the name of the setting, which distinguishes its lines from the lines of other settings."""
     return "toy" if given.toy else given.setting + ("-choice" if given.choose else "")
 
 

@@ -175,7 +175,7 @@ class ProcessorTime(Callback):
 
 
 def prepare(images: Path, root: Path, splits: dict[str, tuple[str, int, int]]) -> Path:
-    """Link the images of a recipe below `root`: the same for all runs."""
+    """Link the images of a recipe below `root`, where all runs of the recipe use them."""
     for split, (source, first, last) in splits.items():
         for folder in sorted((images / source).iterdir()):
             target = root / split / folder.name
@@ -195,7 +195,7 @@ def options(run: Run) -> list[str]:
 
 
 def train(run: Run, images: Path, folder: Path) -> Path:
-    """Train, or resume what was interrupted; return the folder of `relvit fit`."""
+    """Train, or resume an interrupted training; return the folder of `relvit fit`."""
     model, recipe = MODELS[run.model], RECIPES[run.recipe]
     begun = sorted(folder.glob("*/checkpoints/last.ckpt"))
     if begun:
@@ -227,7 +227,7 @@ def evaluate(run: Run, made: Path) -> list[dict[str, Any]]:
         sizes = SIZES if reach == "trained" else REACH_SIZES
         for protocol, size in itertools.product(PROTOCOLS, sizes):
             if size == SIZE and protocol != PROTOCOLS[0]:
-                continue  # the same numbers again
+                continue  # At this size the results would be the same as those that are recorded already.
             with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bf16-mixed"):
                 row = evaluate_size(classifier, data, size, "test", protocol)
             values = {name: round(row[name], 5) for name in ("acc1", "loss", "calibration_error")}

@@ -17,7 +17,7 @@ Line = dict[str, Any]
 Key = tuple[int, str]
 Runs = dict[Key, Line]
 Groups = dict[str, Runs]
-# A function of this type computes the figure of a run by which models are compared.
+# A `Figure` computes the number of a run by which models are compared.
 Figure = Callable[[Line], float]
 
 BASE = "learned"
@@ -102,7 +102,7 @@ def area(curve: dict[int, float]) -> float:
 
 
 def kept(protocol: str, reach: str = "trained") -> Figure:
-    """Return the function from a line to its accuracy at the largest size in percent of that at the trained one."""
+    """Return the function from a line to its accuracy at the largest size, in percent of that at the trained size."""
 
     def share(line: Line) -> float:
         curve = accuracies(line, protocol, reach)
@@ -135,7 +135,7 @@ def grouped(lines: Sequence[Line], recipe: str) -> Groups:
 
 
 def merged(lines: Sequence[Line]) -> Line:
-    """Return one line whose accuracies are the means of several: one seed, trained on a CPU and on a GPU."""
+    """Return one line whose accuracies are the means of lines of one seed, such as a CPU's and a GPU's."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for line in lines:
         for row in line["rows"]:

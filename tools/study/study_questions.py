@@ -1,4 +1,4 @@
-"""Answer what a user asks of the study by a table and a figure each: its own size, other sizes, a model at hand."""
+"""Answer users' questions to the study, each by a table and a figure: own size, other sizes, a trained model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def answers(lines: Sequence[Line], photographs: Sequence[Line]) -> dict[str, Ans
 
 
 def own_sizes(lines: Sequence[Line], photographs: Accuracies) -> dict[str, dict[str, Values]]:
-    """Collect accuracies at the trained size by setting and model."""
+    """Collect accuracies at the trained size, by setting and model."""
     settings = {}
     for title, recipe in RECIPES.items():
         runs = grouped(lines, recipe)

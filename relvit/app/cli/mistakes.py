@@ -144,7 +144,7 @@ def _options_in(
     """Yield the options in nested mappings; a class is an option, and each of its arguments is an option, too.
 
     If an option's value is a class, yield the option with the `class_path` as its value, then each argument in
-    `init_args` as an option of its own.
+    `init_args` as a separate option.
     """
     for key, value in options.items():
         name = f"{prefix}{key}"

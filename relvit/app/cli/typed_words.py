@@ -38,7 +38,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
 # `_ELSEWHERE` maps the last part of an option's name to the names by which users of timm, ultralytics, Lightning and
-# Hugging Face know this option. If a name stands for several options, it means the one that the command has.
+# Hugging Face know this option. If a name belongs to several options, it means the option that the command has.
 _ELSEWHERE = {
     "lr": "lr_base initial_lr init_lr lr_init learning_rate lr0 base_lr",
     "min_lr": "lr_min lr_final final_lr lr_end end_lr min_learning_rate lrf eta_min",

@@ -190,7 +190,7 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
         if visible(name) != name:
             fault, cure = "has control characters", "rename it"
             if re.search("[\ud800-\udfff]", name):
-                # Surrogates stand for bytes that Python could not decode: the name is not UTF-8, or only the locale is
+                # Surrogates represent bytes that Python could not decode: the name is not UTF-8, or only the locale is
                 # not, which PYTHONUTF8=1 cures.
                 read = sys.getfilesystemencoding()
                 fault = f"is not {'UTF-8' if read == 'utf-8' else read}"

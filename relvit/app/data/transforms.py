@@ -249,8 +249,8 @@ def train_transform(
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     steps += _to_tensor(mean, std)
     if erasing > 0:
-        # The limits of area and aspect ratio are the same as in timm and the paper; 'random' fills every pixel with
-        # noise of its own, as DeiT does.
+        # The limits of area and aspect ratio are the same as in timm and the paper; 'random' fills every pixel with a
+        # separate random value, as DeiT does.
         steps.append(v2.RandomErasing(erasing, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random"))
     return v2.Compose(steps)
 

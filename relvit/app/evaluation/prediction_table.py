@@ -35,7 +35,7 @@ class PredictionTable(BasePredictionWriter):
     For a multi-label classifier the columns are path, label and probability: all classes that reach their thresholds,
     the most probable first, joined by ';', and their probabilities. `ImageListData` reads such a table as a list.
 
-    On several devices each process writes its rows into a file of its own beside the table, and the main process merges
+    On several devices each process writes its rows into a separate file beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.
 
     `step_maps` is for models that compute each patch for a number of steps of its own (adaptive halting,

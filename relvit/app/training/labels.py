@@ -113,7 +113,7 @@ class Labels(Protocol):
         """
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:
-        """Create the metrics of an epoch, apart from its loss; the images of a training may be mixed."""
+        """Create the metrics of an epoch, except for its loss; the images of a training may be mixed."""
 
     def choose_thresholds(self, metrics: MetricCollection, choose: bool) -> None:
         """Let metrics choose thresholds on the images that they see, or let them use the present thresholds."""

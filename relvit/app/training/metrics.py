@@ -189,8 +189,8 @@ class EpochMetrics(LightningModule):
         self._log(self.train_metrics.compute() | {"lr": current_lr(self.trainer)}, prog_bar=False)
 
     def _log(self, values: dict[str, Any], prog_bar: bool = True) -> None:
-        # The values are of all processes already. With both `sync_dist` and `rank_zero_only`, Lightning neither reduces
-        # them again nor warns that they are not reduced.
+        # The values already include all processes. With both `sync_dist` and `rank_zero_only`, Lightning neither
+        # reduces them again nor warns that they are not reduced.
         options = {"sync_dist": True, "rank_zero_only": True, "batch_size": 1, "add_dataloader_idx": False}
         self.log_dict(values, on_step=False, on_epoch=True, prog_bar=prog_bar, **options)
 

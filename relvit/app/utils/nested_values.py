@@ -12,7 +12,7 @@ def check_bounds(value: Any, source: str) -> None:
     """Refuse nested dictionaries, lists and tuples that are too deep or hold too many values in all.
 
     A checkpoint may store a list once and refer to it many times, also within a list to which it refers many times. So
-    a few kilobytes can stand for more values than any memory holds, and a loop over them would not end. This function
+    a few kilobytes can represent more values than any memory holds, and a loop over them would not end. This function
     therefore counts a value each time it occurs.
 
     Args:

@@ -165,7 +165,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the former values of the entries that differ."""
+    """Return the former values of the entries that have changed."""
     former = {key: then.get(key, Absent) for key in (*now, *then)}
     return {key: value for key, value in former.items() if value is not now.get(key, Absent)}
 

@@ -1,4 +1,4 @@
-"""Base classes of the models that `relvit.retrofit` makes: without relative positions of their own, and with them."""
+"""Base classes of the models that `relvit.retrofit` makes: of models without, and of models with relative positions."""
 
 from __future__ import annotations
 

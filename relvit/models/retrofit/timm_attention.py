@@ -72,7 +72,7 @@ class TimmRelativeAttention(GridAttention):
             return query, key, value
         if getattr(self, "q_bias", None) is None:
             return super().project(x)
-        # In timm's `EvaAttention`, BEiT and Swin V2 the bias of keys is not trained, so `qkv` has no bias of its own:
+        # In timm's `EvaAttention`, BEiT and Swin V2 the bias of keys is not trained, so the layer `qkv` has no bias:
         # join the biases of queries, keys and values.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         if is_plain(qkv, nn.Linear):

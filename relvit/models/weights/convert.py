@@ -137,7 +137,7 @@ def load_jax_archive(
 ) -> None:
     """Load an .npz archive of the original JAX Vision Transformers into a relvit model.
 
-    timm reads the archive into a Vision Transformer of its own, whose weights `filter_fn` converts.
+    timm reads the archive into its own Vision Transformer, whose weights `filter_fn` converts.
 
     Args:
         model: a relvit model.

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from relvit.ops.tracing import is_eager, is_fusing
 
-# With more table entries than this, `scatter_add` in a loop of its own is faster, because a sum over comparisons reads
+# With more table entries than this, a separate loop for `scatter_add` is faster, because a sum over comparisons reads
 # all numbers once per entry.
 MOST_COMPARED = 64
 

@@ -294,7 +294,7 @@ def _is_stock(operands: Operands, config: TileConfig) -> bool:
 
 
 def _stock_attention(operands: Operands, config: TileConfig, tile: Tile, workspace: Tensor) -> Tensor:
-    """Attend from a tile's queries by PyTorch's fused kernel, which passes over logits once, in an order of its own."""
+    """Attend from a tile's queries by PyTorch's fused kernel, which passes over logits once, in another order."""
     query, (key, value) = tile.of(operands.query), map(tile.all_tokens, (operands.key, operands.value))
     shape = (1, *query.shape[1:3], key.shape[2])
     bias = workspace[: math.prod(shape)].view(shape)

@@ -134,7 +134,7 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
 
 
 def baseline(counts: np.ndarray | None) -> str:
-    """Describe the accuracy of always naming the commonest class."""
+    """Describe the accuracy of a classifier that always predicts the most frequent class."""
     return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"
 
 

@@ -18,7 +18,7 @@ def rank_of(index: int, processes: int) -> int:
 
 
 class EvalShardLoader:
-    """DataLoader of one device's shard that yields as many batches as the device with the largest shard has.
+    """DataLoader of one device's shard that yields the same number of batches as the device with the largest shard.
 
     `DistributedSampler` makes all shards equally long by using some images twice. The shards here may differ by one
     image, so a device may have one batch fewer than other devices, or none. A device without a further batch gets an

@@ -60,7 +60,7 @@ def _begin_worker(worker: int) -> None:
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Let a DataLoader worker ignore stop signals, since the run itself goes on until it has saved a checkpoint.
+    """Let a DataLoader worker ignore stop signals, since the run itself continues until it has saved a checkpoint.
 
     Batch systems, and `kill` on a process group, send SIGTERM or SIGUSR1 to workers as well. If the workers ended at
     the signal, the run would fail with an error before it could save a checkpoint. Workers end when their loader or

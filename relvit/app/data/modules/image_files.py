@@ -78,7 +78,7 @@ class ImageFilesData(ImageData):
 
     @abstractmethod
     def _has_own(self, split: Split) -> bool:
-        """Return True if the data have images of their own for train, val or test."""
+        """Return whether the data have separate images for this split (train, val or test)."""
 
     @abstractmethod
     def _samples(self, split: Split) -> list[tuple[ImageSource, Label]]:

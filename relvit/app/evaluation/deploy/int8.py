@@ -50,7 +50,7 @@ def quantise(
     # in batches, have more dimensions.
     matrices = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     linear = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in matrices]
-    # Of an empty list onnxruntime would make all nodes, so it would quantise convolutions, too.
+    # If this list were empty, onnxruntime would quantise all nodes, including convolutions.
     if not linear:
         raise ValueError(
             "int8 is for the weights of linear layers, and this model has none but its classifier: leave int8 out"

@@ -50,7 +50,7 @@ def publish_model(
 
     The published weights are the weights that evaluation uses: the averaged weights if the training kept an average.
     The temperature of a calibrated checkpoint and the thresholds of a multi-label checkpoint are not part of the
-    weights, but stand in the card and in `config.json`. Before the files are published, `timm.create_model` loads them,
+    weights, but are in the card and in `config.json`. Before the files are published, `timm.create_model` loads them,
     and the model is compared with the checkpoint, bit by bit.
 
     Args:
@@ -184,7 +184,7 @@ def save_model(
         except OSError:
             raise
         # Catch everything else, since timm and the models raise errors of almost any type. For a full disk, safetensors
-        # raises an error of its own, so the message does not blame the model.
+        # raises its own error type, so the message does not blame the model.
         except Exception as error:
             raise PublishError(f"timm could not save the model and build it again: {one_line(error)}") from error
         _compare(model, again)

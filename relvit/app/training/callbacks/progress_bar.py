@@ -64,9 +64,9 @@ class TrainingProgressBar(RichProgressBar):
 
 
 class EpochTitle(TextColumn):
-    """Column of a progress bar that shows `text` in the place of Lightning's description "Epoch 0/9".
+    """Column of a progress bar that shows `text` instead of Lightning's description "Epoch 0/9".
 
-    It is not enough that a callback replaces Lightning's description: Rich draws in a thread of its own, perhaps before
+    It is not enough that a callback replaces Lightning's description: Rich draws in a separate thread, perhaps before
     the callback runs.
     """
 

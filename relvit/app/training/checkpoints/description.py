@@ -75,7 +75,7 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     given = {name: value for name in assumed if (value := getattr(data, name, None)) is not None}
     for name in Normalisation._fields:
         if name in given:
-            # One number is meant for all channels.
+            # A single number applies to all channels.
             given[name] = torch.as_tensor(given[name], dtype=torch.float64).expand(channels).tolist()
     size = parse_size(hparams.img_size or config["input_size"][1:])
     images = {"class_names": [str(name) for name in names], "img_size": list(size)} | assumed | given

@@ -238,7 +238,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         OSError: The folder cannot be written to, or the disk is full.
     """
-    # Open the file here, because PyTorch would raise an error of its own in place of the system's OSError.
+    # Open the file here, because PyTorch would raise its own error type instead of the system's OSError.
     with atomic_write(path) as part, open(part, "wb") as file:
         torch.save(checkpoint, file)
 

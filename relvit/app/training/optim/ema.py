@@ -18,7 +18,7 @@ class WeightAverage:
     `ImageClassifier` updates and saves the copy, and `BaseClassifier.evaluated` returns it to all that evaluate.
 
     The copy is not a submodule, so the network's state dict, gradients and optimiser do not contain it. The copy never
-    takes the place of the network: the training goes on with the network's own weights.
+    replaces the network: the training continues with the network's own weights.
 
     Args:
         net: The network.

@@ -174,8 +174,8 @@ def describe(
 ) -> str:
     """Describe a plan in a line, with the factors of batch and learning rate, and unexpected effects in further lines.
 
-    Surprises are a learning rate that is much smaller than `lr`, a warm-up that is shorter than the user asked for, and
-    a backbone that stays frozen until the end.
+    Unexpected effects are a learning rate that is much smaller than `lr`, a warm-up that is shorter than the user asked
+    for, and a backbone that stays frozen until the end.
     """
     accumulated, devices = trainer.accumulate_grad_batches, trainer.world_size
     scaled = f" ({lr:g} x {plan.batch} / {base_batch})" if base_batch else ""

@@ -148,7 +148,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         return Pooling.of(self.pool_q).size(size), Pooling.of(self.pool_k).size(size)
 
     def tokens_of(self, patches: Size) -> Size:
-        """Return rows and columns of the tokens of this attention, for an image of so many patches."""
+        """Return rows and columns of the tokens of this attention, for this number of rows and columns of patches."""
         for pooling in self.poolings:
             patches = pooling.size(patches)
         return patches

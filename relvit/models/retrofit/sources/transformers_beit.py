@@ -61,7 +61,7 @@ class BeitTables(LayerTables):
 
 
 class ClassTokenBias(NamedTuple):
-    """The last three entries of a table, in the place of `relvit.layers.PrefixBias`."""
+    """The last three entries of a table, which replace `relvit.layers.PrefixBias`."""
 
     weight: Tensor
 
@@ -89,7 +89,7 @@ class MakesGrid:
     """Mixin before modules of transformers that hold a table."""
 
     def forward(self, window_size: tuple[int, int], *_args: object, **_options: object) -> GridBias:
-        """Return the grid of an image with so many rows and columns of patches."""
+        """Return the grid of an image with these numbers of rows and columns of patches."""
         return GridBias(Grid(*window_size, prefix=1))
 
 
