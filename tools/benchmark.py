@@ -82,7 +82,7 @@ LAYERS = PLAIN | {
     "sam": lambda side: SamAttention(DIM, HEADS, use_rel_pos=True, rope=None, input_size=(side, side)),
     **{name: lambda side, layer=layer: layer(DIM, HEADS) for name, layer in peers.CLASSES.items()},
 }
-# The attention-free layer of the paper's best small model, with a window per channel, computed in several ways.
+# This is the attention-free layer of the paper's best small model, with a window per channel, computed in several ways.
 AFTS = PLAIN | {
     "aft_conv": lambda side: aft_conv(AFTConv2d),
     "aft_conv_convolution": lambda side: aft_conv(AFTConv2d, backend="convolution"),
@@ -209,7 +209,7 @@ class Cell:
             return self.module(*self.inputs)
 
     def step(self) -> None:
-        """Run what is timed."""
+        """Run the step whose time is measured."""
         with torch.set_grad_enabled(self.setting.mode == "train"):
             out = self.forward()
         if self.setting.mode == "train":
@@ -282,7 +282,7 @@ class Cell:
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
     """Count bytes that a forward pass on the CPU allocates and autograd then holds; neither input nor parameters."""
-    graph: list[Any] = []  # keeps the graph alive until all is counted
+    graph: list[Any] = []  # This list keeps the graph alive until all bytes are counted.
     return sum(allocations(lambda: graph.append(forward().grad_fn)))
 
 
@@ -327,20 +327,20 @@ def surroundings(device: str) -> dict[str, Any]:
 def limit_memory() -> None:
     """Let an allocation beyond the free memory fail on Linux without a GPU, where the kernel would kill the process."""
     if Path("/proc/meminfo").exists() and not torch.cuda.is_available():
-        import resource  # not on every system
+        import resource  # The module `resource` does not exist on every system.
 
         resource.setrlimit(resource.RLIMIT_DATA, (available_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def keep_memory() -> bool:
-    """Let the C library of Linux keep released memory, for all competitors alike; return True where it does.
+    """Let the C library of Linux keep released memory, for all competitors alike; return whether it does.
 
     Otherwise some calls of a model return memory to the system, and other calls wait until the system gives memory page
     by page. Which calls do so depends on the history of the process, not on the model.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # These are constants of the C header malloc.h.
     return all(library.mallopt(option, 2**31 - 1) for option in (trim_threshold, mmap_threshold))
 
 

@@ -206,7 +206,7 @@ def _lines(rows: Iterable[Row], level: str, memory: bool) -> dict[str, dict[int,
 
 
 def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int, float]]) -> None:
-    """Draw multiples over the number of patches; the title has ours at the largest one."""
+    """Draw multiples over the number of patches; the title has relvit's multiple at the largest number."""
     names, unit = PANELS[level], "memory" if memory else "time"
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
         axes.plot(line.keys(), line.values(), "o-", color=colour, linewidth=3, markersize=9, label=names[name])
@@ -239,7 +239,7 @@ def replaced(text: str, table: str, begin: str = BEGIN) -> str:
 
 
 def digest(source: Path) -> str:
-    """Return the SHA-256 of the file of samples; a test compares it with the one in the figure."""
+    """Return the SHA-256 of the file of samples; a test compares it with the SHA-256 in the figure."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
 
 

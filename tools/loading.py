@@ -48,7 +48,7 @@ def write_folders(root: str, images: np.ndarray) -> None:
 
 
 def write_shapes(root: str, count: int) -> None:
-    """Write two class folders of train and val, with JPEG files whose shapes are those of photographs."""
+    """Write two class folders of train and val, with JPEG files that have the shapes of photographs."""
     generator = np.random.default_rng(0)
     aspects = generator.choice([1, 4 / 3, 3 / 2, 16 / 9, 2.5, 4], count, p=[0.1, 0.4, 0.35, 0.1, 0.04, 0.01])
     portrait = generator.random(count) < 0.25

@@ -95,7 +95,7 @@ def attention(mixer: RelativeAttention, tokens: int, patches: int) -> tuple[int,
 
 
 def hashed_attention(mixer: LSHAttention, tokens: int, patches: int) -> tuple[int, int, int]:
-    """Count MACs of LSH attention: the hashes, and both products of each chunk with itself and the one before it."""
+    """Count MACs of LSH attention: the hashes, and both products of each chunk with itself and the chunk before it."""
     rounds, head_dim, most = mixer.rotations.shape
     pairs = min(tokens // (2 * mixer.bucket_size), most)
     chunk = min(tokens, 2 * -(-tokens // max(1, 2 * pairs)))

@@ -44,7 +44,7 @@ class ArchiveError(ValueError):
 
 
 def prepare(archives: Path, root: Path, check_md5: bool = False, subset: bool = False) -> list[str]:
-    """Unpack what is missing below root; return how numbers differ from the official ones, a line each.
+    """Unpack what is missing below root; return how numbers of images differ from the official numbers, a line each.
 
     Raises:
         FileNotFoundError: An archive is missing.
@@ -141,7 +141,7 @@ def opened(archive: Path, stream: BinaryIO | None = None) -> Iterator[tarfile.Ta
         with stream or reading(archive, "unpacking") as file, tarfile.open(fileobj=file) as tar:
             yield tar
     except (tarfile.TarError, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # a full disk, for one
+        if isinstance(error, OSError) and error.errno is not None:  # The disk may be full, for example.
             raise
         raise ArchiveError(f"{archive} is damaged or incomplete ({error}): download it again") from error
 

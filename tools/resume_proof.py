@@ -58,7 +58,7 @@ CASES = [
 # Environment variables that say where and how a training ends, and which file counts its steps.
 PLACE, END, COUNT = "RESUME_PROOF_PLACE", "RESUME_PROOF_END", "RESUME_PROOF_COUNT"
 EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exception": 1}
-EPOCHS, BATCHES = 3, 7  # batches of an epoch at one size
+EPOCHS, BATCHES = 3, 7  # These are the batches of an epoch at one size.
 CONFIGURATION = f"""
 --data=ImageFolderData --data.img_size=16 --data.batch_size=4 --data.num_workers=2 --data.augment=resized-crop
 --data.random_erasing=0.5 --model.model=test_relvit --model.model_kwargs.patch_size=8 --model.model_kwargs.drop_rate=0.1
@@ -193,7 +193,7 @@ def _scalars(made: Path) -> dict[str, list[tuple[int, float]]]:
 def try_out(
     folder: Path, images: Path, whole: Path, case: tuple[str, bool, int, str, str]
 ) -> tuple[list[str], int, int]:
-    """Interrupt and resume a training; return what is wrong, and the steps before and after."""
+    """Interrupt and resume a training; return the differences, and the numbers of steps before and after."""
     place, ema, accumulate, end, data = case
     made, status = train(images, folder, ema, accumulate, data, place, end)
     wrong = [] if status == EXIT_STATUS[end] else [f"ended with {status} instead of {EXIT_STATUS[end]}"]

@@ -23,10 +23,10 @@ from torchmetrics.classification import MulticlassJaccardIndex
 import relvit  # noqa: F401 (registers its models with timm)
 
 CLASSES, BACKGROUND = 11, 10
-DIGIT, PATCH = 16, 4  # pixels on a side
+DIGIT, PATCH = 16, 4  # Both are in pixels on a side.
 TRAINED = (48, 48)
 SIZES = (TRAINED, (48, 96), (96, 96), (144, 144))
-SHIFT = (2, 3)  # patches, rows and columns
+SHIFT = (2, 3)  # The shift is in rows and columns of patches.
 SHAPE = {"patch_size": PATCH, "embed_dim": 64, "depth": 4, "num_heads": 4, "in_chans": 1, "img_size": TRAINED}
 MODELS = {
     "relvit_tiny": SHAPE | {"max_distance": 3},
@@ -54,7 +54,7 @@ class Canvas:
                 y, x = (int(self.random.integers(side - DIGIT + 1)) for side in size)
                 place = (slice(y, y + DIGIT), slice(x, x + DIGIT))
                 if (label[place] != BACKGROUND).any():
-                    continue  # digits do not cover one another
+                    continue  # Digits must not overlap.
                 ink = self.images[digit]
                 image[0][place] += ink
                 label[place][ink > 0.5] = self.targets[digit]

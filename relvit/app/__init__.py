@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from relvit.app.utils.exceptions import MissingPackageError
 
-# Key: the package. Value: the oldest version of it that pyproject.toml allows.
+# `OLDEST` maps each package to its oldest version that pyproject.toml allows.
 OLDEST = {"lightning": "2.6.6", "torchmetrics": "1.4", "jsonargparse": "4.51", "matplotlib": "3.8", "sklearn": "1.4"}
 
 for _package, _oldest in OLDEST.items():

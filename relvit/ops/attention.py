@@ -44,7 +44,7 @@ LARGEST_MASK = 1024
 
 
 class Choice(NamedTuple):
-    """A backend, the reason for it, and what it keeps for backward besides its inputs and its output."""
+    """A backend, the reason for it, and the tensors that it keeps for backward besides its inputs and its output."""
 
     backend: str
     reason: str

@@ -91,8 +91,8 @@ def test_options_exist(path, capsys):
             assert taken[group][name] == value
 
 
-# These are one configuration for each kind of data, and the one with unusual weights. The others are marked slow
-# because they are many.
+# These are one configuration for each kind of data, and the configuration with unusual weights. All other
+# configurations are marked slow, because there are many.
 DAILY = ("digits", "cifar10_aft", "folder", "finetune_aft")
 
 

@@ -51,7 +51,7 @@ def test_constants_follow_the_device_of_a_module(kind):
 @pytest.mark.parametrize("kind", MODULES)
 def test_constants_after_to_empty(kind):
     module = MODULES[kind]()
-    torch.use_deterministic_algorithms(True)  # so that PyTorch fills new memory with NaN
+    torch.use_deterministic_algorithms(True)  # PyTorch fills new memory with NaN in this mode.
     try:
         empty = nn.Sequential(MODULES[kind]().to("meta", torch.bfloat16)).to_empty(device="cpu")
     finally:

@@ -141,7 +141,7 @@ def present(device: str) -> tuple[str, ...]:
 
 
 def refusal(scene: Scene, terms: RelativeTerms, device: str, dtype: torch.dtype, backend: str) -> str | None:
-    """Return why a backend does not take a scene; None where it does."""
+    """Return the reason why a backend does not take a scene, or None if it takes the scene."""
     arguments = arguments_of(scene, terms, device, dtype)
     return MODULES[backend].refusal(checked(AttentionInputs(*arguments, **moved(scene.options, device))))
 

@@ -17,7 +17,7 @@ Limits = dict[str, float] | float
 
 
 class Measured(NamedTuple):
-    """A relative error, what is allowed, and a remark."""
+    """A relative error, the allowed error, and a remark."""
 
     error: float
     limit: float

@@ -1,4 +1,4 @@
-"""Compile the kernels of the backend 'triton' without a GPU and count what they need: `python tools/gpu/kernels.py`.
+"""Compile the kernels of 'triton' without a GPU, and count registers and instructions: `python tools/gpu/kernels.py`.
 
 For sm_80, sm_86 and sm_90 the table has, per kernel: registers, bytes of spilled registers and of shared memory, and
 how many tensor-core instructions and how many instructions in total a warp needs for one tile of the main loop, each
@@ -40,8 +40,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may use (CUDA C++ programming guide, table of compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 HEADS, HEAD_DIM = 6, 64
-# The number of rows of tables with the default clip distance, 7: a zero row, and 15 rows for each axis, padded to a
-# multiple of 8.
+# This is the number of rows of tables with the default clip distance, 7: a zero row, and 15 rows for each axis, padded
+# to a multiple of 8.
 ENTRIES = 32
 POINTERS = {"valid": "*u8"} | dict.fromkeys(("key_index", "key_bounds", "value_index", "value_bounds"), "*i16")
 POINTERS |= dict.fromkeys(("bias", "table", "lse", "means", "sums"), "*fp32")

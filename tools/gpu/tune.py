@@ -86,7 +86,7 @@ def outcome(case: Case, device: str, backend: str, dtype: torch.dtype) -> list[T
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """Return the relative errors; infinity for what is not finite."""
+    """Return the relative errors; infinity for results that are not finite."""
     ratios = (float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
     return [ratio if math.isfinite(ratio) else math.inf for ratio in ratios]
 

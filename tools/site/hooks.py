@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# Pages of the site from files outside docs/.
+# The site has pages from these files outside of docs/.
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # These packages get a page from the docstrings of the names in their `__all__`.
 CORE, APPLICATION = ("ops", "layers", "models"), ("data", "training", "evaluation", "plots")

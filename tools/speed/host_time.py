@@ -37,7 +37,7 @@ import relvit
 
 SIZE, TINY = 32, {"embed_dim": 32, "num_heads": 2, "num_classes": 10}
 MODES = ("forward", "step")
-# Operations such as `reshape` that PyTorch implements by other operations.
+# PyTorch implements these operations, such as `reshape`, by other operations.
 COMPOSITE = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 
 
@@ -73,7 +73,7 @@ def retrofitted(build: Callable[[int], nn.Module], **options: Any) -> Callable[[
 
 
 def models() -> dict[str, Model]:
-    """Return all models by name; those of `tools/benchmark.py` are compared with its plain ViT."""
+    """Return all models by name; models of `tools/benchmark.py` are compared with its plain ViT."""
     found = {name: Model(lambda layers, name=name: of_benchmark(name, layers), "plain") for name in MODELS}
     found["plain retrofitted"] = Model(retrofitted(found["plain"].build, rel_terms="kv"), "plain")
     sources = {"relpos": found["relpos"].build, "sam": sam, "beit": beit, "swin": swin}

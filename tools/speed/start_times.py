@@ -22,7 +22,7 @@ RELVIT = "import sys; from relvit_start import main; sys.exit(main())"
 
 
 class Start(NamedTuple):
-    """A command: its name, the program and arguments of Python, what it is compared with, and the seconds allowed."""
+    """A command: its name, the program and arguments of Python, the command to compare with, and a time limit."""
 
     name: str
     program: list[str]

@@ -103,7 +103,7 @@ MODELS = {
     "fire-learned": relative(position="fire", pos_embed="learn"),
     # This model has a slightly wider MLP, since its attention has fewer parameters.
     "aft-conv": Model("relvit_aft_conv_tiny", SHAPE | {"mlp_ratio": 4.5}),
-    # Patches of 2 px: a grid of 16 x 16 instead of 8 x 8 patches.
+    # With patches of 2 px the grid has 16 x 16 patches instead of 8 x 8.
     "learned-patch-2": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "learn"} | PATCH_2),
     "kv-2-learned-patch-2": relative(max_distance=2, pos_embed="learn", rel_init_std=0.1, **PATCH_2),
     "kv-4-learned-patch-2": relative(max_distance=4, pos_embed="learn", rel_init_std=0.1, **PATCH_2),
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                continue  # another process trains this run
+                continue  # Another process trains this run.
             splits = RECIPES[run.recipe].images
             images = prepare(given.images, given.work / ("all-images" if splits is WHOLE else "images"), splits)
             line = line_of(run, train(run, images, folder), given.commit)

@@ -34,7 +34,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def item_type(hint: Any) -> Any:
-    """Return the type of the items where an option takes a list or tuple of values; None where it does not."""
+    """Return the type of the items if an option takes a list or tuple of values, otherwise None."""
     return next((get_args(part)[0] for part in _alternatives(hint) if get_origin(part) in (list, tuple)), None)
 
 

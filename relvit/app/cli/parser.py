@@ -49,7 +49,7 @@ class Parser(LightningArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **kwargs: Any
     ) -> Namespace:
-        """Parse arguments; the options begin with the values of a namespace, such as those of a checkpoint."""
+        """Parse arguments; a namespace gives the initial values of options, such as the values in a checkpoint."""
         try:
             return super().parse_args(args, namespace, **kwargs)
         except (ArgumentError, UnicodeDecodeError, OverflowError, RecursionError) as error:

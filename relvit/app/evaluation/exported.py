@@ -1,4 +1,4 @@
-"""Classifiers in exported files, used as those of checkpoints: .onnx by onnxruntime, .pt2 by PyTorch, on the CPU."""
+"""Classifiers in exported files, used like checkpoints: .onnx by onnxruntime, .pt2 by PyTorch, on the CPU."""
 
 from __future__ import annotations
 

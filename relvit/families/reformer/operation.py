@@ -129,7 +129,7 @@ def _attend(
     chunks = (tokens + extra) // size
 
     def windows(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut sorted tokens into chunks (..., chunks, size), and chunks with the one before, (..., chunks, 2 size)."""
+        """Cut sorted tokens into chunks (..., chunks, size), and windows of two chunks, (..., chunks, 2 size)."""
         own = x.unflatten(3, (chunks, size))
         return own, torch.cat((own.roll(1, 3), own), dim=4)
 

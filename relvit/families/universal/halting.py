@@ -119,7 +119,7 @@ class AdaptiveHalting(KeepConstants, Leaf):
 
 
 def ponder_cost(state: HaltingState, grid: Grid) -> Tensor:
-    """Compute the mean of N + R over the patches of each image, (B,), without padding; the gradient is that of R."""
+    """Compute the mean of N + R over the patches of each image, (B,), without padding; only R has a gradient."""
     cost = state.steps + state.remainder
     if grid.valid is None:
         return cost.mean(1)

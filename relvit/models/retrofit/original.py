@@ -148,7 +148,7 @@ def restore(model: nn.Module) -> nn.Module:
         renewed += [module] if then.members["_buffers"] else []
         values.append((module, then.values))
     if hasattr(model, "_model_args"):
-        # timm may have recorded changes since the retrofit, such as that of `reset_classifier`.
+        # timm may have recorded changes since the retrofit, such as a change by `reset_classifier`.
         model._model_args = {**model._model_args, **arguments}
     delattr(model, RECORD)
     delattr(model, WINDOWS)

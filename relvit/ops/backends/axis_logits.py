@@ -344,7 +344,7 @@ def used_pieces(joined: Sequence[Entries], tables: Sequence[Tensor]) -> list[Ten
 
 
 def split_joined(joined: Sequence[Entries], grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Split the gradients of the terms' joined tables into those of each table."""
+    """Split the gradients of the terms' joined tables into the gradients of each table."""
     if len(grads) == 2 and grads[0].dtype != dtype:
         # `cat` with `out` joins both gradients and converts their dtype in one operation, so call it instead of
         # converting each gradient.

@@ -135,7 +135,7 @@ def test_bands_that_come_one_by_one_and_how_much_is_kept():
 
 def test_tiles_attend_to_earlier_tiles_of_the_image():
     model, x = build(position="tables", max_distance=2), photos(32, 40)
-    tiles = [(0, 0, 2, 3), (0, 3, 2, 2), (2, 0, 2, 3), (2, 3, 2, 2)]  # of 4 x 5 patches
+    tiles = [(0, 0, 2, 3), (0, 3, 2, 2), (2, 0, 2, 3), (2, 3, 2, 2)]  # The image has 4 x 5 patches.
     owner = torch.zeros(4, 5, dtype=torch.long)
     for number, (top, left, rows, columns) in enumerate(tiles):
         owner[top : top + rows, left : left + columns] = number

@@ -13,7 +13,7 @@ from vits import SMALL, assert_same, bias_for, images, small
 from relvit.models import RelVisionTransformer, Weights, checkpoint_filter_fn, transfer_weights
 
 VIT = {"class_token": True, "global_pool": "token", "pos_embed": "learn"}
-SINGLE = 1e-6  # timm interpolates absolute embeddings in single precision
+SINGLE = 1e-6  # timm interpolates absolute embeddings in single precision.
 CFG = {"input_size": (3, 24, 16), "num_classes": 5}
 
 

@@ -21,8 +21,7 @@ BEGIN, END = "<!-- written by tests/support/data/broken_input.py -->", "<!-- end
 
 
 class OddImage(NamedTuple):
-    """A file: what it is, its name, a function that makes it at a path, and what is read: size and upper left pixel, or
-    the reason why it is not."""
+    """An odd file: its kind, its name, a function that writes it, and the size and upper left pixel, or the error."""
 
     kind: str
     name: str

@@ -26,7 +26,7 @@ _SHRINK = "make it smaller"
 Image.init()
 # libtiff prints a line for each error without the file's name, although Pillow raises an error, too. So turn the
 # printing off. In some builds of Pillow, such as those for Windows, these functions of libtiff are not found; libtiff
-# then goes on printing.
+# then continues to print.
 with contextlib.suppress(AttributeError, OSError):
     _libtiff = ctypes.CDLL(Image.core.__file__)
     _libtiff.TIFFSetErrorHandler(None)

@@ -29,7 +29,7 @@ NOT_OURS = "This page does not send such requests."
 
 
 class OwnPageOnly:
-    """ASGI middleware that refuses all requests but those that the page itself sends.
+    """ASGI middleware that refuses all requests except the requests that the page itself sends.
 
     A page of another site, open in a user's browser, may send requests to this machine. If the name of the site
     resolves to 127.0.0.1 (DNS rebinding), its requests look local. So the headers `Host` and `Origin` have to name the

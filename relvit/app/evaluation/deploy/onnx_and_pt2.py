@@ -178,7 +178,7 @@ def check_export(
 
 
 def _calibration(predictor: Predictor, paths: str) -> Iterator[Tensor]:
-    """Yield images (1, C, H, W) as the model takes them, evenly spaced among those that `paths` names."""
+    """Yield images (1, C, H, W) as the model takes them, evenly spaced among the images that `paths` names."""
     files = find_images([paths])
     for pixels, _ in predictor.batches(files[:: -(-len(files) // CALIBRATED)]):
         yield from (image[None] for image in images_of(pixels))

@@ -237,7 +237,7 @@ def aft_windows(model: nn.Module, img_size: Sequence[int], patch: Sequence[int] 
 
 
 def patch_index(patch: Sequence[int], grid: Grid) -> int:
-    """Return the index of a patch among those of a grid, or raise ValueError for a patch outside of the grid."""
+    """Return the index of a patch in a grid, or raise ValueError for a patch outside of the grid."""
     if len(patch) != 2 or not all(0 <= at < size for at, size in zip(patch, grid, strict=False)):
         raise ValueError(
             f"patch {tuple(patch)}: give a row from 0 to {grid.height - 1} and a column from 0 to {grid.width - 1}"

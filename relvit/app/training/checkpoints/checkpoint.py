@@ -44,7 +44,7 @@ UNNAMED = ("", "relvit.app.data.DatasetData")
 
 
 class Architecture(NamedTuple):
-    """The arguments of `ImageClassifier` that choose the model, without those that describe images and classes."""
+    """The arguments of `ImageClassifier` that choose the model, without arguments for images and classes."""
 
     model: str
     model_kwargs: dict[str, Any] | None = None
@@ -264,7 +264,7 @@ class Checkpoint:
             return shape_of(self.images_args)
 
     def check_reach(self, reach: Reach) -> None:
-        """Raise ValueError for a reach that needs images of one size, where those of the training had native shapes."""
+        """Raise ValueError for a reach that needs images of one size, if the training's images had native shapes."""
         if reach not in ("trained", "logn", "mirror") and not (shape := self.shape()).fixed:
             raise ValueError(
                 f"reach {reach!r} is for images of one size, {self.path} was trained on {shape.words()}: leave reach "
@@ -328,7 +328,7 @@ class Checkpoint:
 
 
 def _changed_classes(trained: Sequence[str], found: Sequence[str]) -> str:
-    """Name the classes that the data has beside those of the training, and those that the data lacks."""
+    """Name the classes that only the data have, and the classes that only the training had."""
     new, gone = ([name for name in one if name not in other] for one, other in ((found, trained), (trained, found)))
     parts = {f"{listing(new)} {'is' if len(new) == 1 else 'are'} new": new}
     parts |= {f"{listing(gone)} {'is' if len(gone) == 1 else 'are'} missing": gone}

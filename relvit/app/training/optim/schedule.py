@@ -150,7 +150,8 @@ def batch_size_of(trainer: Trainer) -> int:
                 "shuffle=True)"
             )
         given = f"the training loader, {name}, does not say its batch_size"
-        # A DataLoader's own attribute cannot be set, but that of its samplers can, so suggest one of these.
+        # A DataLoader's own attribute cannot be set, but the attribute of its samplers can, so suggest one of the
+        # samplers.
         which = next((each for each in ("batch_sampler", "sampler") if getattr(loader, each, None) is not None), None)
         part = f"its {which}, {type(getattr(loader, which)).__name__}," if which else "it"
         raise ValueError(f"{given}: give {part} the attribute batch_size, the number of images in a batch")

@@ -136,7 +136,8 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     found = [kind for kind in sorted(kinds) if AcceleratorRegistry[kind]["accelerator"].is_available()]
     found += ["gpu"] if {"cuda", "mps"} & set(found) else []
     if isinstance(accelerator, str) and accelerator not in ("auto", *found):
-        # Suggest another name only if Lightning does not know the given name: if it does, the device itself is missing.
+        # Suggest another name only if Lightning does not know the given name: a name that Lightning knows is right, and
+        # the device itself is missing.
         hint = "" if accelerator in (*kinds, "gpu") else did_you_mean(accelerator, ("auto", *found))
         raise ValueError(f"--trainer.accelerator {accelerator}: this machine has auto, {', '.join(found)}{hint}")
     if accelerator == "cpu" or found == ["cpu"]:

@@ -34,7 +34,7 @@ class TransformersModel(OwnPositions):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False, so that `save_pretrained` names the weights in files as it does for the original class."""
+        """Return False, so that `save_pretrained` gives weights the same names in files as for the original class."""
         return False
 
 

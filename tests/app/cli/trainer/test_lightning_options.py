@@ -178,7 +178,7 @@ def test_a_callback_that_writes_to_a_logger_is_refused_without_one(name, photos,
     assert f"Lightning's {name} writes to a logger, and there is none" in message
 
 
-# The two callbacks without the mark `slow` are those that changes of Lightning's hooks would break most easily.
+# The two callbacks without the mark `slow` are the most likely to break if Lightning's hooks change.
 @pytest.mark.parametrize(
     "names",
     [
