@@ -226,7 +226,7 @@ class Cell:
         return time.perf_counter() - begin
 
     def bytes_of_step(self) -> int:
-        """Count what a step adds at its peak on CUDA; on the CPU what autograd keeps, in mode 'forward' the peak."""
+        """Count peak bytes of a step on CUDA; on the CPU bytes that autograd keeps (mode 'forward': the peak)."""
         self.clear()
         if self.setting.device != "cuda":
             return kept_bytes(self.forward) if self.setting.mode == "train" else peak_bytes(self.step)

@@ -36,7 +36,7 @@ class NoTorchScript:
     """Mixin before one of timm's models that refuses `torch.jit.script`."""
 
     def __prepare_scriptable__(self) -> nn.Module:
-        # `torch.jit.script` calls this method first, so its user reads this error instead of one about an operation.
+        # `torch.jit.script` calls this method first, so a user reads this error instead of an error about an operation.
         raise TypeError(
             f"{type(self).__name__} has no TorchScript, which PyTorch has deprecated: use torch.export or torch.compile"
         )

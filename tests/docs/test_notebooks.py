@@ -27,7 +27,7 @@ def test_committed_outputs(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output["output_type"] != "error"
-        # Progress bars also write to stderr, so look for warnings and errors in its text.
+        # Progress bars also write to stderr, so look for warnings and errors in the text of stderr.
         assert output.get("name") != "stderr" or not re.search("warn|error", "".join(output["text"]), re.IGNORECASE)
         printed = [output.get("text", []), output.get("data", {}).get("text/plain", [])]
         assert not re.search(OF_A_MACHINE, "".join("".join(lines) for lines in printed)), printed

@@ -50,7 +50,7 @@ class ImageShape:
         return {"img_size": self.img_size, "native": not self.fixed} | self.record()
 
     def at_size(self, img_size: tuple[int, int]) -> ImageShape:
-        """Return the shape for images of another size; native shapes get at most as many patches as this size has."""
+        """Return the shape for images of another size, which limits the number of patches of native shapes."""
         return ImageShape(img_size)
 
     def adapt(self, transform: v2.Compose) -> v2.Compose:

@@ -99,6 +99,6 @@ def test_messages_name_what_was_typed(photos, tmp_path, fails):
 
 
 def test_the_command_line_starts_without_lightning():
-    """Importing Lightning takes seconds, which help, `--version` and mistakes must not wait for."""
+    """Importing Lightning takes seconds, so the help, `--version` and errors must not import Lightning."""
     code = "import sys, relvit.app.cli.typed_words; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
