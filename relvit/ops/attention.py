@@ -112,7 +112,7 @@ def relative_attention(
             'fused' has second derivatives only where PyTorch may take no flash kernel.
 
     Returns:
-        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. The contents of
+        (B, heads, Nq, value_dim), dtype of the query. A query that may attend to no key gets zeros. Keys and values of
         padding, even NaN, change nothing.
 
     Raises:

@@ -190,6 +190,7 @@ def keep_tokens(tokens: Tensor, grid: Grid, keep: Tensor) -> tuple[Tensor, Grid]
     _check_integers("keep", keep)
     if keep.dim() != 2 or len(keep) != len(tokens):
         raise ValueError(f"keep must have shape (B, K) with B = {len(tokens)} images, got {tuple(keep.shape)}")
+    keep = keep.to(torch.int64)
     first, patches = tokens[:, : grid.prefix], tokens[:, grid.prefix :]
     kept = patches.gather(1, keep[:, :, None].expand(-1, -1, tokens.shape[2]))
     return torch.cat((first, kept), dim=1), keep_patches(grid, keep)

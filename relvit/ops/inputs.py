@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relvit.ops.buckets import BUCKETINGS
 from relvit.ops.checks import check_kind, check_shape
-from relvit.ops.grid import Grid, check_tokens
+from relvit.ops.grid import Grid, check_tokens, key_mask
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms, with_query_bias
 from relvit.ops.tracing import knows_values
 from relvit.utils.messages import check_choice
@@ -155,6 +155,8 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     # Backends multiply all products by the scale. The products of channels must not be scaled, so divide the queries'
     # channels by the scale here.
     query, key = channels.query / inputs.scale, channels.key
+    if dtype == torch.float16 and query.numel() and key.numel():
+        query, key = _balanced(query, key, key_mask(inputs.key_grid))
     if added_width(inputs.terms, dtype) > key.shape[-1]:
         (query, query_rest), (key, key_rest) = ((part, part - part.to(dtype)) for part in (query, key))
         query, key = torch.cat((query, query_rest, query), dim=-1), torch.cat((key, key, key_rest), dim=-1)
@@ -163,6 +165,19 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
         for content, part in ((inputs.query, query), (inputs.key, key))
     )
     return inputs._replace(query=query, key=key, terms=inputs.terms._replace(channels=None))
+
+
+def _balanced(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Make the largest numbers of queries and of keys about equal in each channel, without a change of any product.
+
+    The largest number of float16 is 65504, and squared coordinates divided by the scale may be larger. Factors that are
+    powers of two do not round. `valid` is the `key_mask`: numbers of padding do not count.
+    """
+    real = key if valid is None else key.where(valid[:, None, :, None], 0.0)
+    largest, of_keys = (part.detach().float().abs().flatten(0, 2).amax(0) for part in (query, real))
+    power = (of_keys.log2() - largest.log2()) / 2
+    factor = power.round().nan_to_num(0.0, 0.0, 0.0).exp2()  # 1 for channels of zeros
+    return query * factor, key / factor
 
 
 def added_width(terms: RelativeTerms, dtype: torch.dtype) -> int:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from relvit.ops import key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.grid import keep_tokens
 
 
 def test_raster_order_is_row_by_row():
@@ -23,6 +24,17 @@ def test_sizes_may_be_integers_of_numpy():
     grid = make_grid(np.int64(2), np.int32(3), np.int64(1))
     assert grid == make_grid(2, 3, 1)
     assert all(type(size) is int for size in grid[:3])
+
+
+def test_indices_of_kept_patches_may_be_integers_of_any_width():
+    tokens, grid = torch.randn(2, 7, 3), make_grid(2, 3, prefix=1)
+    keep = torch.tensor([[4, 0], [5, 1]])
+    expected = keep_tokens(tokens, grid, keep)
+    assert torch.equal(expected[0][1], tokens[1, [0, 6, 2]])
+    for dtype in (torch.int32, torch.uint8):
+        kept, kept_grid = keep_tokens(tokens, grid, keep.to(dtype))
+        assert torch.equal(kept, expected[0])
+        assert torch.equal(kept_grid.coords, expected[1].coords)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Logits that no table gives (free channels, row and column logits): every backend compared with brute force."""
 
+from functools import partial
+
 import pytest
 import torch
 from draws import BACKENDS, assert_same, brute_force, draw, draw_case, tables_of
@@ -114,6 +116,27 @@ def test_channels_in_half_precision_where_large_products_cancel(backend, dtype):
     logits = 0.3 * q.double() @ k.double().mT - distance**2 / 2
     expected = logits.softmax(-1) @ v.double()
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e-4])
+def test_channels_beyond_the_range_of_float16(size, padded):
+    """Channels divided by the scale are as large as 10^6, and their products with the keys' are not."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = draw(generator, 3, 2, 2, 12, 5).half()
+    query, key = draw(generator, 1, 1, 12, 3).float() * size, draw(generator, 2, 1, 12, 3).float() / size
+    query[..., 2] = 0
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    if padded:
+        valid[0, 8:], key[0, :, 8:], key[0, :, 9] = False, 1e30, torch.nan
+    terms, grid = RelativeTerms(channels=Channels(query, key)), make_grid(3, 4, valid=valid if padded else None)
+    attend = partial(relative_attention, grid=grid, scale=0.01)
+    got = attend(q, k, v, terms, backend="fused")
+    precise = RelativeTerms(channels=Channels(query.double(), key.double()))
+    expected = attend(q.double(), k.double(), v.double(), precise, backend="reference")
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-3)
+    nothing = RelativeTerms(channels=Channels(query[:0], key[:0]))
+    assert relative_attention(q[:0], k[:0], v[:0], nothing, make_grid(3, 4), backend="fused").shape == (0, 2, 12, 5)
 
 
 def test_several_channels_and_their_width():
