@@ -117,8 +117,7 @@ class RelativeTerms(NamedTuple):
         key: a^K, multiplied by the queries.
         value: a^V, added to the values.
         bias: b, one number per head: tables of shape (2k + 1,), shared by all heads, or (heads, 2k + 1). Not scaled.
-            Entries must be finite, because some backends multiply unused entries by 0: hide offsets by -1e3, not -inf,
-            and in float16 not by numbers that a division by the scale makes infinite.
+            Entries must be finite, because some backends multiply unused entries by 0: hide offsets by -1e4, not -inf.
         bucketing: 'clip' or 'piecewise', which row of a table an offset uses; see `relvit.ops.buckets.bucket`.
         channels: c, see `Channels`. Not scaled.
         query_bias: (heads, head_dim), added to all queries before a rotary embedding: Transformer-XL's u (Dai et al.

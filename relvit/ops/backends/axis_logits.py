@@ -164,7 +164,7 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     if terms.key is not None:
         logits = axis_logits(query, *joined_with_index(terms.key, terms.bucketing, grid, axes, query))
     if terms.axis_logits is not None:
-        given = torch.cat(terms.axis_logits, dim=-1).to(query.dtype)
+        given = to_finite(torch.cat(terms.axis_logits, dim=-1), query.dtype)
         given = F.pad(given, (0, sum(axis.size for axis in axes) - given.shape[-1]))
         logits = given if logits is None else logits + given
     if not isinstance(terms.bias, AxisTables):
@@ -177,8 +177,16 @@ def query_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:
     # for each sample.
     heads = query.shape[1]
     entries = table.expand(heads, -1)[None, :, None].expand(index.shape[0], heads, index.shape[2], -1)
-    bias = entries.gather(-1, index.expand(-1, heads, -1, -1)).to(query.dtype)
+    bias = to_finite(entries.gather(-1, index.expand(-1, heads, -1, -1)), query.dtype)
     return bias.expand(query.shape[0], -1, -1, -1) if logits is None else logits + bias
+
+
+def to_finite(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the logits of a bias, divided by the scale; in float16, lower the largest, which would become infinite.
+
+    One-hot vectors multiply most logits by 0, and 0 times infinity is NaN. Sums with other logits must be finite, too.
+    """
+    return (logits.clamp(-3e4, 3e4) if dtype == torch.float16 else logits).to(dtype)
 
 
 def key_logits(inputs: AttentionInputs, axes: Axes) -> Tensor | None:

@@ -32,6 +32,7 @@ from relvit.ops.backends.axis_logits import (
     product,
     split_joined,
     sum_by_entry,
+    to_finite,
     transposed_product,
     used_pieces,
 )
@@ -333,7 +334,8 @@ def _join(plan: Plan, tables: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
     joined = bias = None
     if plan.bias is not None:
         *tables, rows, cols = tables
-        bias = (torch.cat(used_pieces((plan.bias,), (rows[..., None], cols[..., None])), -2) / plan.scale).to(dtype)
+        bias = torch.cat(used_pieces((plan.bias,), (rows[..., None], cols[..., None])), -2) / plan.scale
+        bias = to_finite(bias, dtype)
     if plan.vectors:
         joined = converted(torch.cat(used_pieces(plan.vectors, tables), -2), dtype)
     return joined, bias

@@ -15,6 +15,7 @@ from draws import (
     draw_case,
     draw_tables,
     leaves,
+    relative_error,
     with_tables,
 )
 from hypothesis import given, settings
@@ -131,6 +132,22 @@ def test_a_bias_is_not_scaled_however_small_the_scale(backend, scale):
     out = relative_attention(*inputs[:3], singles, grid, scale=scale, backend=backend)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
     assert_all_close([grad.double() for grad in torch.autograd.grad(out.sum(), inputs)], grads, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", ["b", "kb"])
+@pytest.mark.parametrize("backend", ["lean", "fused", "tiled", "gathered"])
+def test_a_bias_hides_offsets_in_float16_too(backend, which):
+    q, k, v, terms, grid = draw_case(3, 4, prefix=1, which=which, per_head="b", dim=64)
+    # Divided by the scale, 1/8, this number is below the lowest one of float16.
+    terms.bias.rows[:, 0] = -1e4
+    terms.bias.cols[1, 3:] = -1e4
+    inputs = leaves(q, k, v, terms)
+    low = [part.half() for part in inputs[:3]]
+    got = relative_attention(*low, with_tables(terms, torch.Tensor.float), grid, backend=backend).double()
+    expected = relative_attention(q, k, v, terms, grid, backend="reference")
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-2)
+    found, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected))
+    assert all(relative_error(*pair) < 2e-2 for pair in zip(found, wanted, strict=True))
 
 
 def test_dropout_keeps_the_expectation_and_reaches_the_value_term(monkeypatch):
