@@ -47,6 +47,8 @@ PROTOCOLS: dict[SizeProtocol, str] = {
 # These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used, so
 # checkpoints with different values can be compared.
 LOADING = ("on_error", "cache", "download")
+# These arguments of `ImageData` describe the shape of the training's images.
+OF_THE_TRAINING = ("img_size", "train_sizes", "native", "max_tokens", "patch_size")
 
 
 def evaluate_sizes(
@@ -85,7 +87,7 @@ def evaluate_sizes(
         data: the name of the data module whose images are used, such as my_module.Mine. None: the data module of the
             training; if it is not part of relvit, it must have been imported already.
         data_args: arguments of the data module, such as a password; they replace the arguments that the checkpoint
-            records.
+            records. The shape of the images (`img_size`, `native` and the like) stays that of the training.
 
     Returns:
         A row for each checkpoint and size: 'checkpoint', 'model', 'reach', 'train_sizes' (each [height, width]; empty
@@ -101,6 +103,7 @@ def evaluate_sizes(
         ValueError: the checkpoints have different classes or images, or the data have other classes than a checkpoint.
         ValueError: no checkpoint or no size is given, or one is given twice.
         ValueError: one of the sizes is a size that no checkpoint takes.
+        ValueError: `data_args` has an argument of the shape of the training's images.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
@@ -108,6 +111,9 @@ def evaluate_sizes(
             raise ValueError(f"no {name} is given: give one or more")
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ValueError(f"{name} {twice[0]} is given more than once: give each once")
+    # `set_reach` and protocol 'field' compare each size with the size of the training, which the checkpoint records.
+    if wrong := [name for name in data_args or {} if name in OF_THE_TRAINING]:
+        raise ValueError(f"{wrong[0]} of the data is that of the training: leave it out, and give the sizes by `sizes`")
     data_type = named_data_module(data)
     checkpoints = [Checkpoint.read(path).with_data(data_type) for path in paths]
     pairs = []

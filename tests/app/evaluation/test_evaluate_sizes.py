@@ -241,6 +241,12 @@ def test_checkpoints_of_other_classes_are_refused(best, digits_run):
         evaluate_sizes([best, digits_run / "checkpoints" / "best.ckpt"], [16])
 
 
+def test_the_shape_of_the_training_cannot_be_changed(best):
+    """With `img_size` 48, objects would have the scale of 48 px in protocol 'field', though the training had 16."""
+    with pytest.raises(ValueError, match="img_size of the data is that of the training: leave it out"):
+        evaluate_sizes(best, [16], protocol="field", data="ImageFolderData", data_args={"img_size": 48})
+
+
 def test_data_whose_classes_are_in_another_order_are_refused(best):
     """Labels are indices of classes, so the accuracy would be computed from wrong labels."""
     with pytest.raises(ValueError, match=r"best\.ckpt was trained on other classes .*: their order is another; "):
