@@ -6,12 +6,14 @@ import re
 import sys
 
 import pytest
+import timm
 import torch
 from documents import blocks, text
 from timm.models import create_feature_extractor
 from timm.models.vision_transformer import VisionTransformer
 from vits import DEFAULTS, SMALL, assert_same, images, small
 
+from relvit.app.training import ImageClassifier
 from relvit.layers.positions import POSITIONS
 
 
@@ -22,10 +24,10 @@ def test_the_page_of_positions_has_a_row_for_every_name():
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory):
     """Import the page's class from a new module, as users would."""
-    (block,) = blocks("docs/own_position.md", "python")
+    block, registered = blocks("docs/own_position.md", "python")
     assert len(block.splitlines()) <= 40
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "own_position_example.py").write_text(block)
+    (folder / "own_position_example.py").write_text(block + registered)
     sys.path.insert(0, str(folder))
     import own_position_example
 
@@ -71,3 +73,17 @@ def test_it_is_a_position_like_any_other(quadratic):
     assert_same(other.eval()(images(16, 40)), model(images(16, 40)), atol=0)
     exported = torch.export.export(model, (images(16, 40),)).module()
     assert_same(exported(images(16, 40)), model(images(16, 40)), atol=1e-5)
+
+
+def test_a_model_registered_with_it_is_saved_opened_and_trained(quadratic, tmp_path, caplog):
+    small = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = timm.create_model("quadratic_vit", num_classes=3, img_size=(24, 16), **small).eval()
+    assert isinstance(model.blocks[0].attn.position, quadratic)
+    timm.models.save_for_hf(model, tmp_path / "saved", safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()
+    assert_same(again(images(16, 40)), model(images(16, 40)), atol=0)
+    features = timm.create_model("quadratic_vit", features_only=True, out_indices=(0, 1), **small)
+    assert [tuple(each.shape[1:]) for each in features(images(16, 40))] == [(16, 2, 5)] * 2
+    classifier = ImageClassifier("quadratic_vit", 3, img_size=(24, 16), model_kwargs=small)
+    assert classifier.net.patch_embed.grid_size == (3, 2)
+    assert not caplog.records

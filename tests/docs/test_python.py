@@ -29,7 +29,7 @@ SLOW = ("docs/sizes.md",)
 def test_blocks_run(page, place, monkeypatch, capsys):
     # With all blocks, exports would take half a minute.
     use_one_block(monkeypatch)
-    names = {}
+    names = {"__name__": __name__}  # timm registers a model with the module of its function
     for library in ("transformers", "segment_anything") if page == "docs/sam.md" else ():
         pytest.importorskip(library, reason=f"docs/sam.md says how to install {library}")
     if page == "docs/publish.md":

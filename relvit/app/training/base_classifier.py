@@ -128,7 +128,10 @@ class BaseClassifier(EpochMetrics):
         """Return the names of the images of a batch, which may be empty, and their probabilities (B, num_classes)."""
         images, names = pair_of(batch, "names")
         if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"items to predict are pairs of an image and its name (str), got {type(names).__name__}")
+            raise TypeError(
+                f"items to predict are pairs of an image and its name (str), got {type(names).__name__}: call the "
+                "module on images for logits, or predict a DatasetData, which names the images"
+            )
         return {"names": list(names), "probabilities": self.probabilities(images, self.mirror)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -22,7 +22,8 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `ImageClassifier` in plain types, as every checkpoint can hold them.
 
     Raises:
-        TypeError: An argument is an array of NumPy; or `class_names` is one text, or a dict.
+        TypeError: An argument is an array of NumPy; `class_names` is one text, or a dict; or an argument of the model
+            or optimiser is, for example, a class.
         ValueError: `class_names` holds a name twice.
     """
     for name, value in given.items():
@@ -32,7 +33,15 @@ def plain_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
     if plain["class_names"] is not None:
         plain["class_names"] = names_in(plain["class_names"])
-    return plain_values(plain)
+    found = plain_values(plain)
+    for name in ("model_kwargs", "retrofit", "opt_kwargs"):
+        lost = set(plain[name]) - set(found[name]) if isinstance(plain[name], Mapping) else ()
+        for key in sorted(lost):
+            raise TypeError(
+                f"{name} holds {key!r}: {plain[name][key]!r}, but checkpoints hold only numbers, texts, lists and "
+                "dictionaries: give one of these, or register a model of your own, see docs/own_position.md"
+            )
+    return found
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -98,8 +107,7 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
-            f"data have {'several' if found else 'one'}: give data like those of the model's training, or "
-            f"train with multi_label {found}"
+            f"data have {'several' if found else 'one'} (multi_label {found}): give both the same multi_label"
         )
 
 

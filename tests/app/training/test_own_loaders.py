@@ -146,6 +146,13 @@ def test_names_of_own_loaders_are_checked_before_the_training(data, error, messa
         train(build(warmup_epochs=0), data(), max_epochs=1)
 
 
+@pytest.mark.parametrize("name", ["model_kwargs", "retrofit", "opt_kwargs"])
+def test_arguments_that_no_checkpoint_can_hold_are_refused(name):
+    """A training would run to its end, and `relvit.load` could not read its checkpoint."""
+    with pytest.raises(TypeError, match=rf"{name} holds 'position': <class .*SlopePosition2d'>, but checkpoints hold"):
+        build(**{name: {"position": relvit.layers.SlopePosition2d}})
+
+
 def test_classes_may_be_named_by_numbers():
     assert build(class_names=range(7)).hparams.class_names == list("0123456")
 

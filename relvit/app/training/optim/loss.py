@@ -98,7 +98,7 @@ class ClassificationLoss(KeepConstants):
         self.kind = kind
         self.smoothing = smoothing
         self.threshold = threshold
-        weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
+        weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.float32)
         # Keep this buffer out of the state dict: checkpoints already hold the class weights as an argument.
         self.register_buffer("weights", weights, persistent=False)
 

@@ -99,3 +99,8 @@ def test_casts_leave_class_weights_in_single_precision(dtype):
     loss.to(dtype)
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in loss.named_buffers())
+
+
+def test_class_weights_may_be_a_tensor(recwarn):
+    assert ClassificationLoss(2, class_weights=torch.tensor([1, 3])).weights.tolist() == [1.0, 3.0]
+    assert not recwarn.list
