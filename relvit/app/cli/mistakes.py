@@ -277,7 +277,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if hint is None:
         if file is None or isinstance(value, dict) or not any(other.startswith(f"{name}.") for other in known):
             return None
-        return f"{name}{place} must hold its options by name, such as '{name}: {{NAME: VALUE}}', got {cut(value)}"
+        inner = f"{name}: {value}" if f"{name}.{name}" in known else "NAME: VALUE"
+        return f"{name}{place} must hold its options by name, such as '{name}: {{{inner}}}', got {cut(value)}"
     if value is None and file is None:
         return f"--{name} needs a value"
     classes = subclasses(hint)
@@ -302,6 +303,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
+    if item_type(hint) is not None and isinstance(value, str | int | float) and accepts(hint, f"[{value}]"):
+        return f"--{name}{place} must be a list in brackets, '[{value}]', got {cut(value)}"
     hinted, allowed, wanted = "", choices(hint), in_words(hint)
     if name == "trainer.precision":
         allowed, wanted = list(PRECISIONS), in_words(Literal[PRECISIONS])

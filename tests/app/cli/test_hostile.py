@@ -190,7 +190,10 @@ def test_nor_beside_data_that_are_given(content, tmp_path, photos, monkeypatch):
         ("trainer: {callbacks: [!!python/name:os.system '']}\n", "python/name:os.system"),
         ("model: {lr: 1, lr: 2}\n", "x.yaml: the key 'lr' comes twice: keep one (line 1)"),
         ("trainer: {a: 1}\nmodel: [1\n", "x.yaml: expected ',' or ']', but got '<stream end>' (line 3)"),
-        ("model: relvit_tiny\n", "x.yaml must hold its options by name, such as 'model: {NAME: VALUE}', got relvit_ti"),
+        (
+            "model: relvit_tiny\n",
+            "x.yaml must hold its options by name, such as 'model: {model: relvit_tiny}', got relvit_ti",
+        ),
         ("- 1\n", "x.yaml: options go by name, such as 'trainer: {max_epochs: 10}', got [1]"),
         ("- " * 1_000 + "1\n", "maximum recursion depth"),
         (

@@ -225,7 +225,8 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     """Return the labels of a dataset with `targets`, or of a subset of such a dataset; None for other datasets.
 
     Raises:
-        ValueError: The dataset has another number of `targets` than of items.
+        ValueError: The dataset has another number of `targets` than of items, or `targets` are not class numbers, or
+            0 and 1 for each class.
     """
     if isinstance(dataset, Subset):
         targets = targets_of(dataset.dataset)
@@ -233,10 +234,16 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     targets = getattr(dataset, "targets", None)
     if targets is None:
         return None
-    values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
-    if values.shape[:1] != (len(dataset),):
+    try:
+        values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
+    except ValueError:
+        # NumPy makes no array of lists of different lengths, such as the names of the classes in each image.
+        values = np.asarray([*targets, None], dtype=object)[:-1]
+    known = values.dtype.kind in "iu" if values.ndim == 1 else values.ndim == 2 and np.isin(values, (0, 1)).all()
+    if values.shape[:1] != (len(dataset),) or (values.size and not known):
         raise ValueError(
             f"`targets` of {type(dataset).__name__} must be one label for each of its {len(dataset)} items, in order, "
-            f"got an array of shape {values.shape}: correct them, or leave the attribute out"
+            "as a whole number, or with multi_label as 0 or 1 for each class, got an array of shape "
+            f"{values.shape} and type {values.dtype}: correct them, or leave the attribute out"
         )
     return values.tolist() if values.ndim == 1 else list(values.astype(bool))

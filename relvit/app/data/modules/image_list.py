@@ -288,7 +288,11 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]], cure: str = "") ->
 def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:
     if absent := [name for name in wanted if name not in columns]:
         hint = did_you_mean(absent[0], columns).replace("did you mean", "rename")
-        raise ValueError(f"{file} has no column {absent[0]!r}{hint}; its columns are {listing(columns)}")
+        if len(columns) == 1 and (found := [mark for mark in ";,\t" if mark in columns[0]]):
+            hint = f" (its cells are separated by {found[0]!r}: a .csv file needs commas, a .tsv file tabs)"
+        raise ValueError(
+            f"{file} has no column {absent[0]!r}{hint}; its columns, named in the first line, are {listing(columns)}"
+        )
     if repeated := [name for name in wanted if columns.count(name) > 1]:
         count = f"{columns.count(repeated[0])} columns {repeated[0]!r}"
         raise ValueError(f"{file} has {count}: keep one; its columns are {listing(columns)}")

@@ -127,6 +127,12 @@ def test_what_has_no_option_of_its_own_is_answered(typed, instead):
     assert instead is None or instead in message
 
 
+def test_a_list_without_brackets_is_shown_with_brackets():
+    given = ["--data=ImageFolderData", "--data.root=x", "--model.class_weights=1,2"]
+    message = explain(parser("fit"), given, None, Exception())
+    assert message == "--model.class_weights must be a list in brackets, '[1,2]', got 1,2"
+
+
 def test_names_that_only_share_letters_are_not_near():
     for typed, allowed in {
         "wasps": ["ants", "bees"],

@@ -143,7 +143,8 @@ def test_absent_files_may_be_skipped(root):
 
 
 WRONG_LISTS = [
-    ("file,label\na,b\n", r"no column 'path'.*; its columns are 'file', 'label'"),
+    ("file,label\na,b\n", r"no column 'path'.*; its columns, named in the first line, are 'file', 'label'"),
+    ("path;label\nx.png;a\n", r"no column 'path' \(its cells are separated by ';': a .csv file needs commas"),
     ("path,labels\na,b\n", r"no column 'label' \(rename 'labels'\?\)"),
     ("", "no column 'path'"),
     ("path,label\n", "lists no image"),
