@@ -65,6 +65,15 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating-point dtype such as torch.float32")
 
 
+def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Return whether a tensor has one of several shapes.
+
+    Python compares numbers in tuples before the tuples' lengths. So in a graph for all batch sizes B, Python would
+    compare B in (B, patches) with `patches` in (patches,), and the graph would refuse a B equal to it.
+    """
+    return any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
+
+
 def check_heads(dim: int, num_heads: int) -> None:
     """Raise unless the width of the tokens divides into this number of heads."""
     if not isinstance(num_heads, Integral) or num_heads < 1 or dim % num_heads:

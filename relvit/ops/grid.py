@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relvit.ops.checks import check_kind, check_shape
+from relvit.ops.checks import check_kind, check_shape, has_shape
 from relvit.ops.tracing import knows_values, may_remember
 from relvit.utils.old_torch import compiled_replace
 
@@ -219,7 +219,7 @@ def check_tokens(
             f"({', '.join(map(str, expected))})"
         )
     for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):
-        if tensor is not None and tuple(tensor.shape) not in (tail, (1, *tail), (tokens.shape[0], *tail)):
+        if tensor is not None and not has_shape(tensor, tail, (1, *tail), (tokens.shape[0], *tail)):
             raise ValueError(
                 f"{grid_name}.{part} has shape {tuple(tensor.shape)}, expected {tail} or {(tokens.shape[0], *tail)}"
             )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from relvit.ops.checks import check_kind, int_pair
+from relvit.ops.checks import check_kind, has_shape, int_pair
 from relvit.ops.grid import Grid, num_tokens
 
 
@@ -69,7 +69,7 @@ def to_windows(x: Tensor, grid: Grid, size: int | Sequence[int], shift: int | Se
     if valid is None and any((*division.before, *division.after)):
         valid = torch.ones(num_tokens(grid), dtype=torch.bool, device=x.device)
     if valid is not None:
-        if tuple(valid.shape) not in ((x.shape[1],), (1, x.shape[1]), (x.shape[0], x.shape[1])):
+        if not has_shape(valid, (x.shape[1],), (1, x.shape[1]), (x.shape[0], x.shape[1])):
             raise ValueError(
                 f"grid.valid has shape {tuple(valid.shape)}, expected ({x.shape[1]},) or {tuple(x.shape[:2])}"
             )

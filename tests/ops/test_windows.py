@@ -141,6 +141,33 @@ def test_exported_once_for_all_sizes(shift):
         torch.testing.assert_close(exported(x), module(x), rtol=0, atol=1e-12)
 
 
+class MaskedWindows(torch.nn.Module):
+    """Attention of a padded batch in windows of 2 x 2 of its 2 x 3 patches."""
+
+    def __init__(self, terms):
+        super().__init__()
+        self.terms = terms
+
+    def forward(self, x, valid):
+        windows, grid = to_windows(x, Grid(2, 3, valid=valid), 2)
+        heads = windows.unflatten(2, (HEADS, DIM)).transpose(1, 2)
+        return relative_attention(heads, heads, heads, self.terms, grid)
+
+
+def test_exported_for_batches_of_as_many_images_as_there_are_patches():
+    generator = torch.Generator().manual_seed(3)
+    module = MaskedWindows(draw_terms(generator, "kv", (2, 2), DIM, HEADS))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    inputs = lambda number: (  # noqa: E731
+        draw(generator, number, 6, HEADS * DIM),
+        torch.rand(number, 6, generator=generator) < 0.7,
+    )
+    exported = torch.export.export(module, inputs(2), dynamic_shapes=({0: batch}, {0: batch})).module()
+    for number in (1, 4, 6):
+        given = inputs(number)
+        torch.testing.assert_close(exported(*given), module(*given), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("tokens", "grid", "size", "shift", "error", "message"),
     [
