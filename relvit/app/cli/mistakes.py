@@ -303,7 +303,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
             return f"--{name}{place}: {value}: {cut(reason)}"
-    if item_type(hint) is not None and isinstance(value, str | int | float) and accepts(hint, f"[{value}]"):
+    several = item_type(hint) is not None and not takes_one(hint)
+    if several and isinstance(value, str | int | float) and accepts(hint, f"[{value}]"):
         return f"--{name}{place} must be a list in brackets, '[{value}]', got {cut(value)}"
     hinted, allowed, wanted = "", choices(hint), in_words(hint)
     if name == "trainer.precision":
@@ -311,6 +312,6 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
-        value = ", ".join(given) if item_type(hint) is not None and not takes_one(hint) else value
+        value = ", ".join(given) if several else value
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
     return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}"
