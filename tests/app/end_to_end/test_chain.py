@@ -51,6 +51,8 @@ def chain(tmp_path_factory):
         image = Image.open(path).convert("L" if number % 3 == 0 else "RGB")
         path.unlink()
         image.save(path.with_suffix(".PNG" if number % 2 else ".jpeg"))
+    # `calibrate` refuses a model that classifies all val images rightly, so one cat is among the dogs.
+    shutil.move(root / "val" / "cat" / "0.jpeg", root / "val" / "dog" / "cat.jpeg")
     options = ["--data.img_size=[16,32]", "--data.crop_pct=0.8", "--model.ema_decay=0.5", "--model.lr=1e-3"]
     with without_figures():
         run = fit(root, place / RUNS, *options, "--trainer.max_epochs=2", "--model.warmup_epochs=0")
