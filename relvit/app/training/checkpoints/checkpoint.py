@@ -185,7 +185,8 @@ class Checkpoint:
         in `changes`.
 
         Raises:
-            ValueError: The data cannot be built, or `check_data` refuses them.
+            ValueError: The data cannot be built, `check_data` refuses them, or they have one label per image and the
+                model is for several, or the reverse.
         """
         data_type = self.data_type
         if data_type is None and (by_root := self.data_of_root(changes.get("root"))) is not None:
@@ -215,6 +216,13 @@ class Checkpoint:
                 f"{an(data_type.__name__)} cannot be built as {self.path} describes it: {error}"
             ) from error
         self.check_data(data)
+        several = bool(self.model.get("multi_label"))
+        if several != data.multi_label:
+            raise ValueError(
+                f"{self.path} was trained with {'several labels' if several else 'one label'} per image (multi_label "
+                f"{several}), the data have {'several' if data.multi_label else 'one'}: give data with the same "
+                "multi_label"
+            )
         return data
 
     def data_of_root(self, root: str | None) -> type[ImageData] | None:

@@ -75,6 +75,21 @@ def test_options_that_contradict_the_weights_are_refused(checkpoint):
         checkpoint.check_data(data)
 
 
+def test_data_with_several_labels_are_refused_for_a_model_of_one_and_the_reverse(checkpoint, monkeypatch):
+    assert not checkpoint.data_module().multi_label
+    several = replace(checkpoint, model=checkpoint.model | {"multi_label": True})
+    with pytest.raises(
+        ValueError, match=r"trained with several labels per image \(multi_label True\), the data have one: "
+    ):
+        several.data_module()
+    monkeypatch.setattr(DigitsData, "multi_label", True)
+    assert several.data_module().multi_label
+    with pytest.raises(
+        ValueError, match=r"trained with one label per image \(multi_label False\), the data have several: "
+    ):
+        checkpoint.data_module()
+
+
 @pytest.mark.parametrize(
     ("read", "changes"),
     [
