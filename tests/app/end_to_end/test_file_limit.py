@@ -4,8 +4,10 @@ import contextlib
 import resource
 import shutil
 
+import numpy as np
 import pytest
 from command_line import QUIET, write_checkpoint_like
+from onnx import helper
 from onnx_files import classifier_of
 from photos import TINY
 
@@ -106,7 +108,9 @@ def test_an_older_file_stays_and_none_is_cut(place, capsys, name):
 
 def test_int8(tmp_path):
     """`export --int8` writes a larger file first, so the other test stops before the quantisation."""
-    source = classifier_of(tmp_path / "a.onnx")
+    linear = helper.make_node("MatMul", ["row", "matrix"], ["extra"], name="linear")
+    weights = {"row": np.ones((1, 3), np.float32), "matrix": np.eye(3, dtype=np.float32)}
+    source = classifier_of(tmp_path / "a.onnx", nodes=[linear], weights=weights)
     target = tmp_path / "b.onnx"
     with file_limit(LIMIT), pytest.raises(OSError, match="File too large"), disk_errors_name(target, target):
         quantise(source, target)
