@@ -226,14 +226,14 @@ def test_subclasses_take_the_kernel_that_pytorch_chooses_for_tensors():
 def test_a_decision_for_a_gpu_is_made_again_in_deterministic_mode():
     with FakeTensorMode():
         query = torch.empty(1, device="cuda")
+    mode, found = torch.get_deterministic_debug_mode(), set()
     try:
-        found = [stock.switches(query)]
-        for options in ({}, {"warn_only": True}):
-            torch.use_deterministic_algorithms(True, **options)
-            found.append(stock.switches(query))
+        for each in ("default", "warn", "error"):
+            torch.set_deterministic_debug_mode(each)
+            found.add(stock.switches(query))
     finally:
-        torch.use_deterministic_algorithms(False)
-    assert len({*found}) == 3
+        torch.set_deterministic_debug_mode(mode)
+    assert len(found) == 3
 
 
 def test_nothing_is_remembered_while_a_cuda_graph_is_captured(monkeypatch):
