@@ -101,7 +101,7 @@ class HuggingFace(Reader):
         try:
             if not saved:
                 table = datasets.load_dataset(self.path, split=split, cache_dir=self.cache)
-                self.splits = list(table.info.splits or ())
+                self.splits: Sequence[str] = list(table.info.splits or ())
                 return table
             found = datasets.load_from_disk(self.path)
         except MemoryError:

@@ -148,7 +148,7 @@ class TarFolders(Reader):
         # If an archive is not read, only its name is known.
         names = {name for file in files for name in _folders(f"{self._relative(file)}/")}
         read = (image for images in self._members.values() for image in images)
-        self.splits = sorted(names.union(*(_folders(self.key(image))[:-1] for image in read)))
+        self.splits: Sequence[str] = sorted(names.union(*(_folders(self.key(image))[:-1] for image in read)))
         found.sort(key=lambda pair: self.key(pair[0]))
         if labelled and (bare := [image for image, folders in found if not folders]):
             raise ValueError(

@@ -82,7 +82,7 @@ class Shards(Reader):
             raise FileNotFoundError(f"root {self.root} is not a folder; give the one that holds the shards")
         refuse_remote(split)
         known = self._known_splits()
-        self.splits = list(known)
+        self.splits: Sequence[str] = list(known)
         if split in known:
             found = _described(f"{self.root}/{split}", known[split])
         elif ".tar" in split or "{" in split:
