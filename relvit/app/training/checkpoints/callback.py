@@ -138,7 +138,11 @@ class RunCheckpoints(Checkpoint):
         tied = score == best and None not in (score, loss, best_loss)
         if score is not None and (best is None or score > best or (tied and loss < best_loss)):
             self.best_model_score, self._best_loss, self.best_epoch = score, loss, trainer.current_epoch + 1
+            # If an error or Ctrl-C ends the writing, `best.ckpt` is older than the best score. No `last.ckpt` must hold
+            # this score then: a training that resumes from it would not repeat the validation.
+            self._between_steps = False
             trainer.save_checkpoint(self.best_model_path)
+            self._between_steps = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_after_signal(trainer)

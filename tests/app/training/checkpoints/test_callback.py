@@ -1,0 +1,42 @@
+"""`RunCheckpoints`: `last.ckpt` never holds the score of a `best.ckpt` that was not written."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from small_training import build, train
+
+from relvit.app.training import AtomicCheckpointIO, RunCheckpoints
+
+
+class FailsOnce(AtomicCheckpointIO):
+    """Fail to write the second best.ckpt, as a network file system does for a moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = 0
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if Path(path).name == "best.ckpt":
+            self.best += 1
+            if self.best == 2:
+                raise OSError(errno.EIO, "Input/output error")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_a_validation_whose_best_checkpoint_was_not_written_is_repeated(tmp_path):
+    def fit(folder, writer, ckpt_path=None):
+        module = build(lr=1e-3, warmup_epochs=0.0)
+        callbacks, options = [RunCheckpoints(folder)], {"max_epochs": 2, "enable_checkpointing": True}
+        train(module, ckpt_path=ckpt_path, callbacks=callbacks, plugins=[writer], **options)
+
+    def read(name):
+        content = torch.load(tmp_path / name, weights_only=True)
+        return content["epoch"], content["callbacks"]["RunCheckpoints"]["epoch"]
+
+    with pytest.raises(OSError, match="Input/output error"):
+        fit(tmp_path, FailsOnce())
+    assert (read("best.ckpt"), read("last.ckpt")) == ((0, 1), (0, 1))
+    fit(tmp_path, AtomicCheckpointIO(), tmp_path / "last.ckpt")
+    assert (read("best.ckpt"), read("last.ckpt")) == ((1, 2), (1, 2))
