@@ -163,6 +163,8 @@ def calibrate(
     check_output(output, (".ckpt",), replaces=False)
     with local_file(ckpt_path) as file:
         checkpoint = Checkpoint.read(ckpt_path, file)
+        # Read the content before the evaluation: a training that still runs may replace the file in the meantime.
+        content = read_checkpoint(ckpt_path, file, averaged=False)
         changes = {"root": root, "batch_size": batch_size, **(data_args or {})}
         images = checkpoint.with_data(named_data_module(data)).data_module(**changes)
         if root is not None and (note := images.part_note(split)):
@@ -181,7 +183,6 @@ def calibrate(
         else:
             found = _choose(*outcomes, classifier.labels, next_split)
             change = {"thresholds": found.thresholds}
-        content = read_checkpoint(ckpt_path, file, averaged=False)
     content[KEY] |= change
     write_checkpoint(content, output)
     return found

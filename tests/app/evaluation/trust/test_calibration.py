@@ -17,6 +17,7 @@ import relvit
 from relvit.app.cli import main
 from relvit.app.evaluation import calibrate, calibration_error, fit_temperature
 from relvit.app.evaluation.standard_error import accuracy_error
+from relvit.app.evaluation.trust import calibration
 from relvit.app.training import Checkpoint, classifier_of
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
 
@@ -55,6 +56,26 @@ def calibrated(digits_run, tmp_path_factory):
     torch.save(content, path)
     assert main(["calibrate", str(path)]) == 0
     return path, path.with_name("best_calibrated.ckpt")
+
+
+def test_a_checkpoint_that_a_training_replaces_meanwhile(calibrated, tmp_path, monkeypatch):
+    """The temperature is written with the weights that it was fitted to."""
+    path, other = tmp_path / "best.ckpt", tmp_path / "other.ckpt"
+    shutil.copy(calibrated[0], path)
+    content = torch.load(path, weights_only=True)
+    before = content["state_dict"]
+    content["state_dict"] = {name: tensor + 1 for name, tensor in before.items()}
+    torch.save(content, other)
+    outcomes = calibration._outcomes
+
+    def replacing(*arguments):
+        shutil.copy(other, path)
+        return outcomes(*arguments)
+
+    monkeypatch.setattr(calibration, "_outcomes", replacing)
+    calibrate(path, tmp_path / "new.ckpt")
+    written = torch.load(tmp_path / "new.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in written.items())
 
 
 def logits_and_labels(path, split, **changes):
