@@ -27,7 +27,8 @@ def stratified_split(
     """
 
     def rank(index: int) -> str:
-        return hashlib.sha256(f"{seed}/{names[index]}".encode()).hexdigest()
+        # File names need not be UTF-8, so 'surrogateescape' keeps their bytes.
+        return hashlib.sha256(f"{seed}/{names[index]}".encode("utf-8", "surrogateescape")).hexdigest()
 
     wanted = {label: min(max(1, round(n * fraction)), n - 1) for label, n in Counter(labels).items()}
     larger, smaller = [], []

@@ -1,5 +1,6 @@
 """ImageFolderData: classes by name, the random split, every layout of folders."""
 
+import os
 import shutil
 
 import numpy as np
@@ -115,6 +116,14 @@ def test_split_is_stratified_and_disjoint(tmp_path):
         data_of(make(tmp_path / "c", train=1)).setup("fit")
     with pytest.raises(ValueError, match="val_fraction must be in 0 < x < 1, got 1"):
         data_of(data.root, val_fraction=1)
+
+
+def test_a_file_whose_name_is_not_utf_8_is_held_out_like_others(tmp_path):
+    root = make(tmp_path, train=4)
+    for path in list((tmp_path / "train").glob("*/*")):
+        os.rename(path, os.fsencode(path) + b"\xe9.png")
+    data = data_of(root)
+    assert ["\udce9.png" in name for name, _ in data.held_out()] == [True] * 3
 
 
 def test_split_depends_on_its_own_seed_only(tmp_path):
