@@ -59,7 +59,8 @@ class History(Callback):
         if self.tensorboard:
             log = self.folder / "tensorboard"
             if log.exists():
-                shutil.rmtree(log)
+                # NFS keeps a file that TensorBoard still reads under another name, so the folder itself may stay.
+                shutil.rmtree(log, ignore_errors=True)
             # Import the package only for a training with a TensorBoard log, since the import takes a while.
             from torch.utils.tensorboard import SummaryWriter
 

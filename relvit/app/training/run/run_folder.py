@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import shutil
+import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 # The folder of a run that ends without one of these files or folders is removed.
 ARTIFACTS = ("metrics.csv", "predictions.csv", "checkpoints", "classes.csv", "summary.json", "unreadable.csv")
+
+# These errors mean that a file system has no locks, as Lustre without the mount option `flock`.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -> Path:
@@ -34,6 +39,8 @@ def new_run_folder(parent: str | Path, name: str, now: datetime | None = None) -
 class RunLock:
     """Lock a run's folder for this process, until `release` or the end of the process.
 
+    If the file system has no locks, a warning says so.
+
     Raises:
         BlockingIOError: Another process has the lock.
     """
@@ -51,6 +58,11 @@ class RunLock:
             raise BlockingIOError(
                 error.errno, f"{folder} is in use by another training: wait for its end, or give another folder"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            message = f"the file system of {folder} has no locks ({error.strerror}): start no second training in it"
+            warnings.warn(message, stacklevel=2)
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -66,7 +78,9 @@ def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
     """Remove the folder of a run without artifacts, and the empty folders among those `made` for this run."""
     if any((folder / name).exists() for name in ARTIFACTS):
         return
-    shutil.rmtree(folder)
+    # NFS keeps a file that is still open, as the lock, under another name, so that its folder cannot be removed. This
+    # error must not take the place of the error that has ended the run.
+    shutil.rmtree(folder, ignore_errors=True)
     for parent in made:
         # If another run has started in this folder meanwhile, `rmdir` fails, because the folder is not empty: it stays.
         with contextlib.suppress(OSError):
