@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     data as the first checkpoint does. If all checkpoints of multi-label classifiers have the same thresholds, the new
     checkpoint keeps these thresholds; otherwise its thresholds are 0.5, and a warning says so. A temperature of `relvit
     calibrate` belongs to the logits of one checkpoint, so the new checkpoint has none, and a warning says so.
+    If two checkpoints hold the same weights, a warning says that these count twice.
 
     Args:
         ckpt_paths: Two checkpoints or more, files or remote addresses, of the same model, classes and transforms.
@@ -53,12 +55,19 @@ def average_checkpoints(ckpt_paths: Sequence[str | os.PathLike[str]], output: st
     total = {name: _in_double(first, name) for name in parameters}
     thresholds, calibrated = [first.thresholds], first.temperature != 1
     sources = {str(ckpt_paths[0]): first.sources}
+    seen = {_digest(first): ckpt_paths[0]}
     for path in ckpt_paths[1:]:
         other = Checkpoint.read(path)
         thresholds.append(other.thresholds)
         sources[str(path)] = other.sources
         calibrated |= other.temperature != 1
         _check_same_kind(first, other, parameters)
+        if (same := seen.setdefault(_digest(other), path)) is not path:
+            warnings.warn(
+                f"{path} and {same} hold the same weights, as best.ckpt, last.ckpt and epoch.ckpt of a run may, which "
+                "count twice in the mean: leave one of them out",
+                stacklevel=1,
+            )
         for name in parameters:
             total[name] += _in_double(other, name)
     mean = {name: (value / len(ckpt_paths)).to(first.weights[name].dtype) for name, value in total.items()}
@@ -105,6 +114,14 @@ def _check_paths(ckpt_paths: Sequence[str | os.PathLike[str]], output: str | os.
             raise ValueError(f"{path} is given twice{also}: give each checkpoint once")
         seen[resolved] = path
     check_output(output, (".ckpt",), replaces=False)
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    """Compute a digest of all weights, since checkpoints with the same weights may differ in all else."""
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint.weights):
+        digest.update(checkpoint.weights[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _in_double(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +156,17 @@ def test_the_weights_from_which_all_trainings_started_are_kept(three, tmp_path):
     for name, count in (("mean", 2), ("again", 2)):
         found = Checkpoint.read(tmp_path / f"{name}.ckpt")
         assert (found.sources, len(found.average_of)) == (["c.safetensors", "hf-hub:a/b"], count)
+
+
+def test_the_same_weights_under_two_names_are_said(three, tmp_path):
+    """All checkpoints of a run, *.ckpt, have the weights of its last epoch in last.ckpt and in epoch.ckpt."""
+    a, b, _ = three[0]
+    again = Path(shutil.copy(a, tmp_path / "epoch.ckpt"))
+    with pytest.warns(UserWarning, match=r"epoch.ckpt and .*a.ckpt hold the same weights, .* count twice in the mean"):
+        average_checkpoints([a, b, again], tmp_path / "mean.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average_checkpoints([a, b], tmp_path / "other.ckpt")
 
 
 def test_a_temperature_is_left_out_and_said(three, tmp_path):
