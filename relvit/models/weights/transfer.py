@@ -261,7 +261,9 @@ def _fit_classifier(
         return False
     order = [list(theirs).index(name) for name in ours]
     for name in names:
-        state[name] = state[name][order]
+        # A classifier may also have a norm or a hidden layer (LeViT, RepVit), whose rows are not classes.
+        if len(state[name]) == len(order):
+            state[name] = state[name][order]
     return True
 
 
