@@ -162,6 +162,12 @@ def names_in(class_names: Iterable[Any]) -> list[str]:
     return names
 
 
+def known_names(given: Sequence[str] | None, data: Any) -> list[str] | None:
+    """Return the names of a classifier's classes: the given names, or else the names that its data module has."""
+    names = getattr(data, "class_names", None) if given is None else given
+    return None if names is None else names_in(names)
+
+
 def checked_classes(class_names: Sequence[str]) -> list[str]:
     """Return the names of classes, which may be numbers or texts of NumPy, as a list of texts.
 

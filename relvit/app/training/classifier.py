@@ -60,7 +60,7 @@ class ImageClassifier(BaseClassifier):
         num_classes: The number of classes.
         in_chans: The number of channels of the images.
         img_size: The image size that the model is built for; evaluation may use other sizes.
-        class_names: The names of the classes in order.
+        class_names: The names of the classes in order. None: the names that the data module has, if it has any.
         model_kwargs: Further arguments of the model, checked against its signature.
         retrofit: The arguments of `relvit.retrofit`, which gives a timm model relative positions; {} takes its
             defaults. None leaves the model unchanged.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -59,11 +59,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     lr, min_lr = given["lr"], given["min_lr"]
     if not 0 <= min_lr <= lr:
         raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
-    if given["multi_label"] and (joined := [name for name in names or () if ";" in str(name)]):
-        raise ValueError(
-            f"the class name {joined[0]!r} contains ';', which stands between the classes of an image in the tables of "
-            "a model for several labels: rename it"
-        )
+    if given["multi_label"]:
+        _check_separable(names or ())
     if given["multi_label"] and given["teacher"]:
         raise ValueError("a teacher is for images of one label each: leave out teacher, or multi_label")
     mixup, cutmix = given["mixup"], given["cutmix"]
@@ -95,7 +92,8 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
 
     Raises:
         ValueError: The data have one label per image and the model is for several, or the reverse.
-        ValueError: The data have other classes than the model, or the same classes in another order, or a name twice.
+        ValueError: The data have other classes than the model, or the same classes in another order, or a name twice,
+            or with several labels a name that contains ';'.
         TypeError: The names of the data's classes are one text, or a dict.
     """
     if stage == "predict":
@@ -103,11 +101,21 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
     names = getattr(data, "class_names", None)
     if names is not None:
         _check_classes(names_in(names), hparams["class_names"], hparams["num_classes"])
+        if several:
+            _check_separable(names)
     found = getattr(data, "multi_label", None)
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
             f"data have {'several' if found else 'one'} (multi_label {found}): give both the same multi_label"
+        )
+
+
+def _check_separable(names: Iterable[str]) -> None:
+    if joined := [name for name in names if ";" in str(name)]:
+        raise ValueError(
+            f"the class name {joined[0]!r} contains ';', which stands between the classes of an image in the tables of "
+            "a model for several labels: rename it"
         )
 
 

@@ -27,6 +27,12 @@ class Balanced(Noise):
     class_weights = torch.ones(7)
 
 
+class Joined(SeveralLabels):
+    def __init__(self):
+        super().__init__(8)
+        self.class_names = [*"abcdef", "g;h"]
+
+
 @pytest.mark.parametrize(
     ("door", "arguments", "named"),
     [
@@ -84,6 +90,7 @@ class Balanced(Noise):
         # These arguments do not fit the data, or the trainer.
         (fit, {"data": NoiseImages(8), "multi_label": True}, ["multi_label True", "the data have one"]),
         (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
+        (fit, {"data": Joined(), "multi_label": True}, ["class name 'g;h'", "rename it"]),
         (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),
         (fit, {"lr": 0.01, "min_lr": 0.005, "lr_base_batch": 16}, ["min_lr", "0.0025"]),
         (fit, {"max_epochs": -1}, ["--trainer.max_epochs"]),

@@ -43,7 +43,7 @@ def predict(
     if evaluation.given.values.keys().isdisjoint(("paths", "data", "data.root", "data.predict")):
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
-        table = PredictionTable(folder / "predictions.csv", model.hparams.class_names, step_maps)
+        table = PredictionTable(folder / "predictions.csv", evaluation.checkpoint.class_names(), step_maps)
         evaluation.run([table], folder, lambda trainer: report(trainer, table), return_predictions=False)
 
 

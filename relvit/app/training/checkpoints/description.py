@@ -9,6 +9,7 @@ import torch
 from lightning import LightningDataModule
 
 from relvit.app.data import ImageData, parse_size
+from relvit.app.data.class_labels import known_names
 from relvit.app.data.recorded_arguments import plain_values
 from relvit.app.data.registry import class_path_of
 from relvit.app.data.shape import AS_PATCHES
@@ -36,7 +37,7 @@ def describe(classifier: ImageClassifier) -> dict[str, Any]:
     known, unknown = arguments["init_args"], object()
     return {
         "format": FORMAT,
-        "model": plain_values(classifier.hparams),
+        "model": plain_values(classifier.hparams) | {"class_names": known_names(classifier.hparams.class_names, data)},
         "data": arguments,
         "images": {name: value for name, value in images.items() if known.get(name, unknown) != value},
         "fit": classifier.fit_options,
@@ -66,8 +67,7 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     """
     hparams, config = classifier.hparams, timm.data.resolve_model_data_config(classifier.net)
     channels = hparams.in_chans
-    named = (hparams.class_names, getattr(data, "class_names", None), range(hparams.num_classes))
-    names = next(each for each in named if each is not None)
+    names = known_names(hparams.class_names, data) or range(hparams.num_classes)
     assumed: dict[str, Any] = {name: list(config[name]) for name in Normalisation._fields}
     if len(assumed["mean"]) != channels:
         assumed = dict.fromkeys(assumed, [0.5] * channels)

@@ -17,6 +17,7 @@ from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from relvit.app.data import parse_size
+from relvit.app.data.class_labels import known_names
 from relvit.app.models import check_model_size, described_model
 from relvit.app.models.hub import hub_access
 from relvit.app.models.model_names import model_hint
@@ -31,7 +32,7 @@ from relvit.app.training.checkpoints.file import (
     nearest_hint,
 )
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
-from relvit.app.utils.files import is_address
+from relvit.app.utils.files import is_address, is_exported, not_for_exported
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
@@ -130,6 +131,8 @@ class Pretrained:
     def _file(self) -> str | None:
         """The path or remote address of a file; None for a folder or a name, which is left to timm."""
         name, path = self.name, Path(self.name.removeprefix(FOLDER)).expanduser()
+        if is_exported(name):
+            raise ValueError(not_for_exported(name))
         if is_address(name):
             return name
         if name.startswith(HUB):
@@ -268,7 +271,7 @@ def load_pretrained(
 ) -> TransferReport:
     """Load pretrained weights into a network, and print a report and whether the data's normalisation fits."""
     weights = pretrained.weights()
-    report = transfer_weights(net, weights, class_names)
+    report = transfer_weights(net, weights, known_names(class_names, data))
     rank_zero_print(f"pretrained: {report}")
     if note := normalisation_note(weights, data):
         rank_zero_print(note)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relvit.app.models import build_model
+from relvit.app.data import parse_size
+from relvit.app.data.class_labels import known_names
+from relvit.app.models import build_model, check_image_size
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.models import transfer_weights
 from relvit.utils.messages import listing
@@ -47,9 +49,26 @@ def distillation_loss(
 
 
 def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
-    """Build the teacher of an `ImageClassifier` with these arguments, for images normalised as in these data."""
-    names = ("teacher", "num_classes", "img_size", "class_names")
-    return Teacher(*(hparams[name] for name in names), getattr(data, "mean", None), getattr(data, "std", None))
+    """Build the teacher of an `ImageClassifier` with these arguments, for the classes and images of these data.
+
+    Raises:
+        ValueError: The teacher does not take images of a size of the training. For other errors see `Teacher`.
+    """
+    size, mean, std = (getattr(data, name, None) for name in ("img_size", "mean", "std"))
+    size, names = size or hparams["img_size"], known_names(hparams["class_names"], data)
+    teacher = Teacher(hparams["teacher"], hparams["num_classes"], size, names, mean, std)
+    for each in getattr(data, "train_sizes", None) or [size]:
+        try:
+            if each is not None:
+                check_image_size(teacher.net, parse_size(each), teacher.channels, size)
+        except ValueError as error:
+            # Leave out the advice of the error, which is for the student.
+            reason = str(error).partition(": ")[0]
+            raise ValueError(
+                f"the teacher {hparams['teacher']} does not fit the images, as {reason}: give other sizes (img_size, "
+                "train_sizes), or another teacher"
+            ) from error
+    return teacher
 
 
 class Teacher:
@@ -78,10 +97,9 @@ class Teacher:
     ) -> None:
         source = Pretrained(pretrained)
         weights, architecture = source.weights(), source.architecture()
-        channels = weights.input_size[0] if weights.input_size else 3
-        self.net: nn.Module = build_model(
-            architecture.model, num_classes, channels, img_size, architecture.model_kwargs, architecture.retrofit
-        )
+        self.channels: int = weights.input_size[0] if weights.input_size else 3
+        sizes = num_classes, self.channels, img_size
+        self.net: nn.Module = build_model(architecture.model, *sizes, architecture.model_kwargs, architecture.retrofit)
         report = transfer_weights(self.net, weights, class_names)
         if report.new:
             theirs = f" {listing(weights.class_names)}" if weights.class_names else ""

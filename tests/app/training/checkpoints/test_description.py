@@ -5,6 +5,7 @@ import warnings
 import lightning
 import pytest
 import torch
+from command_line import evaluate, rows
 from PIL import Image
 from small_training import NAMES, Noise, NoiseImages, SeveralLabels, build
 
@@ -49,7 +50,11 @@ def test_classes_without_names_have_their_numbers(tmp_path):
     loader = Noise().train_dataloader()
     path = fitted(tmp_path, None, build(), train_dataloaders=loader)
     with pytest.warns(UserWarning, match="loaders"):
-        assert relvit.load(path).class_names == list("0123456")
+        found = relvit.load(path)
+    assert found.class_names == list("0123456")
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    (row,) = rows(evaluate("predict", path, tmp_path / "runs", tmp_path / "a.png") / "predictions.csv")
+    assert row["class"] == found.predict(tmp_path / "a.png").name
 
 
 def test_a_data_module_of_lightning(tmp_path):
@@ -59,6 +64,16 @@ def test_a_data_module_of_lightning(tmp_path):
         found = relvit.load(path)
     assert (found.class_names, found.crop_pct, found.std) == (NAMES[::-1], 0.8, (0.4, 0.5, 0.6))
     assert found.mean == pytest.approx((0.1, 0.2, 0.3))
+
+
+def test_the_names_of_the_data_are_kept_where_the_classifier_has_none(tmp_path):
+    """Without the names, the data of an evaluation could have other classes, or the same ones in another order."""
+    checkpoint = Checkpoint.read(fitted(tmp_path, NoiseImages(8), build(warmup_epochs=0)))
+    assert checkpoint.model["class_names"] == NAMES
+    other = NoiseImages(8)
+    other.class_names = NAMES[::-1]
+    with pytest.raises(ValueError, match="other classes than the data has: their order is another"):
+        checkpoint.check_data(other)
 
 
 @pytest.mark.parametrize("data", [NoiseImages(8), SeveralLabels(8, crop_pct=0.7)], ids=["one", "several"])

@@ -51,6 +51,15 @@ def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
     assert Pretrained(str(checkpoint)).architecture() == Architecture("test_relvit", KWARGS, None)
 
 
+def test_the_classifier_is_in_the_order_of_the_data_where_the_classifier_has_no_names(checkpoint):
+    data = NoiseImages(4, std=(0.25,) * 3)
+    data.class_names = NAMES[::-1]
+    module = build(pretrained=str(checkpoint), lr=0.0, min_lr=0.0, warmup_epochs=0)
+    train(module, data, max_steps=1)
+    weight = load_classifier(checkpoint).net.head.weight
+    assert torch.equal(module.net.head.weight, weight.flip(0))
+
+
 def test_files_and_folders_of_weights(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
     save_file(vit.state_dict(), tmp_path / "a.safetensors")
@@ -63,6 +72,10 @@ def test_files_and_folders_of_weights(tmp_path):
         ValueError, match=r"a.pth does not say which model it is of: give --model.model as well; a teacher"
     ):
         Pretrained(str(tmp_path / "a.pth")).architecture()
+    (tmp_path / "a.onnx").write_bytes(b"a graph")
+    for name in (str(tmp_path / "a.onnx"), "https://example.com/a.pt2"):
+        with pytest.raises(ValueError, match=r"is an exported file, .*: give the checkpoint that was exported"):
+            Pretrained(name).weights()
 
     arguments = VIT | {"img_size": [8, 12]}
     save_for_hf(vit, tmp_path / "folder", model_config={"label_names": NAMES}, model_args=arguments)

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_training import KWARGS, NAMES, VIT, NoiseImages, train_and_save
+from small_training import KWARGS, NAMES, VIT, NoiseImages, train, train_and_save
 from timm.models import save_for_hf
 
 from relvit.app.training import ImageClassifier, load_classifier
@@ -58,6 +58,27 @@ def test_the_teacher_sees_its_own_normalisation_and_answers_in_our_order(teacher
     )
     logits = Teacher(folder, 7, (8, 12), NAMES, MEAN, STD)(ours)
     torch.testing.assert_close(logits, net(theirs).flip(1).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_data_name_the_classes_where_the_student_does_not(teacher):
+    data = NoiseImages(8, mean=MEAN, std=STD)
+    module = ImageClassifier("test_relvit", 7, 3, (8, 12), None, KWARGS, warmup_epochs=0, teacher=teacher[0])
+    train(module, data, max_steps=1)
+    expected = Teacher(teacher[0], 7, (8, 12), NAMES, MEAN, STD)(data.images)
+    torch.testing.assert_close(module.teacher(data.images), expected)
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        ({"train_sizes": [(8, 12), (12, 12)]}, r"cannot take images of 12 x 12 px \(.*\): give other"),
+        ({"img_size": (10, 14)}, "image height 10 is not a multiple of the patch size 4: give other sizes"),
+    ],
+)
+def test_a_teacher_that_does_not_take_the_images_is_refused_at_the_start(images, reason, teacher):
+    student = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS | {"patch_size": 2}, teacher=teacher[0])
+    with pytest.raises(ValueError, match=f"the teacher .*teacher.* does not fit the images, as .*{reason}"):
+        train(student, NoiseImages(8, **images), max_steps=1)
 
 
 @pytest.mark.parametrize(
