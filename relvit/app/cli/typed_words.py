@@ -299,6 +299,8 @@ def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str
             continue
         name, equals, value = word.lstrip("-").partition("=")
         name = name if word.startswith("--") else LETTERS.get(name, name)
+        # A shell replaces `~` by the home folder at the start of a word, but not in `--runs=~/runs`.
+        value = os.path.expanduser(value) if value.startswith("~/") else value
         hint, follows = hints.get(name), bool(waiting) and not _is_option(waiting[0])
         if hint is bool and not equals:
             yield name, waiting.pop(0) if follows and waiting[0].lower() in ("true", "false") else "true"

@@ -40,6 +40,13 @@ def test_names_of_options(command, given, expected):
     assert " ".join(read(command, given.split()).words) == expected
 
 
+def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch):
+    """A shell leaves `~` as it is after an equals sign."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read("embed", ["a.ckpt", "--output=~/a.npz"]).values["output"] == "/home/me/a.npz"
+    assert read("fit", ["--runs=~/runs"]).words == ["--runs=/home/me/runs"]
+
+
 @pytest.mark.parametrize(
     ("command", "given", "message"),
     [

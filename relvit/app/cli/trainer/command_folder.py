@@ -40,6 +40,8 @@ def new_folder(runs: str, name: str) -> Iterator[Path]:
     if rank_zero_only.rank != 0:
         yield Path(runs)
         return
+    # A configuration may say `runs: ~/runs`.
+    runs = os.path.expanduser(runs)
     parents = missing_folders(Path(runs))
     try:
         folder = new_run_folder(runs, name)

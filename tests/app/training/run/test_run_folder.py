@@ -23,6 +23,12 @@ def test_two_runs_never_share_a_folder(tmp_path):
     assert all(folder.is_dir() for folder in folders)
 
 
+def test_a_folder_of_a_configuration_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with new_folder("~/runs", "relvit_tiny") as folder:
+        assert folder.parent == tmp_path / "runs"
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
