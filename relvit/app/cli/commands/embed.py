@@ -47,6 +47,9 @@ def embed(
         rows = [(printable(path), reason) for path, reason in sorted(found.unreadable.items())]
         write_csv(listed, ("path", "reason"), rows)
         print(f"{unreadable_sentence('predict', len(rows))} {listed} says why.")
+    else:
+        # An earlier command may have written a list for the same output.
+        listed.unlink(missing_ok=True)
     if not found.paths:
         raise UsageError(none_readable(found.unreadable))
     write_embeddings(found, output)

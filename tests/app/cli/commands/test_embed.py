@@ -100,6 +100,11 @@ def test_without_class_folders_and_past_broken_files(best, photos, tmp_path, cap
         f"2 images could not be read and were left out. {tmp_path / 'new' / 'e.unreadable.csv'} says why"
         in capsys.readouterr().out
     )
+    for name in ("1.jpg", "4.jpg"):
+        shutil.copy(root / "0.jpg", root / name)
+    assert embed(best, root, tmp_path / "new" / "e.npz") == 0
+    # The older list must not seem to be about the new features.
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["e.npz"]
     for path in root.iterdir():
         path.write_bytes(b"")
     assert embed(best, root, tmp_path / "none.npz") == 2
