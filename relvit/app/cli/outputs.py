@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from relvit.app.utils.files import check_output, is_address, write_csv, write_json
+from relvit.app.utils.files import check_output, check_writable, is_address, write_csv, write_json
 
 FORMATS = (".csv", ".json", ".png")
 
@@ -25,6 +25,7 @@ def output_files(output: str | None, name: str) -> list[Path]:
     if is_address(output):
         raise ValueError(f"output {output} is a remote address: give a folder of this machine")
     Path(output).mkdir(parents=True, exist_ok=True)
+    check_writable(Path(output))
     return [Path(output) / f"{name}{suffix}" for suffix in FORMATS]
 
 

@@ -311,6 +311,7 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
         ValueError: `output` is a folder or a remote address, or has a suffix that is not in `formats`; or it exists,
             and `replaces` is False.
         NotADirectoryError: a part of the path is a file.
+        PermissionError: the folder cannot be written to.
     """
     if is_address(output):
         raise ValueError(f"output {output} is a remote address: give a file of this machine")
@@ -324,6 +325,13 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
     present = next(parent for parent in path.absolute().parents if parent.exists())
     if not present.is_dir():
         raise NotADirectoryError(f"output {output} cannot be in {present}, which is not a folder: give another path")
+    check_writable(present)
     if not replaces and path.exists():
         raise ValueError(f"output {output} exists: give another one (--output), or move it away first")
     return path.suffix
+
+
+def check_writable(folder: Path) -> None:
+    """Raise a PermissionError for a folder in which this process cannot make files, before long work begins."""
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"the folder {folder.absolute()} cannot be written to: give another one (--output)")

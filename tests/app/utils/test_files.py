@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, from_here, write_json
+from relvit.app.cli.outputs import output_files
+from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, check_output, from_here, write_json
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,15 @@ def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_on
 def test_the_folder_of_a_file_is_made(tmp_path):
     write_json(tmp_path / "a" / "b" / "report.json", [1])
     assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == [1]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(tmp_path, monkeypatch):
+    output = tmp_path / "new" / "a.csv"
+    check_output(output, (".csv",))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for check in (lambda: check_output(output, (".csv",)), lambda: output_files(str(tmp_path), "a")):
+        with pytest.raises(PermissionError, match=f"the folder {tmp_path} cannot be written to: give another one"):
+            check()
 
 
 def test_the_folder_of_a_killed_process_of_the_same_number_is_replaced(tmp_path):
