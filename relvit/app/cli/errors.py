@@ -69,7 +69,10 @@ def describe(error: Exception, command: str = "fit") -> str:
         )
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+        text = error.strerror
+        if error.filename is not None:
+            cure = f": {DISK_ERRORS[error.errno]}" if error.errno in DISK_ERRORS else ""
+            text = f"{text}: {error.filename}{cure}"
     return text if is_self_explanatory(error) else f"{type(error).__name__}: {text}"
 
 

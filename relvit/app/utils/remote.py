@@ -71,7 +71,9 @@ def _fetch(address: str, copy: Path) -> None:
     # Catch everything, because each library behind fsspec raises different exceptions.
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            raise
+            # The copy is not in a folder of the user's choice, so say where it is.
+            cure = f"{DISK_ERRORS[error.errno]}, or let TMPDIR name another folder"
+            raise OSError(error.errno, f"{error.strerror}: {copy}: {cure}") from error
         why = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         raise DownloadError(f"{address} could not be fetched: {why}") from error
     if not copy.is_file():

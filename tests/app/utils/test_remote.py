@@ -95,3 +95,5 @@ def test_a_full_disk_is_called_one(monkeypatch):
     with pytest.raises(OSError, match="No space left") as caught, contextlib.ExitStack() as stack:
         stack.enter_context(local_file("memory://x"))
     assert not isinstance(caught.value, DownloadError)
+    assert f"{tempfile.gettempdir()}/relvit-" in str(caught.value)
+    assert "make room, or let TMPDIR name another folder" in str(caught.value)

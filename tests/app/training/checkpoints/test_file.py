@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from sample_files import write_sample
 
 import relvit
+from relvit.app.cli.errors import describe
 from relvit.app.cli.trainer.command_folder import explain_full_disk
 from relvit.app.evaluation import calibrate
 from relvit.app.training import Checkpoint, average_checkpoints, load_classifier, write_checkpoint
@@ -105,6 +106,11 @@ def test_a_full_disk_is_called_one(tmp_path):
 def test_what_to_do_about_an_error_of_the_disk(number, filename, cure):
     error = OSError(number, os.strerror(number), *([filename] if filename else []))
     assert re.search(cure, str(explain_full_disk(error, "test", Path("runs/test-1"))))
+
+
+def test_commands_without_a_folder_of_a_run_say_it_too():
+    error = OSError(errno.ENOSPC, "No space left on device", "a.npz")
+    assert describe(error, "embed") == "No space left on device: a.npz: make room"
 
 
 @pytest.mark.parametrize(
