@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from small_training import HALTING, Noise, NoiseImages, SeveralLabels, build, train, train_and_save
 from torch.utils.data import DataLoader, TensorDataset
 
-from relvit.app.training import ClassificationLoss, make_optimizer
+from relvit.app.training import ClassificationLoss, load_classifier, make_optimizer
 from relvit.app.training.optim.freeze import Backbone
 from relvit.app.training.optim.strategy import check_strategy
 
@@ -108,9 +108,15 @@ def test_other_strategies_train(strategy):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the package may be there")
-def test_optimisers_of_gpu_packages_report_what_they_need():
+def test_optimisers_of_gpu_packages_report_what_they_need(tmp_path):
     with pytest.raises(ValueError, match="'fusedadam' cannot be used here"):
-        optimizer(opt="fusedadam")
+        fit(opt="fusedadam", opt_kwargs={"betas": [0.9, 0.95]})
+    # A checkpoint of such a training can be used without the package.
+    train_and_save(tmp_path / "a.ckpt", build(), max_steps=1)
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    content["relvit"]["model"] |= {"opt": "fusedadam", "opt_kwargs": {"betas": [0.9, 0.95]}}
+    torch.save(content, tmp_path / "a.ckpt")
+    assert load_classifier(tmp_path / "a.ckpt").hparams.opt == "fusedadam"
 
 
 @pytest.mark.parametrize(

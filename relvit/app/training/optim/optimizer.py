@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, Any] | None) -> None:
-    """Raise the errors of `make_optimizer` before there is a network."""
+    """Raise the errors of `make_optimizer` before there is a network, except that a package is missing."""
     names = list_optimizers()
     if opt not in names:
         raise ValueError(
@@ -71,7 +71,12 @@ def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, A
         )
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be in 0 < x <= 1, got {layer_decay}")
-    allowed = _arguments(opt)
+    try:
+        allowed = _arguments(opt)
+    except ValueError:
+        # A trained classifier can be used where the package of its optimiser is missing. When a training starts,
+        # `make_optimizer` raises this error.
+        return
     for key in opt_kwargs or {}:
         if key in TAKEN:
             raise ValueError(f"opt_kwargs must not hold {key!r}: it is an option of its own")
