@@ -21,7 +21,7 @@ from relvit.app.cli.fit.start_and_end import describe_training, report_fit
 from relvit.app.cli.mistakes import decided_by_data
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.secrets import CLASSES, mask_command
-from relvit.app.cli.trainer.command_folder import new_folder
+from relvit.app.cli.trainer.command_folder import new_folder, read_summary
 from relvit.app.cli.trainer.lightning_cli import RelvitCLI, values_of
 from relvit.app.cli.trainer.own_data import data_in
 from relvit.app.cli.typed_words import Arguments
@@ -246,8 +246,8 @@ class FitCLI(RelvitCLI):
             if limit is None or not 0 <= limit <= done:
                 continue
             # If the resumed run was stopped at its end but before its summary was written, only the test, the figures
-            # and the summary are left to do.
-            if self.resumes is not None and limit == done and not (self.resumes / "summary.json").exists():
+            # and the summary are left to do. A summary of fewer epochs is from before the training was prolonged.
+            if self.resumes is not None and limit == done and read_summary(self.resumes).get(unit) != done:
                 text = f"The training is complete; its test, figures and summary are left.\n{text}"
                 break
             raise UsageError(

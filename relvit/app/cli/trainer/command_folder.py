@@ -21,7 +21,7 @@ from relvit.app.training import DataRecord, StoppedBySignalError, ignore_stop_si
 from relvit.app.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.app.training.run.processes import explain_lost_process
 from relvit.app.training.run.run_folder import missing_folders
-from relvit.app.utils.files import DISK_ERRORS, is_address, write_json
+from relvit.app.utils.files import DISK_ERRORS, is_address, parse_json, write_json
 from relvit.app.utils.progress import rank_zero_print
 
 # The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
@@ -145,6 +145,15 @@ def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> No
     if counts := _record(trainer).counts:
         summary["unreadable"] = counts
     write_json(folder / "summary.json", summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read the results of a run; return an empty dictionary if there are none, or if the file is damaged."""
+    try:
+        found = parse_json((folder / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _record(trainer: Trainer) -> DataRecord:

@@ -113,9 +113,13 @@ def test_checkpoints_hold_everything_that_goes_on(run):
     assert best["position"]["batch"] == 3
 
 
-def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys):
+@pytest.mark.parametrize("earlier", ["none", "of two epochs"])
+def test_a_run_that_lacks_only_its_end_gets_it(stopped, capsys, earlier):
     for name in ("summary.json", "curves.png", "positions.png"):
         (stopped / name).unlink()
+    if earlier != "none":
+        # A complete training of two epochs was resumed for two more epochs.
+        (stopped / "summary.json").write_text('{"epochs": 2, "steps": 6}')
     before = weights(stopped)
     assert main(["fit", f"--resume={stopped}"]) == 0
     assert "The training is complete; its test, figures and summary are left." in capsys.readouterr().out
