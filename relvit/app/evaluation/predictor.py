@@ -119,13 +119,8 @@ class Predictor:
                 f"{ckpt_path} was trained on images of {len(self.mean)} channels; only 1 or 3 can be read: take "
                 "another checkpoint"
             )
-        if assumed := checkpoint.images.get("assumed"):
-            values = ", ".join(f"{name} {checkpoint.images[name]}" for name in assumed)
-            warnings.warn(
-                f"{ckpt_path} was trained with loaders that are not relvit's, which do not say how they transform "
-                f"images: {values} are those of timm's description of the model. If yours differ, set `transform`",
-                stacklevel=3,
-            )
+        if note := checkpoint.assumed_transforms():
+            warnings.warn(f"{note}. If yours differ, set `transform`", stacklevel=3)
         self.reach = reach
         self.classifier.set_reach(reach, checkpoint)
         self._set_size(img_size)

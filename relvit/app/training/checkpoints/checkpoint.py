@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import lightning
 import timm
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from relvit.app.data import ImageData, ImageFilesData, ImageFolderData, parse_size
@@ -251,10 +252,23 @@ class Checkpoint:
         path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
         if data_type is not None and data_type is not self.data_type:
             path, names = class_path_of(data_type), data_type.names_to_restore()
+            if note := self.assumed_transforms():
+                given = ", ".join(f"--data.{name}" for name in self.images["assumed"])
+                rank_zero_warn(f"{note}; if yours differ, give {given}")
             # Images of another kind lie in another place, so do not hand `root` on.
             known = {name: value for name, value in self.images_args.items() if name != "root"}
         arguments = {name: value for name, value in (known | changes).items() if name in names}
         return replace(self, data={"class_path": path, "init_args": arguments})
+
+    def assumed_transforms(self) -> str | None:
+        """Say which values of the transforms are not known but assumed; None: all are known."""
+        if not (assumed := self.images.get("assumed")):
+            return None
+        values = ", ".join(f"{name} {self.images[name]}" for name in assumed)
+        return (
+            f"{self.path} was trained with loaders that are not relvit's, which do not say how they transform images: "
+            f"{values} are those of timm's description of the model"
+        )
 
     def normalisation(self) -> Normalisation:
         """Return the mean and standard deviation of the training's images."""

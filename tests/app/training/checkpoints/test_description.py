@@ -53,7 +53,9 @@ def test_classes_without_names_have_their_numbers(tmp_path):
         found = relvit.load(path)
     assert found.class_names == list("0123456")
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    (row,) = rows(evaluate("predict", path, tmp_path / "runs", tmp_path / "a.png") / "predictions.csv")
+    with pytest.warns(UserWarning, match=r"std \[0.229, .*, crop_pct .* give --data.mean, --data.std, --data.crop_pct"):
+        folder = evaluate("predict", path, tmp_path / "runs", tmp_path / "a.png")
+    (row,) = rows(folder / "predictions.csv")
     assert row["class"] == found.predict(tmp_path / "a.png").name
 
 
