@@ -37,7 +37,7 @@ class GridBlock(Block):
     def forward(
         self,
         x: Tensor,
-        grid: Grid,
+        grid: Grid | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         branch: str = "",
@@ -52,7 +52,15 @@ class GridBlock(Block):
                 needs it. '': return the block's output.
             memory: (B, M, dim), M earlier inputs of this block; `RelativeAttention` lets the tokens of `x` attend to
                 these inputs, too.
+
+        Raises:
+            TypeError: there is no grid, as in a loop `for block in model.blocks: x = block(x)` for timm's blocks.
         """
+        if grid is None:
+            raise TypeError(
+                f"{type(self).__name__} needs the grid of the tokens: call the model's forward_features or "
+                "forward_intermediates, or take tokens, grid = model.embed(images), and call block(tokens, grid)"
+            )
         if branch == "mlp":
             return self.mlp_branch(x)
         context = () if memory is None else (self.norm1(memory), key_grid)

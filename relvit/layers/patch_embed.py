@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from timm.layers import Format, PatchEmbed, nchw_to, to_2tuple
-from torch import Tensor
+from torch import Tensor, nn
 
 from relvit.layers.mixer import Leaf
 from relvit.ops.tracing import is_compiling, is_exporting
@@ -48,7 +48,7 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim), or in another `output_fmt`."""
-        check_images(x, self.proj.in_channels)
+        check_images(x, self.proj)
         if self.dynamic_img_pad:
             height, width = x.shape[-2:]
             x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
@@ -92,7 +92,7 @@ class PatchSizes(Leaf):
     @property
     def patch_size(self) -> tuple[int, int]:
         """Height and width of a patch."""
-        return getattr(self, self.convolution).kernel_size
+        return base_layer(getattr(self, self.convolution)).kernel_size
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -128,19 +128,33 @@ def whole_patches(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return parts.reshape(batch, channels, height, width)
 
 
-def check_images(images: Tensor, in_chans: int) -> None:
+def base_layer(module: nn.Module) -> nn.Module:
+    """Return the layer that an adapter of PEFT, such as LoRA's, wraps; any other module is returned itself.
+
+    An adapter computes what the layer computes, but lacks the layer's attributes, such as `kernel_size`.
+    """
+    return getattr(module, "base_layer", module)
+
+
+def check_images(images: Tensor, projection: nn.Module) -> None:
     """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
+
+    Args:
+        images: the images.
+        projection: the layer that embeds patches; if it has no attribute `in_channels`, any number is allowed.
 
     Raises:
         TypeError: `images` is not a tensor, or is a tensor of integers.
         ValueError: `images` does not have four dimensions, or has another number of channels.
     """
+    number = getattr(base_layer(projection), "in_channels", None)
+    in_chans = "in_chans" if number is None else number
     if not isinstance(images, Tensor):
         # timm's tracer keeps this layer whole; other tracers of torch.fx call its `forward` with a `Proxy`.
         traced = isinstance(images, torch.fx.Proxy)
         hint = ": to trace a model by torch.fx, use timm.models.create_feature_extractor" if traced else ""
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}{hint}")
-    if images.dim() != 4 or images.shape[1] != in_chans:
+    if images.dim() != 4 or (number is not None and images.shape[1] != number):
         hint = "; for a single image give image[None]" if images.dim() == 3 else ""
         raise ValueError(f"images must be (B, {in_chans}, height, width), got {tuple(images.shape)}{hint}")
     if not images.is_floating_point():

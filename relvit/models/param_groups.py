@@ -56,11 +56,12 @@ def param_groups(
     """
     check_model(model)
     given = {"weight_decay": weight_decay, **options}
+    undecayed = set(given.get("no_weight_decay_list", ()))
     # The model may be a wrapper, such as a segmentation model, whose backbone names the parameters without decay.
     parts = [(f"{path}." if path else "", part) for path, part in model.named_modules()]
     named = [(path, part.no_weight_decay()) for path, part in parts if hasattr(part, "no_weight_decay")]
     if named:
-        given["no_weight_decay_list"] = {f"{path}{name}" for path, names in named for name in names}
+        given["no_weight_decay_list"] = undecayed.union(f"{path}{name}" for path, names in named for name in names)
     if layer_decay is None:
         groups = param_groups_weight_decay(model, **given)
     else:

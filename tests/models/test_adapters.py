@@ -4,9 +4,13 @@ import copy
 
 import pytest
 import torch
+from own_positions import MVITS, mvit
 from retrofit_cases import build, images, retrofitted
 from torch import nn
 from vits import small
+
+import relvit
+from relvit.models import set_reach
 
 peft = pytest.importorskip("peft", reason="pip install 'relvit[peft]' brings peft")
 pytestmark = pytest.mark.elsewhere
@@ -79,3 +83,36 @@ def test_adapted_models(case):
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(x), expected, rtol=0, atol=1e-10)
     assert merged.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("case", ["tables", "dinov2", "beit", "sam", "swinv2", *MVITS])
+def test_an_adapter_of_the_convolution_that_embeds_patches(case):
+    model = relvit.retrofit(mvit(case)) if case in MVITS else model_of(case)
+    sizes = {"sam": (40, 56), "swinv2": (24, 40), **dict.fromkeys(MVITS, (64, 64))}
+    x = images(*sizes.get(case, (24, 16)))
+    before = model(x)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["qkv", "proj"])).eval()
+    assert type(adapted.base_model.model.patch_embed.proj).__module__.startswith("peft.")
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    changed = adapted(x)
+    assert (changed - before).abs().max() > 1e-3
+    torch.testing.assert_close(adapted.merge_and_unload()(x), changed, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("reach", ["stretch", "bands", "mirror"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_reach_of_an_adapted_model_is_that_of_the_merged_one(reach, inner):
+    options = {"pos_embed": "learn"} if reach == "mirror" else {}
+    model, x = small(**options).double().eval(), images(40, 48)
+    config = peft.LoraConfig(r=2, target_modules=["attn.qkv"], modules_to_save=["position", "head"])
+    adapted = peft.get_peft_model(model, config).eval()
+    before = adapted(x)
+    set_reach(adapted.base_model.model if inner else adapted, reach)
+    found = adapted(x)
+    assert (found - before).abs().max() > 1e-4
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(x), found, rtol=0, atol=1e-10)
+    torch.testing.assert_close(set_reach(merged, "trained")(x), before, rtol=0, atol=1e-10)
+    torch.testing.assert_close(set_reach(merged, reach)(x), found, rtol=0, atol=1e-10)

@@ -118,6 +118,24 @@ def test_blocks_that_take_no_grid(given):
         GridVisionTransformer(**sizes, **given)
 
 
+def test_a_loop_over_blocks_that_gives_them_no_grid():
+    model = small().eval()
+    with pytest.raises(TypeError, match=r"RelativeBlock needs the grid .* forward_intermediates, .* model\.embed"):
+        model.blocks[0](torch.zeros(2, 6, 12))
+    tokens, grid = model.embed(images())
+    for block in model.blocks:
+        tokens = block(tokens, grid)
+    torch.testing.assert_close(model.norm(tokens), model.forward_features(images()))
+
+
+def test_images_of_a_stem_whose_number_of_channels_is_not_known():
+    model = small().eval()
+    model.patch_embed.proj = torch.nn.Sequential(torch.nn.Conv2d(4, 12, 8, 8))
+    assert model(images(channels=4)).shape == (2, 5)
+    with pytest.raises(ValueError, match=r"must be \(B, in_chans, height, width\), got \(4, 24, 16\)"):
+        model(images(channels=4)[0])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),

@@ -145,7 +145,7 @@ class Step:
         self.block = block
         self.chain = chain
         self.last = last
-        self.parameters: tuple[nn.Parameter, ...] = tuple(block.parameters())
+        self.parameters: tuple[Tensor, ...] = _parameters_of(block)
         read = self.parameters if chain.attn_mask is None else (*self.parameters, chain.attn_mask)
         self.versions: Versions = Versions(read)
         # `random` maps each branch that used random numbers to the states of the generators before the branch ran.
@@ -199,7 +199,7 @@ class ReversibleBlock(torch.autograd.Function):
                 "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
                 "the transforms of torch.func, or a model with reversible=False"
             )
-        if any(now is not before for now, before in zip(step.block.parameters(), step.parameters, strict=True)):
+        if any(now is not before for now, before in zip(_parameters_of(step.block), step.parameters, strict=True)):
             raise RuntimeError(
                 "the parameters of a reversible block changed after forward, and backward would recompute the block "
                 "from the new ones: compute gradients of torch.func.functional_call by torch.func.grad, and use "
@@ -229,6 +229,12 @@ class ReversibleBlock(torch.autograd.Function):
             )
         grads = iter(found)
         return None, grad1, grad2, *(next(grads) if wants else None for wants in ctx.needs_input_grad[3:])
+
+
+def _parameters_of(block: nn.Module) -> tuple[Tensor, ...]:
+    """Return the parameters of a block; the replicas that `nn.DataParallel` makes hold them in another dictionary."""
+    held = [vars(part).get("_former_parameters", part._parameters) for part in block.modules()]
+    return tuple(dict.fromkeys(tensor for tensors in held for tensor in tensors.values() if tensor is not None))
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

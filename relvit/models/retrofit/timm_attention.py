@@ -120,8 +120,10 @@ def _split_arguments(
     if isinstance(attn_mask, GridArgument):
         return attn_mask.grid, rope, attn_mask.argument
     raise TypeError(
-        "retrofitted attention needs the grid, as rope=GridArgument(grid, rope) or attn_mask=GridArgument(grid, "
-        f"attn_mask); got rope of type {type(rope).__name__} and attn_mask of type {type(attn_mask).__name__}"
+        "retrofitted attention needs the grid, which the model gives its blocks: call its forward_features or "
+        "forward_intermediates instead of its blocks, or give rope=GridArgument(grid, rope) or "
+        f"attn_mask=GridArgument(grid, attn_mask); got rope of type {type(rope).__name__} and attn_mask of type "
+        f"{type(attn_mask).__name__}"
     )
 
 

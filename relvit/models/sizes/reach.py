@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -115,16 +115,25 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
-    if hasattr(model, "recurrence"):
-        model.recurrence = recurrence or model.own_recurrence
-    if hasattr(model, "mirrored_grid"):
-        model.mirrored_grid = mirrored_grid
+    # A wrapper, such as PEFT's, passes on what is read of the module in it, but keeps what is set to itself: so set the
+    # attributes where a class declares them.
+    for part in model.modules():
+        if hasattr(type(part), "recurrence"):
+            part.recurrence = recurrence or part.own_recurrence
+        if hasattr(type(part), "mirrored_grid"):
+            part.mirrored_grid = mirrored_grid
     for layer in layers:
         layer.trained_keys = trained_keys
         layer.window = window
-        if is_stretchable(layer.position):
-            layer.position.trained_grid = trained_grid
+        for position in _positions_in(layer.position):
+            position.trained_grid = trained_grid
     return model
+
+
+def _positions_in(position: object) -> list[Any]:
+    """Return a stretchable position, or the positions in a wrapper of it, such as PEFT's for `modules_to_save`."""
+    wraps = isinstance(position, nn.Module) and not hasattr(type(position), "stretchable")
+    return [part for part in (position.modules() if wraps else [position]) if is_stretchable(part)]
 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:

@@ -1,6 +1,7 @@
 """Reversible blocks: gradients equal autograd's, random numbers, autocast, frozen parts, memory, compilation."""
 
 import copy
+import importlib
 
 import pytest
 import timm
@@ -296,3 +297,20 @@ def test_compiled_by_inductor_with_random_numbers():
         with torch.no_grad():
             weight.sub_(change)
     assert abs((losses[1] - losses[2]) / (2 * step) - grad.sum()) < 1e-4 * grad.abs().sum()
+
+
+def test_replicas_of_data_parallel_give_the_parameters_their_gradients(monkeypatch):
+    """`nn.DataParallel` makes replicas, which lack parameters; on a CPU the copies to the GPUs are plain copies."""
+
+    def copies(tensors, devices, detach=False):
+        return [[tensor.detach() if detach else tensor.clone() for tensor in tensors] for _ in devices]
+
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _: device)
+    model, x = build(class_token=True), images(16, 40, batch=4, dtype=torch.float64)
+    expected = results(model, x)
+    first, second = module.replicate(model, [0, 1])
+    found = results(model, x, loss=lambda _: first(x[:2]).square().sum() + second(x[2:]).square().sum())
+    for gradient, own in zip(found[1:-1], expected[1:-1], strict=True):
+        torch.testing.assert_close(gradient, own, rtol=0, atol=1e-10)

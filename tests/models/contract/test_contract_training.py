@@ -65,6 +65,16 @@ def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_
     assert rates() == pytest.approx([0.5 * rate for rate in expected])
 
 
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_names_without_decay_that_a_user_gives_join_those_of_the_model(layer_decay):
+    model = small(pos_embed="learn")
+    groups = param_groups(model, 0.01, layer_decay=layer_decay, no_weight_decay_list=["head.weight"])
+    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    for name in ("head.weight", "pos_embed", "blocks.0.attn.position.key_rows"):
+        assert decays[id(model.get_parameter(name))] == 0, name
+    assert decays[id(model.blocks[0].mlp.fc1.weight)] == 0.05
+
+
 def test_positions_that_do_not_learn_have_no_rate():
     for model in (small(position="slopes"), small().requires_grad_(False), timm.create_model("test_vit")):
         plain = param_groups(model, 0.01, position_lr_scale=1)

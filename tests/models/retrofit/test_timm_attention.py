@@ -152,5 +152,5 @@ def test_under_autocast_all_stays_in_half_precision():
 
 def test_without_a_grid_it_says_so():
     attn, _ = build("plain")
-    with pytest.raises(TypeError, match=r"needs the grid, .* got rope of type NoneType and attn_mask of type Tensor"):
+    with pytest.raises(TypeError, match=r"needs the grid, .* forward_features .* rope of type NoneType and .* Tensor"):
         attn(torch.zeros(1, 8, DIM, dtype=torch.float64), attn_mask=torch.zeros(8, 8))

@@ -65,7 +65,7 @@ class SamPatchEmbed(PatchSizes):
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, in_chans, height, width) as (B, rows, columns, embed_dim)."""
         convolution = getattr(self, self.convolution)
-        check_images(x, convolution.in_channels)
+        check_images(x, convolution)
         # A compiled graph must not check that the sides are multiples of the patch, see `GridPatchEmbed`.
         if not is_compiling():
             check_divisible(

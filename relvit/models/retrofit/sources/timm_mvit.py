@@ -19,7 +19,7 @@ from timm.models.mvitv2 import (
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention, attend_with, has_hooks, relative_terms
-from relvit.layers.patch_embed import PatchSizes, check_images
+from relvit.layers.patch_embed import PatchSizes, base_layer, check_images
 from relvit.layers.positions.tables import LayerTables
 from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, WholeImages, declare_any_size
 from relvit.ops import AxisLogits, Grid, RelativeTerms, num_tokens
@@ -209,15 +209,15 @@ class MultiScalePatchEmbed(PatchSizes, PatchEmbed):
     @property
     def patch_size(self) -> Size:
         """Pixels from one patch to the next."""
-        return self.proj.stride
+        return base_layer(self.proj).stride
 
     def dynamic_feat_size(self, img_size: Size) -> Size:
         """Return rows and columns of patches of images of this size."""
-        return Pooling.of(self.proj).size(img_size)
+        return Pooling.of(base_layer(self.proj)).size(img_size)
 
     def forward(self, x: Tensor) -> tuple[Tensor, torch.Size]:
         """Embed images (B, in_chans, height, width) as (B, N, embed_dim), and return the rows and columns."""
-        check_images(x, self.proj.in_channels)
+        check_images(x, self.proj)
         return super().forward(x)
 
 
