@@ -13,6 +13,7 @@ from relvit.app.data import parse_size
 from relvit.app.data.class_labels import known_names
 from relvit.app.models import build_model, check_image_size
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.progress import rank_zero_print
 from relvit.models import transfer_weights
 from relvit.utils.messages import listing
 
@@ -57,6 +58,11 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
     size, mean, std = (getattr(data, name, None) for name in ("img_size", "mean", "std"))
     size, names = size or hparams["img_size"], known_names(hparams["class_names"], data)
     teacher = Teacher(hparams["teacher"], hparams["num_classes"], size, names, mean, std)
+    if names is not None and not teacher.class_names:
+        rank_zero_print(
+            f"Note: the teacher {hparams['teacher']} does not name its classes, so its outputs are taken to be "
+            f"{listing(names, 3)}, in this order"
+        )
     for each in getattr(data, "train_sizes", None) or [size]:
         try:
             if each is not None:
@@ -97,6 +103,7 @@ class Teacher:
     ) -> None:
         source = Pretrained(pretrained)
         weights, architecture = source.weights(), source.architecture()
+        self.class_names: list[str] | None = weights.class_names
         self.channels: int = weights.input_size[0] if weights.input_size else 3
         sizes = num_classes, self.channels, img_size
         self.net: nn.Module = build_model(architecture.model, *sizes, architecture.model_kwargs, architecture.retrofit)
@@ -105,7 +112,7 @@ class Teacher:
             theirs = f" {listing(weights.class_names)}" if weights.class_names else ""
             raise ValueError(
                 f"the teacher {pretrained} was trained on other classes{theirs} than the {num_classes} here: "
-                f"it lacks {listing(report.new, 2)}; take a teacher with all these classes"
+                f"it lacks {listing(report.new, 2)}; take a teacher of exactly these classes"
             )
         self.net.eval().requires_grad_(False)
         # The images have the student's normalisation: multiplied by `scale`, plus `offset`, they have the teacher's.

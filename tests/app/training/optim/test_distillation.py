@@ -60,6 +60,18 @@ def test_the_teacher_sees_its_own_normalisation_and_answers_in_our_order(teacher
     torch.testing.assert_close(logits, net(theirs).flip(1).detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_the_start_says_that_a_teacher_names_no_classes(teacher, tmp_path, capsys):
+    """Such as timm's own weights: whether their classes are in the order of the data is not known."""
+    for label_names, said in ((NAMES, 0), (None, 1)):
+        named = {"model_config": {"label_names": label_names}} if label_names else {}
+        folder = str(tmp_path / str(said))
+        save_for_hf(teacher[1], folder, model_args=VIT | {"img_size": [8, 12]}, **named)
+        module = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS, warmup_epochs=0, teacher=folder)
+        train(module, NoiseImages(4), max_steps=1)
+        note = f"the teacher {folder} does not name its classes, so its outputs are taken to be 'class 0', 'class 1'"
+        assert capsys.readouterr().out.count(note) == said
+
+
 def test_the_data_name_the_classes_where_the_student_does_not(teacher):
     data = NoiseImages(8, mean=MEAN, std=STD)
     module = ImageClassifier("test_relvit", 7, 3, (8, 12), None, KWARGS, warmup_epochs=0, teacher=teacher[0])
