@@ -55,13 +55,14 @@ def param_groups(
             parameters.
     """
     check_model(model)
+    model, prefix = _with_layers(model)
     given = {"weight_decay": weight_decay, **options}
-    undecayed = set(given.get("no_weight_decay_list", ()))
-    # The model may be a wrapper, such as a segmentation model, whose backbone names the parameters without decay.
-    parts = [(f"{path}." if path else "", part) for path, part in model.named_modules()]
-    named = [(path, part.no_weight_decay()) for path, part in parts if hasattr(part, "no_weight_decay")]
-    if named:
-        given["no_weight_decay_list"] = undecayed.union(f"{path}{name}" for path, names in named for name in names)
+    undecayed = {name.removeprefix(prefix) for name in given.get("no_weight_decay_list", ())}
+    # The model may have further parts, as a segmentation model, whose backbone names the parameters without decay.
+    for path, part in model.named_modules():
+        if hasattr(part, "no_weight_decay"):
+            undecayed |= {f"{path}.{name}" if path else name for name in part.no_weight_decay()}
+    given["no_weight_decay_list"] = undecayed
     if layer_decay is None:
         groups = param_groups_weight_decay(model, **given)
     else:
@@ -81,6 +82,19 @@ def param_groups(
             own = {"params": positions, "lr": rate * scale, "position_lr_scale": scale}
             found.append(group | own)
     return found
+
+
+def _with_layers(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model in a wrapper without further parameters, and the prefix of its parameters' names.
+
+    timm finds a parameter's layer by its name, and the prefixes of `torch.compile`, `DistributedDataParallel` and PEFT
+    hide the layer: all parameters would get the learning rate of the last layer.
+    """
+    number = len(list(model.parameters()))
+    for path, part in model.named_modules():
+        if hasattr(type(part), "group_matcher") and len(list(part.parameters())) == number:
+            return part, f"{path}." if path else ""
+    return model, ""
 
 
 def scaled_positions(model: nn.Module, position_lr_scale: float | None) -> list[nn.Parameter]:

@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from timm_versions import needs_timm
+from torch import nn
 from vits import DEFAULTS, SMALL, assert_same, bias_for, groups_of, images, small
 
 from relvit.models import param_groups
@@ -63,6 +64,21 @@ def test_relative_positions_have_a_rate_of_their_own_under_every_schedule(layer_
     schedule = CosineLRScheduler(optimizer, t_initial=4)
     schedule.step(2)
     assert rates() == pytest.approx([0.5 * rate for rate in expected])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [partial(torch.compile, backend="eager"), nn.DataParallel, nn.Sequential],
+    ids=["compiled", "parallel", "in"],
+)
+def test_layers_of_a_wrapped_model_have_the_rates_of_the_model(wrap):
+    model = small(pos_embed="learn")
+    options = {"layer_decay": 0.5, "weight_decay": 0.3}
+    expected = param_groups(model, 0.01, no_weight_decay_list=["head.weight"], **options)
+    wrapped = wrap(model)
+    (head,) = (name for name, parameter in wrapped.named_parameters() if parameter is model.head.weight)
+    assert param_groups(wrapped, 0.01, no_weight_decay_list=[head], **options) == expected
+    assert len({group["lr"] for group in expected if "position_lr_scale" not in group}) == len(model.blocks) + 2
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
