@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,9 @@ from relvit.utils.messages import did_you_mean, listing
 
 # Files with these endings hold lists of images, see `relvit.app.data.ImageListData`.
 LIST_ENDINGS = (".csv", ".tsv", ".parquet")
+
+# The name of a run's folder begins with a date and a time, see `relvit.app.training.new_run_folder`.
+_RUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_")
 
 _ADD = "add images whose names end in .jpg, .png, .webp, .tif, .gif or the like"
 
@@ -136,12 +140,16 @@ def has_images(folder: str) -> bool:
 def class_folders(folder: str) -> list[str]:
     """Return the sorted names of the folders directly in a folder, one for each class, without hidden folders.
 
-    Warn of images beside the class folders.
+    A folder of relvit's runs is no class: a user may have trained in the folder of the images. Warn of such a folder,
+    and of images beside the class folders.
 
     Raises:
         ValueError: There are no class folders, or the name of a class folder cannot be printed.
     """
     names, images = look_into(folder)
+    for name in [name for name in names if _holds_runs(os.path.join(folder, name))]:
+        names.remove(name)
+        warnings.warn(f"{visible(os.path.join(folder, name))} holds runs of relvit and is not a class", stacklevel=2)
     check_printable(names, folder)
     if not names:
         found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
@@ -153,6 +161,19 @@ def class_folders(folder: str) -> list[str]:
             stacklevel=2,
         )
     return names
+
+
+def _holds_runs(folder: str) -> bool:
+    """Return whether a folder holds folders of runs and nothing else, except for hidden names."""
+    # The folder of a class may hold very many files, so stop at the first other name instead of listing all of them.
+    found = False
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _RUN.match(entry.name):
+                found = True
+            elif not entry.name.startswith("."):
+                return False
+    return found
 
 
 def folders_of_classes(folder: str) -> list[str]:

@@ -33,7 +33,7 @@ class ImageFolderData(ImageFilesData):
     root has none of these folders, but two or more folders that directly contain images, root itself is the train
     folder. Classes are matched by name, so a split need not have all classes. Predict yields images without labels: the
     images below test, or below val if there is no test; if root has none of the three folders, all images below root.
-    Hidden files and folders are left out.
+    Hidden files and folders are left out, and so is a folder of relvit's runs among the folders of classes.
 
     Args:
         root: The folder that holds train, val and test, or one folder for each class.

@@ -9,6 +9,7 @@ import torch
 from grey_folders import GREY, add, data_of, fits, make
 
 from relvit.app.data import ImageFolderData
+from relvit.app.training import new_run_folder
 
 
 def paths(dataset):
@@ -116,6 +117,21 @@ def test_split_is_stratified_and_disjoint(tmp_path):
         data_of(make(tmp_path / "c", train=1)).setup("fit")
     with pytest.raises(ValueError, match="val_fraction must be in 0 < x < 1, got 1"):
         data_of(data.root, val_fraction=1)
+
+
+def test_a_training_in_the_folder_of_the_images(tmp_path, monkeypatch):
+    """Without --runs, the folder of the runs is beside the class folders."""
+    make(tmp_path, **{"": 4})
+    monkeypatch.chdir(tmp_path)
+    run = new_run_folder("runs", "relvit_tiny")
+    add(run)
+    with pytest.warns(UserWarning, match="runs holds runs of relvit and is not a class"):
+        data = data_of(".")
+    assert data.class_names == ["ant", "bee", "cat"]
+    data.setup("fit")
+    # A class may have folders of any names, also beside folders that begin with a date and a time.
+    (run / "000.png").rename(run.parent / "000.png")
+    assert data_of(".").class_names == ["ant", "bee", "cat", "runs"]
 
 
 def test_a_file_whose_name_is_not_utf_8_is_held_out_like_others(tmp_path):
