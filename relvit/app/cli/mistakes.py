@@ -222,6 +222,11 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
+    # The name may be a key of a dictionary whose name is wrong, as in `--retrofit.rel_terms`.
+    holder, _, key = name.rpartition(".")
+    owner = _meant(f"{dashes}{holder}", names) if holder and holder not in known else None
+    if owner is not None and known.get(names[owner]) is not None and accepts(known[names[owner]], {}):
+        return f"{shown} (did you mean '{owner}.{key}'?)"
     lasts = {part.rpartition(".")[2].lstrip("-") for pair in names.items() for part in pair}
     words = [*INSTEAD, *lasts, *SYNONYMS]
     typed = name if name in INSTEAD else nearest(name.rpartition(".")[2], words, parts=False)
@@ -255,8 +260,11 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     # one alone, else with all names of more than three letters, since many shorter names are similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
-    found = [name for name, parts in lasts.items() if others.get(spelt or "", spelt) in parts]
-    beside = [name for name in found if name.rpartition(".")[0] == group and spelt not in others]
+    # The command's own option comes first: `--data.trian` means the `--data.train` of a list of images, although
+    # `train` is also a name of `--root` elsewhere.
+    own = spelt if spelt in of_command else others.get(spelt or "")
+    found = [name for name, parts in lasts.items() if own in parts]
+    beside = [name for name in found if name.rpartition(".")[0] == group and own == spelt]
     return min(beside or found, key=len, default=None)
 
 
@@ -314,4 +322,6 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
         given = [item.strip() for item in value.strip("[]").split(",")]
         value = ", ".join(given) if several else value
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
-    return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}"
+    # The values of a dictionary are options of their own.
+    inner = f": give --{name}.NAME VALUE" if file is None and accepts(hint, {}) else ""
+    return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}{inner}"

@@ -155,6 +155,9 @@ INSTEAD: dict[str, str] = {
 MISSING: dict[tuple[str, str], str] = {
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
+    ("validate", "sizes"): "validate takes one --img_size; for several: relvit resolutions CKPT --sizes 160 224",
+    ("test", "sizes"): "test takes one --img_size; for several: relvit resolutions CKPT --sizes 160 224",
+    ("resolutions", "img_size"): "resolutions takes one or several --sizes, such as --sizes 160 224 '[192,256]'",
     ("predict", "split"): "predict takes images without labels; name their folder instead, such as photos/val",
 }
 
@@ -323,7 +326,7 @@ def _is_option(word: str) -> bool:
 
 def _meant(command: str, name: str, value: str) -> str:
     """Replace a run by its best checkpoint, a configuration's name by its file, and a logger's name by its class."""
-    if name == "ckpt_path" and command != "fit":
+    if name in ("model.pretrained", "model.teacher") or (name == "ckpt_path" and command != "fit"):
         return best_of_run(value)
     if name == "config":
         shipped = shipped_configs().get(value)
@@ -371,4 +374,6 @@ def _instead(command: str, function: Callable[..., Any], word: str, given: Mappi
         holder = os.path.dirname(os.path.normpath(word)) or "."
         split = not find_splits(word) and any(os.path.samefile(word, each) for each in find_splits(holder).values())
         return f" (for images in a folder: --root {holder if split else word})"
+    if re.fullmatch(r"[\d.]+", word):
+        return ": several values of an option are a list in brackets, such as --img_size '[64,96]'"
     return ": each value follows the name of its option"

@@ -61,6 +61,13 @@ def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch):
         ("test", "a.ckpt images", r"unexpected argument 'images' \(for images in a folder: --root images\);"),
         ("calibrate", "a.ckpt images", r"unexpected argument 'images' \(for images in a folder: --root images\);"),
         ("demo", "a.ckpt images", "unexpected argument 'images': each value follows the name of its option"),
+        (
+            "fit",
+            "--img_size 48 64",
+            r"unexpected argument '64': several .* a list in brackets, such as --img_size '\[64,96",
+        ),
+        ("test", "a.ckpt --sizes 32 64", "--sizes: test takes one --img_size; for several: relvit resolutions CKPT"),
+        ("resolutions", "a.ckpt --img_size 32", "--img_size: resolutions takes one or several --sizes"),
         ("validate", "a.ckpt --split test", "--split: validate uses the images of val; .* relvit test --split SPLIT"),
         ("validate", "a.ckpt --runs x", "--runs: validate prints its results and writes no file"),
     ],
@@ -70,6 +77,17 @@ def test_mistakes(command, given, message, tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
     with pytest.raises(UsageError, match=message):
         read(command, given.split())
+
+
+@pytest.mark.parametrize("option", ["pretrained", "model.pretrained", "model.teacher"])
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint_in_fit_too(option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    best = tmp_path / "runs" / "a" / "checkpoints" / "best.ckpt"
+    best.parent.mkdir(parents=True)
+    best.touch()
+    name = "model.teacher" if option == "model.teacher" else "model.pretrained"
+    assert read("fit", [f"--{option}", "runs/a"]).words == [f"--{name}=runs/a/checkpoints/best.ckpt"]
+    assert read("fit", [f"--{option}", "runs"]).words == [f"--{name}=runs"]
 
 
 @pytest.mark.parametrize(

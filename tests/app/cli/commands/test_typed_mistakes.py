@@ -57,6 +57,8 @@ MISTAKES = {
         "crop_size": "--img_size", "eta_min": "--model.min_lr", "llrd": "--model.layer_decay",
         "jitter": "--data.color_jitter", "loss_fn": "--model.loss", "reprob": "--data.random_erasing",
         "iters": "--trainer.max_steps", "experiment": "--runs", "lr_gamma": None,
+        "model_kwargs.depth": "--model.model_kwargs.depth", "retrofit.rel_terms": "--model.retrofit.rel_terms",
+        "model.model_kwarg.num_heads": "--model.model_kwargs.num_heads", "model.schedul.depth": None,
         "es_patience": None, "rrc_scale": None, "dist": None, "augs": None, "aspect_ratio": None, "kd_alpha": None,
     },
     "test": {"max_batches": "--trainer.limit_test_batches", "epochs": None, "lr": None, "batch": "--batch_size"},
@@ -125,6 +127,11 @@ def test_what_has_no_option_of_its_own_is_answered(typed, instead):
     message = explain(parser("fit"), ["--data=ImageFolderData", "--data.root=x", f"--{typed}=1"], None, Exception())
     assert "did you mean '--r" not in message
     assert instead is None or instead in message
+
+
+def test_the_commands_own_option_is_nearer_than_a_name_of_another_library():
+    given = ["--data=ImageListData", "--data.train=a.csv", "--data.trian=b.csv"]
+    assert "did you mean '--data.train'?" in explain(parser("fit"), given, None, Exception())
 
 
 def test_a_list_without_brackets_is_shown_with_brackets():
