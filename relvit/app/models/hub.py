@@ -37,8 +37,8 @@ def hub_access() -> Iterator[None]:
         if not offline:
             raise
         raise DownloadError(
-            f"{constants.ENDPOINT} does not answer, and its cache lacks the file; give weights that you have, as "
-            "--pretrained FOLDER, or as --pretrained weights.safetensors --model NAME"
+            f"{constants.ENDPOINT} does not answer, and its cache lacks the file; give weights that you have: "
+            "a checkpoint, a folder of weights or, as --pretrained with --model NAME, a file of weights"
         ) from error
     finally:
         logging.set_verbosity(before)

@@ -80,8 +80,8 @@ class Pretrained:
             return self._checkpoint.architecture()
         if self._file is not None:
             raise ValueError(
-                f"{self._file} does not say which model it is of: give --model.model as well; a teacher must be a "
-                "checkpoint of relvit fit, a folder of weights or a model of timm"
+                f"{self._file} does not say which model it is of: beside --pretrained give --model NAME as well; "
+                "elsewhere take a checkpoint of relvit fit, a folder of weights or a model of timm"
             )
         if self._config is None:
             return Architecture(self._timm_name)
@@ -241,6 +241,10 @@ class Pretrained:
                 f"{self.name} has input_size {list(size)}; allowed are three positive integers: channels, height and "
                 "width"
             )
+        # timm writes the size of the images to `input_size` only for models of one size, and a retrofitted model takes
+        # every size. The argument `img_size` is the size of the absolute embedding for all models.
+        if size and self._config and (built := self._config[2].get("img_size")):
+            size = (size[0], *parse_size(built))
         return Weights(
             source=self._timm_name,
             state=donor.state_dict(),
@@ -273,9 +277,19 @@ def load_pretrained(
     weights = pretrained.weights()
     report = transfer_weights(net, weights, known_names(class_names, data))
     rank_zero_print(f"pretrained: {report}")
-    if note := normalisation_note(weights, data):
-        rank_zero_print(note)
+    for note in (size_note(weights, data), normalisation_note(weights, data)):
+        if note:
+            rank_zero_print(note)
     return report
+
+
+def size_note(weights: Weights, data: Any) -> str | None:
+    """Return a note where the images have another size than those of the pretraining had, or None."""
+    theirs, ours = (weights.input_size or ())[1:], getattr(data, "img_size", None)
+    if not theirs or ours is None or tuple(ours) == tuple(theirs):
+        return None
+    given = theirs[0] if theirs[0] == theirs[1] else f"'[{theirs[0]},{theirs[1]}]'"
+    return f"Note: the images have {ours[0]} x {ours[1]} px, those of the pretrained weights had --img_size {given}"
 
 
 def normalisation_note(weights: Weights, data: Any) -> str | None:

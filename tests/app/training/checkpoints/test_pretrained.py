@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from small_training import KWARGS, NAMES, VIT, NoiseImages, assert_close, build, train, train_and_save
 from timm.models import save_for_hf
 
+import relvit
 from relvit.app.cli import main
 from relvit.app.training import ImageClassifier, load_classifier
 from relvit.app.training.checkpoints.file import AVERAGE_KEY
-from relvit.app.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note
+from relvit.app.training.checkpoints.pretrained import Architecture, Pretrained, normalisation_note, size_note
 from relvit.app.utils.remote import DownloadError
+from relvit.models import transfer_weights
 
 DATA = NoiseImages(4, std=(0.25,) * 3)
 
@@ -69,7 +71,7 @@ def test_files_and_folders_of_weights(tmp_path):
     for name in ("a.safetensors", "a.pth", "a.pth.tar"):
         assert_close(Pretrained(str(tmp_path / name)).weights().state, vit.state_dict())
     with pytest.raises(
-        ValueError, match=r"a.pth does not say which model it is of: give --model.model as well; a teacher"
+        ValueError, match=r"a.pth does not say which model it is of: beside --pretrained give --model NAME as well; els"
     ):
         Pretrained(str(tmp_path / "a.pth")).architecture()
     (tmp_path / "a.onnx").write_bytes(b"a graph")
@@ -116,8 +118,8 @@ def test_without_a_network_one_line_says_what_to_do(name, tmp_path, monkeypatch,
     with pytest.raises((ValueError, DownloadError)) as caught:
         Pretrained(name).weights()
     assert str(caught.value).endswith(
-        "http://127.0.0.1:9 does not answer, and its cache lacks the file; give weights that you have, as --pretrained "
-        "FOLDER, or as --pretrained weights.safetensors --model NAME"
+        "http://127.0.0.1:9 does not answer, and its cache lacks the file; give weights that you have: a checkpoint, "
+        "a folder of weights or, as --pretrained with --model NAME, a file of weights"
     )
     assert not caplog.records
     assert not constants.HF_HUB_OFFLINE
@@ -210,6 +212,33 @@ def test_arguments_change_the_model_that_the_weights_are_of(checkpoint):
     assert build().hparams.pretrained is None
     with pytest.raises(ValueError, match=r"model_kwargs must not hold 'pretrained'.* --model.pretrained"):
         ImageClassifier("test_vit", 7, model_kwargs={"pretrained": True})
+
+
+def test_the_grid_of_a_retrofitted_folder_is_that_of_its_images(tmp_path):
+    """timm writes the size of the images to `input_size` for models of one size alone."""
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=(8, 12), num_classes=7, **VIT)
+    save_for_hf(vit, tmp_path / "plain", model_args=VIT | {"img_size": [8, 12]})
+    arguments = VIT | {"img_size": [8, 12], "model": "vit_tiny_patch16_224", "retrofit": {}}
+    save_for_hf(relvit.retrofit(vit), tmp_path / "retrofitted", model_args=arguments)
+    resized = []
+    for name in ("plain", "retrofitted"):
+        weights = Pretrained(str(tmp_path / name)).weights()
+        assert weights.input_size == (3, 8, 12)
+        assert size_note(weights, SimpleNamespace(img_size=(8, 12))) is None
+        net = ImageClassifier(None, 7, img_size=(12, 8), pretrained=str(tmp_path / name)).net
+        transfer_weights(net, weights)
+        resized.append(net.pos_embed)
+    # Both grids have six patches, so the embedding changes without another shape.
+    assert not torch.equal(resized[0], vit.pos_embed)
+    torch.testing.assert_close(resized[1], resized[0])
+
+
+def test_a_note_about_another_size(checkpoint):
+    weights = Pretrained(str(checkpoint)).weights()
+    expected = "Note: the images have 16 x 8 px, those of the pretrained weights had --img_size '[8,12]'"
+    assert size_note(weights, SimpleNamespace(img_size=(16, 8))) == expected
+    assert size_note(weights, SimpleNamespace(img_size=(8, 12))) is None
+    assert size_note(weights, None) is None
 
 
 def test_a_note_about_another_normalisation(checkpoint):

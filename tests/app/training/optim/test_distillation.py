@@ -130,5 +130,5 @@ def test_teachers_of_other_classes_or_of_no_model_are_refused(teacher, tmp_path)
     with pytest.raises(ValueError, match=r"'class 6'.* than the 5 here"):
         Teacher(teacher[0], 5, (8, 12), NAMES[:5])
     save_file(teacher[1].state_dict(), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"a.safetensors .* give --model.model"):
+    with pytest.raises(ValueError, match=r"a.safetensors .*; elsewhere take a checkpoint of relvit fit"):
         Teacher(str(tmp_path / "a.safetensors"), 7)
