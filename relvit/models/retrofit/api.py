@@ -227,8 +227,9 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif own is not None:
         why = f"it has relative positions of its own, {own}; {takes}"
     else:
-        why = f"retrofit takes timm's {', '.join(TIMM)}, and others that help(relvit.retrofit) lists"
-    raise ValueError(f"{type(model).__name__} cannot be retrofitted: {why}")
+        why = f"retrofit takes timm's {', '.join(TIMM)}; help(relvit.retrofit) lists all"
+    # Several libraries have classes of the same names, such as torchvision's VisionTransformer.
+    raise ValueError(f"{_library(type(model))}'s {type(model).__name__} cannot be retrofitted: {why}")
 
 
 def _library(model_class: type) -> str:

@@ -81,7 +81,11 @@ MODELS = {
     ),
     "convolutions": (
         lambda: timm.create_model("test_resnet"),
-        "ResNet cannot be retrofitted: retrofit takes timm's VisionTransformer, .*Beit, .*help.relvit.retrofit. lists$",
+        "ResNet cannot be retrofitted: retrofit takes timm's VisionTransformer, .*help.relvit.retrofit. lists all$",
+    ),
+    "a class of the same name": (
+        lambda: torchvision.models.VisionTransformer(32, 16, 1, 2, 12, 12),
+        "^torchvision's VisionTransformer cannot be retrofitted: retrofit takes timm's VisionTransformer, ",
     ),
     "others of its own": (
         lambda: holder(relative_position_bias=nn.Linear(1, 1)),

@@ -193,7 +193,7 @@ class LabelledImages(SourceImages):
     def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
         item = self.source[index]
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise TypeError(f"{self.place(index)} is {type(item).__name__}; give a pair of an image and its label")
+            raise TypeError(f"{self.place(index)} is {type(item).__name__}; give a pair (image, label)")
         return self.image(index, item[0]), self._label(index, item[1])
 
     def _label(self, index: int, given: Any) -> int | np.ndarray:
@@ -202,7 +202,7 @@ class LabelledImages(SourceImages):
             return label.astype(bool)
         if not self.multi_label and label.shape == () and label.dtype.kind in "iu" and 0 <= label < self.num_classes:
             return int(label)
-        allowed = f"a whole number from 0 to {self.num_classes - 1}"
+        allowed = f"a whole number from 0 to {self.num_classes - 1}; with multi_label=True, 0 or 1 for each class"
         if self.multi_label:
             allowed = f"0 or 1 for each of the {self.num_classes} classes"
         raise ValueError(f"{self.place(index)} has the label {given!r}; allowed is {allowed}")

@@ -249,8 +249,10 @@ def read_list(
             wrong.append((line, f"no label for {path}"))
         else:
             rows.append(Row(line, path, label))
+    empty = any(text.startswith("no label for") for _, text in wrong)
     wrong += _repeated(rows, [_joined(file, row.path, root) for row in rows])
-    _refuse_rows(file, wrong)
+    cure = "; only lists of several labels per image, which --data.label_separator reads, may have empty labels"
+    _refuse_rows(file, wrong, cure if empty else "")
     if not rows:
         raise ValueError(f"{file} lists no image: add a row for each")
     return rows

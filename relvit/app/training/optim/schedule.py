@@ -190,8 +190,8 @@ def describe(
         accumulate = accumulated * base_batch // plan.batch
         text += (
             f"\nNote: the learning rate is small, since --model.lr {lr:g} is for batches of {base_batch} "
-            f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches, or give a higher "
-            "--model.lr"
+            f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches; for few images give "
+            f"--model.lr_base_batch {plan.batch}, which takes {lr:g} as it is"
         )
     # The number of steps in the frozen epochs is known only if the loader knows its length.
     known = freeze_epochs and math.isfinite(trainer.num_training_batches)

@@ -160,6 +160,10 @@ def test_what_is_predicted():
         (lambda: data_of(Pairs(lambda p: tensor(p) * 5 - 2)).dataset("train")[1], r"item \d of Pairs: .* not normal"),
         (lambda: data_of(Pairs(labels=np.full(20, 3))).dataset("train")[1], r"label .*3.*; allowed is .* 0 to 2"),
         (lambda: data_of(Pairs(labels=["ant"] * 20)).dataset("train")[1], r"label 'ant'; allowed is a whole number"),
+        (
+            lambda: data_of(Pairs(labels=np.eye(3, dtype=int)[[0] * 20])).dataset("train")[1],
+            r"label array\(\[1, 0, 0\]\); allowed is .*; with multi_label=True, 0 or 1 for each class",
+        ),
         (lambda: data_of(Pairs(), multi_label=True).dataset("train")[1], r"0 or 1 for each of the 3 classes"),
     ],
 )

@@ -148,7 +148,10 @@ WRONG_LISTS = [
     ("path,labels\na,b\n", r"no column 'label' \(rename 'labels'\?\)"),
     ("", "no column 'path'"),
     ("path,label\n", "lists no image"),
-    ("path,label\nx.png,a\n,b\ny.png,\nz.png\n", "3 wrong rows: line 3: no path; line 4: no label for y.png; line 5"),
+    (
+        "path,label\nx.png,a\n,b\ny.png,\nz.png\n",
+        r"3 wrong rows: line 3: no path; line 4: no label for y.png; line 5.*; only lists .* --data\.label_separator",
+    ),
     ('path,label\nx.png,a\n"y\n.png",a\nx.png,b\n', r"1 wrong row: line 5: x.png is already in line 2"),
     ("path,label\nx.png,a\n./x.png,b\n", r"1 wrong row: line 3: ./x.png is already in line 2"),
     (

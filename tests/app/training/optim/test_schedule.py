@@ -77,7 +77,8 @@ def test_a_small_rate_and_a_backbone_that_stays_frozen_are_noted(capsys):
     out = capsys.readouterr().out
     assert (
         "Note: the learning rate is small, since --model.lr 0.01 is for batches of 64 (lr_base_batch): "
-        "--trainer.accumulate_grad_batches 16 makes such batches, or give a higher --model.lr\n"
+        "--trainer.accumulate_grad_batches 16 makes such batches; for few images give --model.lr_base_batch 8, which "
+        "takes 0.01 as it is\n"
     ) in out
     assert "Note: the backbone stays frozen to the end, and the classifier alone is trained: freeze_epochs 2 is" in out
     train(build(**given, lr_base_batch=16), max_epochs=3, **few)
