@@ -76,7 +76,8 @@ def report_fit(
             summary["stopped_early"] = True
     resumed = f" since resuming after epoch {since}" if since and not same_run else ""
     lines.append(
-        f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')}, epoch {checkpoints.best_epoch}"
+        f"Best validation {what}{resumed}: {plus_minus(summary, f'val/{score}')} (images: "
+        f"{summary['val/images']}), epoch {checkpoints.best_epoch}"
         f"{baseline(class_counts(trainer, 'val'))}"
     )
     # Print these lines before the test, because a test image that cannot be read may end the command.
@@ -88,7 +89,8 @@ def report_fit(
         more = {"test/acc5": "top-5", "test/f1": "mean F1"}
         more = "".join(f", {text} {plus_minus(summary, name)}" for name, text in more.items() if name in summary)
         more += baseline(class_counts(trainer, "test"))
-        lines.append(f"Test {what} of that checkpoint: {plus_minus(summary, f'test/{score}')}{more}")
+        shown = f"{plus_minus(summary, f'test/{score}')} (images: {summary['test/images']})"
+        lines.append(f"Test {what} of that checkpoint: {shown}{more}")
     if model.transfer is not None:
         summary["pretrained"] = without_secrets(model.transfer.plain())
     if rank_zero_only.rank == 0:
