@@ -1,11 +1,14 @@
 """Exported files in place of a checkpoint: their predictions, and the commands that refuse them."""
 
 import json
+import re
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import timm
 import torch
 from onnx import helper
 from onnx_files import DESCRIPTION, classifier_of, save
@@ -45,6 +48,14 @@ def test_a_file_predicts_as_a_checkpoint_does(request, tmp_path, ending):
         torch.testing.assert_close(torch.tensor(found.probabilities), expected.sort(descending=True)[0])
     assert loaded.img_size == (16, 24)
     assert loaded.class_names == ["cat", "dog", "owl"]
+
+
+def test_timm_makes_the_transform_of_a_file_as_the_documentation_says(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "publish.md").read_text()
+    (code,) = re.findall(r"`(timm\.data\.create_transform\(about\[.*?)`", text)
+    transform = eval(code, {"timm": timm, "about": DESCRIPTION})
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    torch.testing.assert_close(transform(image), relvit.load(classifier_of(tmp_path / "a.onnx")).transform(image))
 
 
 def test_what_a_file_cannot_do_is_refused_in_a_line(tmp_path):
