@@ -53,7 +53,8 @@ def build_model(
         name: any name that `timm.create_model` knows.
         num_classes: number of outputs of the classifier.
         in_chans: number of channels of the images.
-        img_size: size of the images, which only models with the argument `img_size` get.
+        img_size: size of the images, which only models with the argument `img_size` get. If the function that makes a
+            model does not declare the model's class, the model gets `img_size` unless this raises a TypeError.
         model_kwargs: further arguments of the model's class.
         retrofit: arguments of `relvit.retrofit`, {} for its defaults, to give a timm model relative positions; None: no
             retrofit.
@@ -83,12 +84,18 @@ def build_model(
             hint = f": {why}; take it out of model_kwargs" if why else did_you_mean(key, arguments)
             hint = hint or f"; help({full_name(_model_class(name))}) lists its arguments"
             raise ValueError(f"model {name!r} has no argument {key!r}{hint}")
-    if img_size is not None and "img_size" in arguments:
+    if img_size is not None and ("img_size" in arguments or not arguments):
         kwargs["img_size"] = img_size if isinstance(img_size, int) else tuple(img_size)
     given = {"num_classes": num_classes, "in_chans": in_chans, **kwargs}
 
     def build() -> nn.Module:
-        model = timm.create_model(name, **given)
+        try:
+            model = timm.create_model(name, **given)
+        except TypeError:
+            # If the model's class is not known, `img_size` may be no argument of the model.
+            if arguments or "img_size" not in given:
+                raise
+            model = timm.create_model(name, **{key: value for key, value in given.items() if key != "img_size"})
         return model if retrofit is None else retrofit_model(model, **retrofit)
 
     # `model_kwargs` and `retrofit` may come from a hostile file and make a model of any size. So if they are given,

@@ -59,6 +59,7 @@ def fit(copy, tmp_path):
         (["--model.opt=adamv"], r"unknown optimiser 'adamv' \(did you mean 'adamw?'\?\)"),
         (["--model.opt_kwargs.momentum=0.9"], "optimiser 'adamw' has no argument 'momentum'"),
         (["--patience=0"], "--patience must be 1 or more, got 0"),
+        (["--patience=2", "--trainer.limit_val_batches=0"], "--patience 2 has no effect without validations, which"),
         (
             ["--model.reversible=true"],
             "unknown option --model.reversible: arguments of the model itself are --model.model_kwargs.reversible",

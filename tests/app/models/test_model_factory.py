@@ -23,6 +23,13 @@ def test_builds_relvit_and_timm_models_with_the_datas_sizes():
     assert build_model("test_resnet", 4, 3, 64).num_classes == 4
 
 
+def test_a_model_whose_function_declares_no_class_gets_the_size_of_the_images():
+    """Timm's Hiera is such a model: it was built for its registered size."""
+    assert build_model("hiera_tiny_224", 4, 3, (64, 96), {"stages": (1, 1, 1, 1)}).tokens_spatial_shape == [16, 24]
+    # The class of this model has no argument img_size, which is then left out.
+    assert build_model("inception_next_atto", 4, 3, 64, {"depths": (1, 1, 1, 1)}).num_classes == 4
+
+
 def test_every_registered_relvit_model_knows_its_arguments():
     for name in timm.list_models("*relvit_aft*"):
         assert {"mixer", "kernel_size", "window", "bias_dim", "drop_path_rate"} <= model_arguments(name)

@@ -37,8 +37,8 @@ def calibrate(
     """Fit a temperature to validation images, and write the checkpoint with the temperature in it.
 
     All commands that take the new checkpoint divide the logits by this temperature, except a training that resumes or
-    starts from the checkpoint. For a model with several labels per image, the command chooses the threshold of each
-    class instead.
+    starts from the checkpoint, or has it as its teacher. For a model with several labels per image, the command chooses
+    the threshold of each class instead.
 
     Args:
         ckpt_path: The checkpoint to calibrate, such as runs/RUN/checkpoints/best.ckpt.

@@ -203,6 +203,11 @@ class FitCLI(RelvitCLI):
         """
         self.run_folder: Path | None = None
         options = self.options
+        if patience is not None and options["limit_val_batches"] == 0:
+            raise UsageError(
+                f"--patience {patience} has no effect without validations, which --trainer.limit_val_batches 0 leaves "
+                "out: leave out one of them"
+            )
         if options["fast_dev_run"]:
             options["enable_checkpointing"] = False
             return [], None

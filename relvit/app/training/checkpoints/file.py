@@ -123,7 +123,8 @@ def read_checkpoint(path: str | os.PathLike[str], file: Path | None = None, aver
     if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
         raise ValueError(
             f"{path} is not a checkpoint of relvit fit or relvit.app.training.ImageClassifier, as it does not describe "
-            "its model and data: give one of these (plain weights are for relvit fit --model.pretrained)"
+            "its model and data: give one of these (plain weights are for relvit fit --model.pretrained, in a file "
+            "whose name ends in .pth)"
         )
     check_bounds(content[KEY], str(path))
     check_tensors(content, str(path))

@@ -19,7 +19,8 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
     """
     try:
         # Do not read `pretrained`, the weights from which the training started: the checkpoint's weights replace them.
-        classifier = ImageClassifier(**checkpoint.model | {"pretrained": None})
+        # Nothing here compiles the model, so the backend that the training used need not be known on this machine.
+        classifier = ImageClassifier(**checkpoint.model | {"pretrained": None, "compile": False})
         classifier.load_state_dict(checkpoint.weights)
     # The file may hold any arguments, and models raise almost any type of error for wrong arguments, so catch all of
     # them.

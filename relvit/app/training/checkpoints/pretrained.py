@@ -87,6 +87,11 @@ class Pretrained:
             return Architecture(self._timm_name)
         return self._config[1]
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether a checkpoint says that its images have several labels each."""
+        return self._checkpoint is not None and bool(self._checkpoint.model.get("multi_label"))
+
     def normalisation(self) -> Normalisation:
         """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""
         if self._checkpoint is not None:

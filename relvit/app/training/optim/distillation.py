@@ -53,11 +53,17 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
     """Build the teacher of an `ImageClassifier` with these arguments, for the classes and images of these data.
 
     Raises:
-        ValueError: The teacher does not take images of a size of the training. For other errors see `Teacher`.
+        ValueError: The teacher does not take images of a size, or of the channels, of the training. For other errors
+            see `Teacher`.
     """
     size, mean, std = (getattr(data, name, None) for name in ("img_size", "mean", "std"))
     size, names = size or hparams["img_size"], known_names(hparams["class_names"], data)
     teacher = Teacher(hparams["teacher"], hparams["num_classes"], size, names, mean, std)
+    if teacher.channels != hparams["in_chans"]:
+        raise ValueError(
+            f"the teacher {hparams['teacher']} was trained with in_chans {teacher.channels}, the data have "
+            f"{hparams['in_chans']}: give a teacher that was trained on such images"
+        )
     if names is not None and not teacher.class_names:
         rank_zero_print(
             f"Note: the teacher {hparams['teacher']} does not name its classes, so its outputs are taken to be "
@@ -89,7 +95,7 @@ class Teacher:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The weights cannot be fetched or read, or belong to other classes.
+        ValueError: The weights cannot be fetched or read, or belong to other classes or to images of several labels.
     """
 
     def __init__(
@@ -102,6 +108,11 @@ class Teacher:
         std: Sequence[float] | None = None,
     ) -> None:
         source = Pretrained(pretrained)
+        if source.multi_label:
+            raise ValueError(
+                f"the teacher {pretrained} was trained on images of several labels each (multi_label), the student "
+                "learns one label: give a teacher of one label per image"
+            )
         weights, architecture = source.weights(), source.architecture()
         self.class_names: list[str] | None = weights.class_names
         self.channels: int = weights.input_size[0] if weights.input_size else 3

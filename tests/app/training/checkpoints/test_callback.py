@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import build, train
+from small_training import SeveralLabels, build, train
 
 from relvit.app.training import AtomicCheckpointIO, RunCheckpoints
 
@@ -40,3 +40,12 @@ def test_a_validation_whose_best_checkpoint_was_not_written_is_repeated(tmp_path
     assert (read("best.ckpt"), read("last.ckpt")) == ((0, 1), (0, 1))
     fit(tmp_path, AtomicCheckpointIO(), tmp_path / "last.ckpt")
     assert (read("best.ckpt"), read("last.ckpt")) == ((1, 2), (1, 2))
+
+
+def test_the_loss_chooses_the_best_checkpoint_where_no_image_has_a_label(tmp_path):
+    """Mean average precision is NaN then; the first checkpoint stayed the best one whatever came later."""
+    data = SeveralLabels(8)
+    data.labels[:] = False
+    module, best = build(lr=1e-2, warmup_epochs=0.0, multi_label=True), RunCheckpoints(tmp_path, monitor="val/map")
+    train(module, data, callbacks=[best], plugins=[AtomicCheckpointIO()], max_epochs=3, enable_checkpointing=True)
+    assert best.best_epoch == 3

@@ -40,6 +40,11 @@ def test_what_a_checkpoint_holds(path, checkpoint):
     assert checkpoint.transforms() == ((16, 16), mean, std, args["crop_pct"])
 
 
+def test_a_backend_of_the_training_that_is_not_installed_here_is_not_needed(checkpoint):
+    classifier = classifier_of(replace(checkpoint, model=checkpoint.model | {"compile": "tensorrt"}))
+    assert classifier.hparams.compile is False
+
+
 def test_data_module_with_changes(checkpoint):
     data = checkpoint.data_module(img_size=24, root=None, batch_size=None)
     assert isinstance(data, DigitsData)

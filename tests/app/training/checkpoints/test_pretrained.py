@@ -53,6 +53,13 @@ def test_a_relvit_checkpoint_gives_its_averaged_weights_and_model(checkpoint):
     assert Pretrained(str(checkpoint)).architecture() == Architecture("test_relvit", KWARGS, None)
 
 
+def test_plain_weights_under_the_name_of_a_checkpoint_may_be_renamed(checkpoint):
+    torch.save(Pretrained(str(checkpoint)).weights().state, checkpoint)
+    with pytest.raises(ValueError, match=r"is not a checkpoint .* in a file whose name ends in \.pth"):
+        Pretrained(str(checkpoint)).weights()
+    assert "head.weight" in Pretrained(str(checkpoint.rename(checkpoint.with_suffix(".pth")))).weights().state
+
+
 def test_the_classifier_is_in_the_order_of_the_data_where_the_classifier_has_no_names(checkpoint):
     data = NoiseImages(4, std=(0.25,) * 3)
     data.class_names = NAMES[::-1]

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_training import KWARGS, NAMES, VIT, NoiseImages, train, train_and_save
+from small_training import KWARGS, NAMES, VIT, NoiseImages, SeveralLabels, build, train, train_and_save
 from timm.models import save_for_hf
 
 from relvit.app.training import ImageClassifier, load_classifier
@@ -91,6 +91,17 @@ def test_a_teacher_that_does_not_take_the_images_is_refused_at_the_start(images,
     student = ImageClassifier("test_relvit", 7, 3, (8, 12), NAMES, KWARGS | {"patch_size": 2}, teacher=teacher[0])
     with pytest.raises(ValueError, match=f"the teacher .*teacher.* does not fit the images, as .*{reason}"):
         train(student, NoiseImages(8, **images), max_steps=1)
+
+
+def test_a_teacher_of_grey_images_or_of_several_labels_is_refused_at_the_start(tmp_path):
+    grey = VIT | {"img_size": [8, 12], "in_chans": 1}
+    net = timm.create_model("vit_tiny_patch16_224", num_classes=7, **grey)
+    net.pretrained_cfg |= {"mean": (0.5,), "std": (0.5,), "input_size": (1, 8, 12)}
+    save_for_hf(net, tmp_path / "grey", model_args=grey)
+    train_and_save(tmp_path / "a.ckpt", build(multi_label=True, warmup_epochs=0), SeveralLabels(8), max_steps=1)
+    for name, reason in (("grey", "was trained with in_chans 1, the data have 3"), ("a.ckpt", "of several labels")):
+        with pytest.raises(ValueError, match=f"the teacher .*{name} .*{reason}"):
+            train(build(teacher=str(tmp_path / name)), NoiseImages(8), max_steps=1)
 
 
 @pytest.mark.parametrize(
