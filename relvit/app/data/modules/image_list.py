@@ -145,7 +145,9 @@ class ImageListData(ImageFilesData):
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
         hint = "with --data.class_names a label that is not among these is an error with its line"
         doubts = [f"{self.train}: {doubt} ({hint})" for doubt in super()._doubts(counts)]
-        for separator in _SEPARATORS if self.label_separator is None else ():
+        given = self.label_separator
+        one_each = given is None or not any(given in row.label for row in self._train_rows)
+        for separator in _SEPARATORS if one_each else ():
             if names := [name for name in counts if separator in name]:
                 doubts.append(
                     f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "

@@ -357,10 +357,11 @@ def test_wrong_labels_among_several(root):
 
 
 @pytest.mark.parametrize(("label", "separator"), [("ant;bee", ";"), ("ant|bee", "|"), ("ant,bee", ","), ("ant", None)])
-def test_labels_that_look_like_several(label, separator, root, recwarn):
+@pytest.mark.parametrize("given", [None, ":"], ids=["one label", "a separator that no label has"])
+def test_labels_that_look_like_several(given, label, separator, root, recwarn):
     rows = [*rows_of("train", {"ant": 3, "bee": 3})[1:], ("train/ant/000.png", label)]
     train = write(root / "train.csv", [(path, f'"{name}"') for path, name in rows])
-    ImageListData(train, **AS_STORED).dataset("train")
+    ImageListData(train, label_separator=given, **AS_STORED).dataset("train")
     texts = [str(warning.message) for warning in recwarn]
     wanted = f"'{label}' is one class: for several labels per image give --data.label_separator '{separator}'"
     assert texts == ([] if separator is None else [wanted])
