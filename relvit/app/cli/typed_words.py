@@ -107,13 +107,14 @@ _ELSEWHERE = {
     "teacher": "distill_from teacher_model",
     "int8": "quantize quantization",
 }
-# Only a training uses these options. Other commands that run a Trainer have them, too, because they belong to the
-# Trainer or to the data; messages do not suggest them there.
-ONLY_IN_TRAINING = {
-    f"trainer.{name}" for name in ["max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches"]
+# Only a training uses these options. Commands that take a trained model know them, too, because they belong to the
+# Trainer or to the data; these commands refuse them, and messages do not suggest them there.
+_OF_TRAINING: dict[str, str] = {
+    "trainer": "max_epochs min_epochs max_steps min_steps max_time limit_train_batches accumulate_grad_batches "
+    "gradient_clip_val gradient_clip_algorithm check_val_every_n_epoch val_check_interval num_sanity_val_steps",
+    "data": "augment color_jitter random_erasing balance repeats train_sizes size_schedule cache",
 }
-ONLY_IN_TRAINING |= {"trainer.accumulate_grad_batches", "trainer.gradient_clip_val", "trainer.check_val_every_n_epoch"}
-ONLY_IN_TRAINING |= {f"data.{name}" for name in ["augment", "color_jitter", "random_erasing", "balance", "repeats"]}
+ONLY_IN_TRAINING = {f"{group}.{name}" for group, names in _OF_TRAINING.items() for name in names.split()}
 # These words may stand in a typed name without changing its meaning: `use_mixup` means `mixup`.
 EMPTY_WORDS = {"use", "enable", "auto", "rate", "value", "type", "training", "per", "gpu"}
 # These options of other libraries resemble options of relvit but mean something else: suggest nothing for them.
@@ -152,7 +153,11 @@ INSTEAD: dict[str, str] = {
 
 
 # These commands lack these options, which similar commands have: the texts say what to do instead.
+_NO_BAR = "--trainer.enable_progress_bar false hides the progress bar"
+_NO_STDERR = "the progress bar is written to standard error, which 2>/dev/null hides"
 MISSING: dict[tuple[str, str], str] = {
+    **{(command, "quiet"): _NO_BAR for command in ("validate", "test", "predict")},
+    **{(command, "quiet"): _NO_STDERR for command in ("resolutions", "calibrate", "embed", "probe", "check-data")},
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",
     ("validate", "runs"): "validate prints its results and writes no file; to get a report: relvit test --runs DIR",
     ("validate", "sizes"): "validate takes one --img_size; for several: relvit resolutions CKPT --sizes 160 224",
@@ -242,13 +247,14 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
 
     Raises:
         UsageError: there are too many positional arguments, an option has two different values under two names, or an
-            option belongs to another command.
+            option belongs to another command, such as an option that only a training uses.
     """
     short, places = short_names(command, function), positionals(function)
     bare: list[str] = []
     named: list[tuple[str, Any]] = []
     typed: dict[str, str] = {}
     texts: dict[str, dict[str, str]] = {}
+    of_training: list[str] = []
     hints = {name: hint for name, hint in type_hints(function).items() if name not in places}
     for name, value in _split(words, hints):
         if name is None:
@@ -260,6 +266,8 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
         own = name if command == "fit" and is_file else short.get(name, name)
         if own == "model" and "ckpt_path" in places and value and (value.endswith(".ckpt") or is_exported(value)):
             own = "ckpt_path"
+        if own in ONLY_IN_TRAINING and not places.keys().isdisjoint(("ckpt_path", "models")):
+            of_training.append(name)
         if own != name:
             typed[own] = name
         if value is not None:
@@ -273,6 +281,11 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
             both = " and ".join(f"--{name} {text}" for name, text in given.items())
             raise UsageError(f"{both} are two values for one option: give one of them")
     values = dict(named)
+    # In a user's data module, an option of such a name may be the module's own, with another meaning.
+    of_user = "." in str(values.get("data", "")).removeprefix("relvit.app.data.")
+    for name in of_training:
+        if not (of_user and name.startswith("data.")):
+            raise UsageError(f"--{name} is for a training, and {command} does not train: leave it out")
     if (
         command == "fit"
         and "data.root" in values

@@ -10,6 +10,7 @@ import numpy as np
 from lightning import LightningDataModule
 
 from relvit.app.utils.masks import MASK, mask_secrets
+from relvit.utils.messages import did_you_mean
 
 # `ImageData` and `ImageFilesData` require these arguments, but a subclass computes them itself, so its `**options`
 # cannot contain them.
@@ -65,6 +66,19 @@ class RecordedArguments(LightningDataModule):
         """Names of the arguments that relvit's own classes have: `max_tokens` and `input_key` are not secrets."""
         own = [part for part in cls.__mro__ if issubclass(part, RecordedArguments) and not part.is_of_user()]
         return {name for part in own for name in part.argument_names()}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse arguments that this class does not have; called by constructors that pass on ``**options``.
+
+        Python's own error would name the constructor of `ImageData`, which the user has not called.
+
+        Raises:
+            TypeError: An argument is unknown.
+        """
+        for name in options:
+            if name not in self.public_names():
+                hint = did_you_mean(name, self.argument_names())
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}{hint}")
 
     @classmethod
     def argument_names(cls) -> list[str]:

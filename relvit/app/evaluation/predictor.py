@@ -162,9 +162,19 @@ class Predictor:
 
     @torch_defaults()
     def at_size(self, img_size: int | Sequence[int] | None) -> Predictor:
-        """Return a predictor of the same model, which both share, for images of another size; see `Predictor`."""
+        """Return a predictor of the same model, which both share, for images of another size; see `Predictor`.
+
+        It has the transform of the training, also where you have set another `transform`: a warning says so then. At
+        the same size it keeps your transform.
+        """
         other = copy(self)
         other._set_size(img_size)
+        if self.transform is not self._made_transform:
+            if other.shape == self.shape:
+                other.transform = self.transform
+            else:
+                text = "the predictor of another size has the transform of the training again: set its `transform`, too"
+                warnings.warn(f"`transform` was set, but {text}", stacklevel=3)
         return other
 
     def _set_size(self, img_size: int | Sequence[int] | None) -> None:
@@ -176,6 +186,7 @@ class Predictor:
         self.img_size: tuple[int, int] = self.shape.img_size
         transform = eval_transform(self.img_size, self.mean, self.std, self.crop_pct)
         self.transform: v2.Compose = self.shape.adapt(transform)
+        self._made_transform = self.transform
 
     @torch_defaults()
     def predict(

@@ -252,7 +252,7 @@ def test_checkpoints_and_options_of_other_commands(run, best, fit, tmp_path, fai
             ["resolutions", best, "--sizes=fast"],
             "--sizes must be values, each a whole number or a pair such as '[64,96]', got fast",
         ),
-        (["resolutions", best, "--sizes=[16]", "--data.augment=none"], "--data.augment needs --data NAME"),
+        (["resolutions", best, "--sizes=[16]", "--data.crop_pct=1"], "--data.crop_pct needs --data NAME"),
     ):
         assert message in fails(arguments)
 

@@ -1,15 +1,18 @@
 """Short names of options of `fit`, and typing mistakes; tests/app/cli/test_usage.py tests unnamed arguments."""
 
+import inspect
 import subprocess
 import sys
 
 import pytest
+from lightning import Trainer
 from photos import TINY
 
 from relvit.app.cli import COMMANDS
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.functions import function_of
-from relvit.app.cli.typed_words import read_arguments
+from relvit.app.cli.typed_words import ONLY_IN_TRAINING, read_arguments
+from relvit.app.data import ImageFilesData
 
 
 def read(command, words):
@@ -70,6 +73,20 @@ def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch):
         ("resolutions", "a.ckpt --img_size 32", "--img_size: resolutions takes one or several --sizes"),
         ("validate", "a.ckpt --split test", "--split: validate uses the images of val; .* relvit test --split SPLIT"),
         ("validate", "a.ckpt --runs x", "--runs: validate prints its results and writes no file"),
+        ("predict", "a.ckpt photos -q", "--quiet: --trainer.enable_progress_bar false hides the progress bar"),
+        ("embed", "a.ckpt photos --quiet", "--quiet: the progress bar is written to standard error, which 2>/dev/null"),
+        *(
+            (command, f"a.ckpt --data ImageFolderData --data.{option}", f"--data.{option.split()[0]} is for a training")
+            for command, option in zip(
+                ("validate", "test", "predict", "resolutions", "calibrate", "probe", "probe", "probe"),
+                (
+                    *("augment none", "color_jitter 0.4", "random_erasing 0.1", "balance loss"),
+                    *("repeats 2", "train_sizes [16,24]", "size_schedule progressive", "cache true"),
+                ),
+                strict=True,
+            )
+        ),
+        ("test", "a.ckpt --trainer.max_epochs 3", "--trainer.max_epochs is for a training, and test does not train"),
     ],
 )
 def test_mistakes(command, given, message, tmp_path, monkeypatch):
@@ -77,6 +94,16 @@ def test_mistakes(command, given, message, tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
     with pytest.raises(UsageError, match=message):
         read(command, given.split())
+
+
+def test_options_of_the_training_exist():
+    found = {f"data.{name}" for name in ImageFilesData.argument_names()}
+    found |= {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
+    assert found >= ONLY_IN_TRAINING
+
+
+def test_a_users_data_module_may_have_options_of_these_names():
+    assert "--data.cache=true" in read("test", ["a.ckpt", "--data", "mine.Scans", "--data.cache", "true"]).words
 
 
 @pytest.mark.parametrize("option", ["pretrained", "model.pretrained", "model.teacher"])

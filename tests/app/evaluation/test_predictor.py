@@ -246,6 +246,11 @@ def test_results_do_not_depend_on_pytorchs_defaults(best, clf, photos, ordinary,
 
 def test_another_size_of_the_same_model(best):
     clf = relvit.load(best)
+    own = clf.at_size(None)
+    own.transform = by_user = own.at_size((24, 40)).transform
+    assert own.at_size(16).transform is by_user
+    with pytest.warns(UserWarning, match="the predictor of another size has the transform of the training again"):
+        assert own.at_size((24, 40)).transform is not by_user
     other = clf.at_size((24, 40))
     assert (other.img_size, clf.img_size, other.at_size(None).img_size) == ((24, 40), (16, 16), (16, 16))
     assert other.model is clf.model

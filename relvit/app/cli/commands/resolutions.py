@@ -12,6 +12,7 @@ from relvit.app.evaluation import PROTOCOLS, Size, evaluate_sizes
 from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.plots import plot_size_grid, plot_sizes
 from relvit.app.plots.style import short_labels
+from relvit.app.utils.files import kept_path
 from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
 from relvit.app.utils.shown_text import without_secrets
@@ -89,10 +90,12 @@ def resolutions(
             text, side = plus_minus(row, "square_difference", "{:+.4f}"), row["square"]
             which = f"{numbers.index(row['checkpoint']) + 1} at " if len(numbers) > 1 else ""
             print(f"{which}{row['height']} x {row['width']} minus squashed to {side} x {side}: {text}", flush=True)
+    # The files name checkpoints by absolute paths, so that `relvit publish` finds their rows from any folder.
+    of_files = [row | {"checkpoint": kept_path(row["checkpoint"])} for row in rows]
     for target in targets:
         labels = short_labels([row["checkpoint"] for row in rows])
         plot = plot_sizes if widths is None else plot_size_grid
-        write_rows(target, rows, partial(plot, rows, labels, title=meaning))
+        write_rows(target, of_files, partial(plot, rows, labels, title=meaning))
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -72,6 +72,7 @@ class CIFARData(ImageData):
         **options: Any,
     ) -> None:
         check_ranges(CIFARData.__init__, locals())
+        self.check_options(options)
         self._title = self.dataset_class.__name__.replace("CIFAR", "CIFAR-")
         check_class_names(class_names, self.classes, f"{self._title} has")
         self.root: str = kept_path(root)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
 
 from relvit.app.data.class_labels import Label, label_of, label_text, rarest
@@ -16,6 +16,7 @@ from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.utils.number_types import OpenShare, check_ranges
+from relvit.utils.messages import an
 
 
 class DatasetData(ImageData):
@@ -49,7 +50,8 @@ class DatasetData(ImageData):
         ValueError: An argument is out of its range, there are no class names, or a dataset is empty or has another
             number of `targets` than of items; or, when an image is loaded, its label is not a class or the image cannot
             be converted.
-        TypeError: An item of a dataset is not a pair of image and label, which shows when it is loaded.
+        TypeError: An argument is unknown, or a dataset is an `IterableDataset` or has no length; or an item of a
+            dataset is not a pair of image and label, which shows when it is loaded.
     """
 
     # `--data` does not offer this class, because the command line cannot pass dataset objects.
@@ -69,6 +71,13 @@ class DatasetData(ImageData):
         **options: Any,
     ) -> None:
         check_ranges(DatasetData.__init__, locals())
+        self.check_options(options)
+        for name, given in {"train": train, "val": val, "test": test, "predict": predict}.items():
+            if isinstance(given, IterableDataset) or (given is not None and not hasattr(given, "__len__")):
+                raise TypeError(
+                    f"{name} is {an(type(given).__name__)}, which has no length or no numbered items: give a dataset "
+                    "with __len__ and __getitem__, or train an ImageClassifier on a DataLoader of your own"
+                )
         if in_chans not in (1, 3):
             raise ValueError(f"in_chans is {in_chans}; images are given to the model with 3 channels, or 1 (grey)")
         if class_names is None and (class_names := getattr(train, "classes", None)) is None:

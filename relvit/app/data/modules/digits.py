@@ -61,6 +61,7 @@ class DigitsData(ImageData):
         class_names: list[str] | None = None,
         **options: Any,
     ) -> None:
+        self.check_options(options)
         check_class_names(class_names, DIGITS_CLASSES, "the digits have")
         super().__init__(DIGITS_CLASSES, 1, img_size=img_size, augment=augment, num_workers=num_workers, **options)
 

@@ -68,6 +68,7 @@ class ImageFilesData(ImageData):
         **options: Any,
     ) -> None:
         check_ranges(ImageFilesData.__init__, locals())
+        self.check_options(options)
         check_choice("on_error", on_error, get_args(OnError))
         self.val_fraction = val_fraction
         self.split_seed = split_seed

@@ -124,19 +124,22 @@ class DataRecord(Callback):
             for split, files in unreadable.items():
                 if files:
                     found.setdefault(split, {}).update(files)
-        if not found or found == self.unreadable or not trainer.is_global_zero:
+        # The test after a training comes with the same data module, which still holds the images of the training.
+        new = {split: files for split, files in found.items() if files != self.unreadable.get(split)}
+        if not new or not trainer.is_global_zero:
             return
         self.unreadable = found
         rows = [
             [split, printable(path), reason] for split, files in found.items() for path, reason in sorted(files.items())
         ]
-        lines = [unreadable_sentence(split, len(files), data.trains_on(split)) for split, files in found.items()]
+        lines = [unreadable_sentence(split, len(files), data.trains_on(split)) for split, files in new.items()]
         if self.folder:
             write_csv(self.folder / "unreadable.csv", ["split", "path", "reason"], rows)
             lines[-1] += f" {self.folder / 'unreadable.csv'} says why."
         else:
-            lines += [f"  {visible(path)}: {reason}" for _, path, reason in rows[:SHOWN]]
-            lines += [f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+            shown = [row for row in rows if row[0] in new]
+            lines += [f"  {visible(path)}: {reason}" for _, path, reason in shown[:SHOWN]]
+            lines += [f"  and {len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
         print(visible_lines("\n".join(lines)), flush=True)
 
 

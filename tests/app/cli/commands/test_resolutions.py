@@ -61,6 +61,12 @@ def test_the_file_has_the_rows_of_evaluate_sizes(compared):
         assert row | measured == of_python | measured
 
 
+def test_the_file_names_checkpoints_so_that_they_are_found_from_any_folder(best, tmp_path, monkeypatch):
+    monkeypatch.chdir(best.parent)
+    assert main(["resolutions", best.name, "--sizes=16", "--accelerator=cpu", f"--output={tmp_path / 'a.json'}"]) == 0
+    assert [row["checkpoint"] for row in json.loads((tmp_path / "a.json").read_text())] == [str(best)]
+
+
 def test_the_csv_has_the_same_rows(compared):
     found, of_csv = compared.found, rows(compared.folder / "resolutions.csv")
     columns = list(found[1] | found[2])

@@ -170,9 +170,7 @@ def test_another_split(best, photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos / "train", root / "test")
     given = {"split": [f"--root={photos}", "--split=train"], "folder": [f"--root={root}"]}
-    # The evaluation must ignore options of augmentation.
-    more = ["--data.augment=deit", "--batch_size=5"]
-    found, expected = (evaluate("test", best, tmp_path / name, *given[name], *more) for name in given)
+    found, expected = (evaluate("test", best, tmp_path / name, *given[name], "--batch_size=5") for name in given)
     assert "18 images of train at 16 x 16 px, accuracy " in capsys.readouterr().out
     for name in ("classes.csv", "confusion.csv"):
         assert (found / name).read_text() == (expected / name).read_text()

@@ -139,7 +139,10 @@ def test_a_skipped_image_is_reported_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("1 image of train could not be read; other images") == 1
     data.unreadable["test"]["b.jpg"] = "broken"
     record.teardown(trainer, None, "test")
-    assert "1 image of test could not be read and was left out." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 image of test could not be read and was left out." in out
+    assert "a.jpg" not in out
+    assert "of train" not in out
     assert record.counts == {"train": 1, "test": 1}
 
 

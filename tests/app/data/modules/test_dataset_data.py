@@ -6,10 +6,10 @@ import torch
 from lightning import Callback, Trainer, seed_everything
 from PIL import Image
 from small_training import assert_close
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import relvit
-from relvit.app.data import DatasetData, eval_transform
+from relvit.app.data import DatasetData, DigitsData, eval_transform
 from relvit.app.data.loading.deterministic import SeededIndex
 from relvit.app.evaluation import EvaluationReport, PredictionTable
 from relvit.app.training import ImageClassifier
@@ -230,3 +230,18 @@ def test_random_transforms_of_the_dataset_itself_are_seeded():
     loader = data_of(Noisy(), val=Pairs()).train_dataloader()
     item = SeededIndex(3, 1, 7)
     assert torch.equal(loader.dataset[item][0], loader.dataset[item][0])
+
+
+def test_an_unknown_option_is_one_of_the_class_that_was_called():
+    for cls, given in ((DatasetData, {"class_names": NAMES}), (DigitsData, {})):
+        with pytest.raises(TypeError, match=rf"^{cls.__name__} has no argument 'batchsize' \(did you mean 'batch_size"):
+            cls(**given, batchsize=3)
+
+
+def test_a_dataset_that_can_only_be_iterated_is_refused_at_the_start():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Pairs())
+
+    with pytest.raises(TypeError, match=r"val is a Stream, which has no length .*: give a dataset with __len__ and"):
+        data_of(Pairs(), val=Stream())
