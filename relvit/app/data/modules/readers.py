@@ -140,9 +140,11 @@ class ReaderData(ImageFilesData):
         wrong = [(image, label) for image, label in labelled if label not in known]
         if wrong:
             image, label = wrong[0]
+            # A number is no misspelling of another one.
+            hint = did_you_mean(label, self.class_names)
             raise ValueError(
                 f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as "
-                f"{visible(str(image))}: {label!r}{did_you_mean(label, known)}; known are {listing(self.class_names)}"
+                f"{visible(str(image))}: {label!r}{hint}; known are {listing(list(known))}"
             )
         samples = [(image, known[label]) for image, label in labelled]
         if split == "train" and content.declared is None:

@@ -78,6 +78,15 @@ def test_a_part_of_train_is_put_aside_whatever_the_order(kind, tmp_path):
     assert ReaderData(**arguments | {"split_seed": 1}).held_out() != held_out
 
 
+def test_class_names_name_numbered_classes(tmp_path):
+    numbered = [(name, content, str([*GREY].index(label))) for name, content, label in grey_files(2)]
+    places = write("wds", tmp_path, {"train": numbered})
+    # One of the two images of each class is held out.
+    assert fits(data_of(**places, class_names=["x", "y", "z"]).dataset("train")) == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"2 images .* unknown class, such as .*: '2'; known are '0', '1'$"):
+        data_of(**places, class_names=["x", "y"]).dataset("train")
+
+
 @EACH
 def test_class_names_of_a_checkpoint_keep_their_order(kind, tmp_path):
     places = write(kind, tmp_path, {"train": grey_files(2), "test": grey_files(1)})
