@@ -10,6 +10,7 @@ from torch import nn
 from vits import small
 
 import relvit
+from relvit.families.transformer_xl import set_bands
 from relvit.models import set_reach
 
 peft = pytest.importorskip("peft", reason="pip install 'relvit[peft]' brings peft")
@@ -116,3 +117,13 @@ def test_a_reach_of_an_adapted_model_is_that_of_the_merged_one(reach, inner):
     torch.testing.assert_close(merged(x), found, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(merged, "trained")(x), before, rtol=0, atol=1e-10)
     torch.testing.assert_close(set_reach(merged, reach)(x), found, rtol=0, atol=1e-10)
+
+
+def test_bands_of_an_adapted_model_are_those_of_the_merged_one():
+    adapted = peft.get_peft_model(small().double().eval(), peft.LoraConfig(r=2, target_modules=["attn.qkv"])).eval()
+    x = images(40, 48)
+    before, found = adapted(x), set_bands(adapted, 2, 1)(x)
+    assert (found - before).abs().max() > 1e-4
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(x), found, rtol=0, atol=1e-10)
+    torch.testing.assert_close(set_bands(merged, None)(x), before, rtol=0, atol=1e-10)

@@ -17,7 +17,4 @@ __all__ = [
     "AFTVisionTransformer",
 ]
 
-UNFIT[MIXER] = (
-    "is of an attention-free model, whose queries and keys mean nothing to the attention of this {name}: give an "
-    "architecture without attention, such as 'relvit_aft_conv_small'"
-)
+UNFIT[MIXER] = "is of an attention-free model, whose queries and keys have no meaning"

@@ -13,7 +13,7 @@ from relvit.ops.index_range import check_tensor_size
 from relvit.ops.inputs import check_terms
 from relvit.ops.recompute import recomputed
 from relvit.ops.terms import JointTable, RelativeTerms
-from relvit.ops.tracing import is_eager
+from relvit.ops.tracing import is_eager, without_autocast
 
 # A token has this logit with itself, so low that it attends to itself only if it can attend to no other token.
 SELF_LOGIT = -1e5
@@ -114,7 +114,9 @@ def _attend(
     if valid is not None:
         query_key, value = without_padding(query_key, valid), without_padding(value, valid)
     wide = torch.promote_types(query_key.dtype, torch.float32)
-    hashes = _hash(query_key.detach().to(wide), rotations.to(wide))
+    # Autocast would compute the hashes in half precision, in which some tokens fall into other buckets.
+    with without_autocast(query_key.device):
+        hashes = _hash(query_key.detach().to(wide), rotations.to(wide))
     buckets, size = _division(tokens, rotations, chunk_size)
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)

@@ -139,8 +139,11 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     if (band_rows, memory_rows) != (None, None):
         bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
-    model.recurrence = model.own_recurrence = bands
-    record_arguments(model, band_rows=bands and bands.rows, memory_rows=bands and bands.memory_rows)
+    # A wrapper, such as PEFT's, keeps attributes that are set to itself, so set them where a class declares them.
+    for part in model.modules():
+        if hasattr(type(part), "recurrence"):
+            part.recurrence = part.own_recurrence = bands
+            record_arguments(part, band_rows=bands and bands.rows, memory_rows=bands and bands.memory_rows)
     return model
 
 

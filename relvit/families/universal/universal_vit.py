@@ -19,6 +19,7 @@ from relvit.families.universal.running_tokens import put_tokens, run_gathered, t
 from relvit.families.universal.signals import PositionStepSignals
 from relvit.layers import RelativeAttention
 from relvit.layers.attention import has_hooks
+from relvit.layers.attention_weights import wants_weights
 from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point, record_arguments
 from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
@@ -313,7 +314,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             return False
         # `run_gathered` does not call these modules as a whole, so it would skip hooks on them.
         modules = (self.blocks[0], attn, attn.attn_drop)
-        return attn.window is None and not any(map(has_hooks, modules))
+        return attn.window is None and not any(map(has_hooks, modules)) and not wants_weights(attn.attn_drop)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

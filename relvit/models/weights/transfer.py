@@ -18,7 +18,8 @@ from relvit.models.weights.irpe import convert_irpe
 from relvit.utils.messages import listing
 
 # Each pattern matches names of tensors that only one kind of model has. The text is the part of the error message that
-# says why no other kind of model can use these tensors. Packages in `relvit.families` add entries.
+# says why no other kind of model can use these tensors; 'in this' and the class of the other model follow the text.
+# Packages in `relvit.families` add entries.
 UNFIT: dict[re.Pattern[str], str] = {}
 
 POSITION = ".position."
@@ -133,7 +134,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     for tensors, reason in UNFIT.items():
         if any(map(tensors.search, given)) and not any(map(tensors.search, own)):
             raise ValueError(
-                f"{weights.source} {reason} this {type(net).__name__}: build the model that the weights were trained in"
+                f"{weights.source} {reason} in this {type(net).__name__}: build the model that the weights were "
+                "trained in"
             )
     in_part: dict[str, str] = {}
     state = _convert(dict(given), net, own, weights.input_size, in_part)

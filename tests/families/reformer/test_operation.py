@@ -125,6 +125,15 @@ def test_low_precision(dtype, atol):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol * expected.abs().max().item())
 
 
+def test_autocast_keeps_the_buckets():
+    grid = make_grid(24, 24)
+    query_key, value = (x.to(torch.bfloat16) for x in inputs(grid))
+    expected = lsh_attention(query_key, value, grid, rotations(1, 128).float())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = lsh_attention(query_key, value, grid, rotations(1, 128).float())
+    torch.testing.assert_close(out, expected, rtol=0, atol=3e-2)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

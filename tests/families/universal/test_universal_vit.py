@@ -8,7 +8,7 @@ import timm
 import torch
 from vits import SMALL, assert_same, groups_of, images, native_batch, small
 
-from relvit.models import set_reach
+from relvit.models import logit_inputs, set_reach
 from relvit.ops import Grid
 from relvit.ops.grid import patch_coords
 
@@ -236,6 +236,7 @@ def test_windows_masks_and_hooks_compute_all_tokens():
     assert_same(model(x), expected, atol=1e-12)
     assert [weights.shape for weights in seen] == [(3, 2, 24, 24)] * STEPS
     handle.remove()
+    assert logit_inputs(model, x)["blocks.0.attn"].query.shape[2] == 24
     in_windows = set_reach(model, "windows", (24, 16))(x)
     assert (in_windows - expected).abs().max() > 1e-4
 
