@@ -112,12 +112,17 @@ def exceeds_window(grid: Grid, window: tuple[int, int] | None, attn_mask: Tensor
     """Return whether a grid is larger than the window, (rows, columns), within which tokens attend; None: no window.
 
     Raises:
-        ValueError: the grid is larger than the window, and `attn_mask` or `is_causal` is given.
+        ValueError: the grid is larger than the window, and has `coords`, or `attn_mask` or `is_causal` is given.
     """
     if window is None or (grid.height <= window[0] and grid.width <= window[1]):
         return False
     if attn_mask is not None or is_causal:
         raise ValueError("attention in windows takes no attn_mask and is not causal: leave attn_mask and is_causal out")
+    if grid.coords is not None:
+        raise ValueError(
+            "attention in windows needs all patches of images of one size: give no native batch, no keep and no "
+            "patch_drop_rate, or call set_reach(model, 'trained') first"
+        )
     return True
 
 

@@ -218,6 +218,9 @@ def test_windows_refuse():
     with pytest.raises(ValueError, match="with a rotary embedding: take another reach"):
         set_reach(retrofit_cases.retrofitted(retrofit_cases.build("rope axial", class_token=False)), "windows")
     model = set_reach(small().eval(), "windows")
+    keep = torch.tensor([[0, 5]])
+    with pytest.raises(ValueError, match="no keep and no patch_drop_rate, or call set_reach"):
+        model.forward_features(images(48, 32, batch=1), keep=keep)
     with pytest.raises(ValueError, match="within windows has no N x N weights"):
         attention_maps(model, images(40, 40))
     with pytest.raises(ValueError, match="is not causal"):
