@@ -46,13 +46,13 @@ def explain(
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: the model does not take this size, has no layers of relvit or no `patch_embed`; or the device is
-            unknown.
+        ValueError: the model does not take this size, or has no size of its own (NaFlexVit) and none is given; it has
+            no layers of relvit or no `patch_embed`; or the device is unknown.
     """
     check_model(model)
     if device is not None:
         check_choice("device", device, DEVICES)
-    embed = getattr(model, "patch_embed", None)
+    embed = getattr(model, "patch_embed", None) or getattr(model, "embeds", None)
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
     if not found:
         raise ValueError(
@@ -63,7 +63,9 @@ def explain(
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]
         hint = f": explain {part_of(parts[0])}, which has one" if parts else ": take a model that has one"
         raise ValueError(f"{type(model).__name__} has no patch_embed, which gives the grid of an image{hint}")
-    size = embed.img_size if img_size is None else int_pair("img_size", img_size, 1)
+    size = getattr(embed, "img_size", None) if img_size is None else int_pair("img_size", img_size, 1)
+    if size is None:
+        raise ValueError(f"{type(model).__name__} has no image size of its own: give img_size, such as 224")
     if not embed.dynamic_img_pad:
         check_divisible(size, embed.patch_size, getattr(embed, "cropped_size", None))
     grid = Grid(*embed.dynamic_feat_size(size), model.num_prefix_tokens)

@@ -1,7 +1,7 @@
 """Pure functions on tensors: exact relative attention, its inputs, and slow references."""
 
 from relvit.ops.attention import Choice, choose, relative_attention, relative_logits
-from relvit.ops.buckets import BUCKETINGS
+from relvit.ops.buckets import BUCKETINGS, bucket, saturation
 from relvit.ops.grid import Grid, grid_from_naflex, key_mask, make_grid, num_tokens, patch_coords
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.terms import AxisLogits, AxisTables, Channels, JointTable, RelativeTerms
@@ -21,6 +21,8 @@ __all__ = [
     "JointTable",
     "Channels",
     "BUCKETINGS",
+    "bucket",
+    "saturation",
     "RelativeTerms",
     "relative_attention",
     "relative_logits",

@@ -21,6 +21,10 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
     2021, arXiv 2107.14222), with alpha = `distance` / 2, beta = `distance` and gamma = 4 `distance`.
 
     With both bucketings, offsets d and -d use rows at the same distance from the middle row.
+
+    Examples:
+        >>> bucket(torch.tensor([-9, -1, 0, 3]), 2, "piecewise")
+        tensor([0, 1, 2, 4])
     """
     if bucketing == "clip" or distance == 0:
         return offset.clamp(-distance, distance) + distance
@@ -35,5 +39,10 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
 
 
 def saturation(distance: int, bucketing: str) -> int:
-    """Return the offset from which on all offsets of one sign share a row."""
+    """Return the offset from which on all offsets of one sign share a row.
+
+    Examples:
+        >>> saturation(7, "clip"), saturation(7, "piecewise")
+        (7, 28)
+    """
     return distance if bucketing == "clip" else 4 * distance

@@ -139,8 +139,9 @@ def test_retrofitted_models_and_what_has_no_plan():
     cropped = relvit.retrofit(timm.create_model("test_vit", img_size=(36, 33), patch_size=8))
     assert relvit.explain(cropped)[0].layer == "blocks.0.attn"
     naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2, num_classes=5)
-    with pytest.raises(ValueError, match="has no patch_embed, which gives the grid of an image: take a model"):
-        relvit.explain(relvit.retrofit(naflex))
+    assert [plan.layer for plan in relvit.explain(relvit.retrofit(naflex), (32, 48))] == ["blocks.0.attn"]
+    with pytest.raises(ValueError, match="RetrofittedNaFlexVit has no image size of its own: give img_size"):
+        relvit.explain(naflex)
     with pytest.raises(ValueError, match=r"Sequential has no patch_embed, .*: explain model\[1\], which has one"):
         relvit.explain(torch.nn.Sequential(torch.nn.Identity(), small()))
     with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8"):

@@ -106,7 +106,8 @@ def patch_size_of(net: nn.Module) -> tuple[int, int]:
         (16, 16)
     """
     # Some models of timm store one number for both sides, so return two in any case.
-    return to_2tuple(getattr(getattr(net, "patch_embed", None), "patch_size", 1))
+    embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
+    return to_2tuple(getattr(embed, "patch_size", 1))
 
 
 def _failure(net: nn.Module, img_size: Sequence[int], in_chans: int) -> Exception | None:

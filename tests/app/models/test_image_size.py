@@ -20,8 +20,7 @@ FIXED = (
     [
         ("vit_tiny_patch16_224", VIT, (32, 48), (32, 40), FIXED),
         ("vit_tiny_patch16_224", DYNAMIC, (32, 48), (32, 44), "divisible by patch size (8)): give img_size [32,48]"),
-        # timm does not declare this model's class, so relvit cannot know its arguments, and builds it for its own size.
-        ("hiera_tiny_224", {"embed_dim": 8}, 64, (64, 64), "at non-singleton dimension 1): give img_size 224"),
+        ("hiera_tiny_224", {"embed_dim": 8}, 64, (96, 64), "at non-singleton dimension 1): give img_size 64"),
         # timm's model itself would leave out the pixels beyond the last whole patch.
         ("vit_tiny_patch16_224", VIT, (36, 48), (36, 48), "height 36 is not a multiple of the patch size 8: use 32 or"),
         ("vit_tiny_patch16_224", VIT, (32, 44), (32, 44), "width 44 is not a multiple of the patch size 8: use 40 or"),
@@ -73,4 +72,6 @@ def test_trying_changes_nothing():
 def test_patch_size():
     """timm's XCiT has one number for both sides, and convolutional networks have no patches."""
     assert patch_size_of(timm.create_model("xcit_nano_12_p16_224", depth=1)) == (16, 16)
+    naflex = timm.create_model("naflexvit_base_patch16_gap", embed_dim=16, depth=1, num_heads=2)
+    assert patch_size_of(naflex) == (16, 16)
     assert patch_size_of(timm.create_model("test_resnet")) == (1, 1)

@@ -60,7 +60,7 @@ def show(
         raise UsageError(f"--kind {needs[0]} needs an image: relvit show CKPT IMAGE --kind {needs[0]}")
     predictor = Predictor(ckpt_path, img_size, reach).to(find_device(device))
     options = {"patch": patch, "layer": layer, "class_names": predictor.class_names}
-    options["labels"] = predictor.labels
+    options["probabilities"] = predictor.probabilities
     blank = torch.zeros(len(predictor.mean), *predictor.img_size)
     subjects = [("", blank, [name for name in chosen if name in OF_THE_MODEL])]
     others = [name for name in chosen if name not in OF_THE_MODEL]

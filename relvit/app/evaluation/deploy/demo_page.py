@@ -101,8 +101,8 @@ class Viewer:
         pixels, _ = next(predictor.batches([image]))
         seen = images_of(pixels)[0].to(predictor.device)
         small = picture_of(seen, predictor.mean, predictor.std, SIDE)
-        (trained_height, trained_width), grid, patch = self.predictor.img_size, (1, 1), (0, 0)
-        text = f"The model sees {seen.shape[1]} x {seen.shape[2]} px, trained at {trained_height} x {trained_width}."
+        grid, patch = (1, 1), (0, 0)
+        text = f"The model sees {seen.shape[1]} x {seen.shape[2]} px, trained at {self.predictor.shape.words()}."
         if self.has_patches:
             grid = patch_grid(predictor.model, seen.shape[-2:])
             patch = min(int(at[0] * grid[0]), grid[0] - 1), min(int(at[1] * grid[1]), grid[1] - 1)
@@ -115,7 +115,7 @@ class Viewer:
         for kind in kinds:
             options = {"layer": None if kind == "rollout" else layer, "head": head if kind in OF_HEADS else None}
             options |= {"patch": None if kind == "tables" else patch, "class_names": predictor.class_names}
-            options["labels"] = predictor.labels
+            options["probabilities"] = predictor.probabilities
             try:
                 if not self.has_patches:
                     raise ValueError(f"{type(predictor.model).__name__} has no patches")
@@ -159,8 +159,11 @@ class Viewer:
         height, width = self.predictor.img_size
         own = [max(height, width) * share // 2 for share in (2, 3, 4)]
         fixed = [f"{h} x {w}" for h, w in ((height, 2 * width), (2 * height, width), (2 * height, 2 * width))]
+        if not self.predictor.shape.fixed:
+            # Images keep their own shapes.
+            fixed = []
         labels = [(f"{longest}, the shape of the image", str(longest)) for longest in own]
-        return [(f"{height} x {width}, as in training", ""), *labels, *zip(fixed, fixed, strict=True)]
+        return [(f"{self.predictor.shape.words()}, as in training", ""), *labels, *zip(fixed, fixed, strict=True)]
 
 
 def _framed(picture: np.ndarray, grid: tuple[int, int], patch: tuple[int, int]) -> Image.Image:

@@ -21,7 +21,6 @@ from relvit.app.evaluation.pictures.positions import (
     position_tables,
 )
 from relvit.app.plots import MapRow, plot_kernels, plot_maps, plot_overlay, plot_tables
-from relvit.app.training.labels import Labels, OneLabel
 from relvit.layers import Mixer
 from relvit.models import attention_maps, attention_rollout, patch_grid
 from relvit.ops import Grid
@@ -45,8 +44,6 @@ OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")
 PARTS = {"q": "term q", "k": "term k", "b": "bias b", "channels": "free channels"}
 
-ONE_LABEL = OneLabel()
-
 
 class Subject(NamedTuple):
     """The arguments of `draw`."""
@@ -58,7 +55,7 @@ class Subject(NamedTuple):
     layer: int | None
     head: int | None
     class_names: Sequence[str] | None
-    labels: Labels
+    probabilities: Callable[[Tensor], Tensor] | None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -103,7 +100,7 @@ def draw(
     layer: int | None = None,
     head: int | None = None,
     class_names: Sequence[str] | None = None,
-    labels: Labels = ONE_LABEL,
+    probabilities: Callable[[Tensor], Tensor] | None = None,
 ) -> Figure:
     """Draw one picture of what a model has learned, or does with an image.
 
@@ -134,7 +131,8 @@ def draw(
             and 'cam' the last layer.
         head: index of the only head to draw, for kinds with a panel per head; None: all heads.
         class_names: names of the classes.
-        labels: whether the model's images have one label or several, which 'cam' needs to compute the probability.
+        probabilities: function from images (1, in_chans, height, width) to probabilities (1, classes), for 'cam', such
+            as `Predictor.probabilities`, which knows temperature and labels; None: the softmax of the model's logits.
 
     Raises:
         NotApplicableError: a ValueError: there is no picture of this kind for the model.
@@ -149,7 +147,7 @@ def draw(
     if patch is not None:
         patch = (int(patch[0]), int(patch[1])) if len(patch) == 2 else tuple(patch)
         patch_index(patch, Grid(*patch_grid(model, image.shape[-2:])))
-    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names, labels))
+    return DRAW[kind](Subject(model, image, picture, patch, layer, head, class_names, probabilities))
 
 
 def _tables(subject: Subject) -> Figure:
@@ -225,8 +223,12 @@ def _rollout(subject: Subject) -> Figure:
 
 
 def _cam(subject: Subject) -> Figure:
+    image = subject.image[None]
     with torch.no_grad():
-        probabilities = subject.labels.probabilities(subject.model(subject.image[None])[0])
+        if subject.probabilities is None:
+            (probabilities,) = subject.model(image).float().softmax(-1)
+        else:
+            (probabilities,) = subject.probabilities(image)
     label = int(probabilities.argmax())
     layer = -1 if subject.layer is None else subject.layer
     values = grad_cam(subject.model, subject.image, label, layer).numpy()

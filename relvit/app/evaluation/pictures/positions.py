@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relvit.layers import Mixer
 from relvit.models import logit_inputs, patch_grid
-from relvit.ops import AttentionInputs, AxisTables, Channels, Grid, JointTable, RelativeTerms
+from relvit.ops import AttentionInputs, AxisTables, Channels, Grid, JointTable, RelativeTerms, bucket, saturation
 from relvit.ops.reference import attention_logits
 
 LETTERS = {"query": "q", "key": "k", "value": "v", "bias": "b"}
@@ -31,7 +31,8 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
 
     Returns:
         For each layer its tables by name, on the CPU, as `relvit.app.plots.plot_tables` takes them. If all heads share
-        a table, its first axis is 1 instead of heads.
+        a table, its first axis is 1 instead of heads. A row that several offsets share, as with the bucketing
+        'piecewise', is repeated: there is one row for each offset.
 
         - 'k rows' and 'k columns' for the term k, likewise for q and v: (heads, offsets, head_dim)
         - 'b rows' and 'b columns': (heads, offsets)
@@ -52,7 +53,7 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
             continue
         tables = {}
         for field, letter in LETTERS.items():
-            tables |= _tables(letter, getattr(terms, field))
+            tables |= _tables(letter, getattr(terms, field), terms.bucketing)
         if tables:
             found[name] = tables
     if not found:
@@ -61,16 +62,24 @@ def position_tables(model: nn.Module, img_size: Sequence[int]) -> dict[str, dict
     return found
 
 
-def _tables(letter: str, tables: AxisTables | JointTable | None) -> dict[str, Tensor]:
+def _tables(letter: str, tables: AxisTables | JointTable | None, bucketing: str) -> dict[str, Tensor]:
     scalar = letter == "b"
     if isinstance(tables, AxisTables):
         parts = zip(("rows", "columns"), tables, strict=True)
         lead = 2 if scalar else 3
-        return {f"{letter} {name}": _with_heads(table, lead) for name, table in parts}
+        return {f"{letter} {name}": _for_offsets(_with_heads(table, lead), 1, bucketing) for name, table in parts}
     if tables is None:
         return {}
     table = _with_heads(tables.table, 3 if scalar else 4)
+    table = _for_offsets(_for_offsets(table, 1, bucketing), 2, bucketing)
     return {f"{letter}, joint": table} if scalar else {f"{letter} length, joint": table.norm(dim=-1)}
+
+
+def _for_offsets(table: Tensor, axis: int, bucketing: str) -> Tensor:
+    """Return a table with one row for each offset along the axis, up to the offset from which all share a row."""
+    distance = (table.shape[axis] - 1) // 2
+    far = saturation(distance, bucketing)
+    return table.index_select(axis, bucket(torch.arange(-far, far + 1), distance, bucketing))
 
 
 def _with_heads(table: Tensor, dims: int) -> Tensor:

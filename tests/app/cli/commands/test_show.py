@@ -11,6 +11,7 @@ from PIL import Image
 
 import relvit
 from relvit.app.cli import main
+from relvit.app.cli.commands import show
 from relvit.app.evaluation.pictures import NotApplicableError, draw
 from relvit.app.plots import picture_of
 
@@ -42,6 +43,20 @@ def test_grad_cam(place, monkeypatch):
     monkeypatch.chdir(place)
     assert main(["show", "best.ckpt", "owls/0.jpg", "--kind", "cam", "--layer", "0"]) == 0
     assert [path.name for path in (place / "pictures").iterdir()] == ["0-cam.png"]
+
+
+def test_the_probability_of_grad_cam_is_calibrated(place, monkeypatch):
+    monkeypatch.undo()
+    pytest.importorskip("pytorch_grad_cam")
+    monkeypatch.chdir(place)
+    content = torch.load("best.ckpt", weights_only=True)
+    content["relvit"]["temperature"] = 0.05
+    torch.save(content, "best.ckpt")
+    titles = []
+    monkeypatch.setattr(show, "save_figure", lambda figure, path: titles.append(figure.get_suptitle()))
+    assert main(["show", "best.ckpt", "owls/0.jpg", "--kind", "cam"]) == 0
+    best = relvit.load("best.ckpt").predict("owls/0.jpg")
+    assert titles[0].startswith(f"Grad-CAM of {best.name}, the most probable class ({best.probability:.0%})")
 
 
 def test_what_cannot_be_drawn_does_not_keep_back_the_rest(place, capsys, fails):

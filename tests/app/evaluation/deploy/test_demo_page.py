@@ -55,7 +55,7 @@ def test_classes_are_those_of_the_predictor(viewer, best, photo, size, img_size)
     rows, columns = img_size[0] // 8, img_size[1] // 8
     (text,) = view.text
     assert text == (
-        f"The model sees {img_size[0]} x {img_size[1]} px, trained at 16 x 16. "
+        f"The model sees {img_size[0]} x {img_size[1]} px, trained at 16 x 16 px. "
         f"Click on one of {rows} x {columns} patches; now row {rows // 2}, column {columns // 2}, from 0."
     )
 
@@ -109,11 +109,21 @@ def test_a_picture_that_a_model_does_not_have_is_said_in_words(best, photo, tmp_
 def test_a_model_without_patches_shows_classes_alone(best, photo, tmp_path):
     ckpt = write_checkpoint_like(best, tmp_path / "cnn.ckpt", "test_resnet", {})
     view = Viewer(relvit.load(ckpt), 10_000).look(photo, "48 x 32", kinds=KINDS)
-    assert view.text[0] == "The model sees 48 x 32 px, trained at 16 x 16."
+    assert view.text[0] == "The model sees 48 x 32 px, trained at 16 x 16 px."
     assert view.figures == {}
     assert len(view.classes) == 3
     assert all(line.endswith(": ResNet has no patches.") for line in view.text[1:])
     assert len(view.text) == 8
+
+
+def test_native_shapes_are_called_by_their_name(best, photo, tmp_path):
+    options = {"patch_size": 8, "embed_dim": 16, "depth": 1}
+    ckpt = write_checkpoint_like(best, tmp_path / "a.ckpt", "test_relvit", options, native=True, patch_size=8)
+    viewer = Viewer(relvit.load(ckpt), 10_000)
+    text = "native shapes of up to 4 patches of 8 x 8 px"
+    assert viewer.look(photo).text[0].startswith(f"The model sees 16 x 16 px, trained at {text}. ")
+    assert viewer.sizes()[0] == (f"{text}, as in training", "")
+    assert all(label.endswith("the shape of the image") for label, _ in viewer.sizes()[1:])
 
 
 @pytest.fixture

@@ -165,6 +165,19 @@ def test_tables_are_the_parameters():
     assert position_tables(small("relvit_lsh_small"), (16, 40))["blocks.0.attn"]["b rows"].shape == (2, 15)
 
 
+@pytest.mark.parametrize("layout", ["separate", "joint"])
+def test_piecewise_tables_have_a_row_for_each_offset(layout):
+    model = small(rel_terms="b", bucketing="piecewise", max_distance=2, layout=layout)
+    position, found = model.blocks[0].attn.position, position_tables(model, (16, 40))["blocks.0.attn"]
+    # Of the 5 rows of a table, the row for each offset from -8 to 8, by iRPE's eq. 18 with alpha 1, beta 2, gamma 8.
+    rows = [0] * 6 + [1] * 2 + [2] + [3] * 2 + [4] * 6
+    if layout == "joint":
+        assert torch.equal(found["b, joint"], position.bias_table[:, rows][:, :, rows])
+    else:
+        assert torch.equal(found["b rows"], position.bias_rows[:, rows])
+        assert torch.equal(found["b columns"], position.bias_cols[:, rows])
+
+
 def test_computed_tables_reach_over_the_windows_of_their_layers():
     found = position_tables(retrofitted(build("swinv2")), (24, 40))
     assert {table["b, joint"].shape[1:] for table in found.values()} == {(5, 7)}  # The grid has 3 x 4 patches.
