@@ -53,30 +53,22 @@ def run(arguments, folder, seconds=240, **environment):
         return process.exitcode, out.read_text(), err.read_text()
 
 
-def in_terminal(arguments, folder, columns=160, seconds=240, fork=True):
-    """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters.
-
-    `fork` must be False if Lightning starts another process by the command line of this process.
-    """
+def in_terminal(arguments, folder, columns=160, seconds=240):
+    """Run `relvit` in a pseudo-terminal; return its exit status, and its output without control characters."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {"TERM": "xterm", "COLUMNS": str(columns)}
-    if fork:
-        process = _forked(None, arguments, folder, environment, *[os.ttyname(theirs)] * 2)
-    else:
-        process = start(arguments, folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, text=False)
-    running = process.is_alive if fork else lambda: process.poll() is None
+    process = _forked(None, arguments, folder, environment, *[os.ttyname(theirs)] * 2)
     stop = threading.Timer(seconds, os.killpg, (process.pid, 9))
     stop.start()
     written = b""
-    while running() or select.select([ours], [], [], 0)[0]:
+    while process.is_alive() or select.select([ours], [], [], 0)[0]:
         if select.select([ours], [], [], 0.1)[0]:
             written += os.read(ours, 65536)
     stop.cancel()
     os.close(theirs)
     os.close(ours)
-    status = process.exitcode if fork else process.returncode
-    return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "\n")
+    return process.exitcode, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()).replace("\r", "\n")
 
 
 def as_torchrun(count=2):
@@ -147,7 +139,7 @@ def _run(function, arguments, folder, environment, out, err):
     import torch
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from relvit.app.cli import main
+    import relvit_start
     from relvit.app.training.run.processes import leave_processes
 
     os.setsid()
@@ -167,7 +159,8 @@ def _run(function, arguments, folder, environment, out, err):
     multiprocessing.set_start_method("fork", force=True)
     sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     if function is None:
-        sys.argv = ["relvit", *arguments]
-        sys.exit(main(arguments))
+        # Lightning starts the processes of other devices by this command line, as if a user had typed it.
+        sys.argv = [str(Path(sys.executable).with_name("relvit")), *arguments]
+        sys.exit(relvit_start.main())
     function(*arguments)
     leave_processes()

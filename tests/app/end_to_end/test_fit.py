@@ -90,7 +90,7 @@ def test_into_a_file_and_on_with_early_stopping(tmp_path):
 def test_two_processes_at_several_sizes_in_a_terminal_and_on_into_a_file(tmp_path):
     options = ["--trainer.devices=2", "--patience=5", "--model.ema_decay=0.9"]
     options += ["--trainer.accumulate_grad_batches=2", "--trainer.max_epochs=1", "--data.train_sizes=[8,[8,12],16]"]
-    status, text = in_terminal(["fit", *SMALL, *options], tmp_path, fork=False)
+    status, text = in_terminal(["fit", *SMALL, *options], tmp_path)
     assert status == 0, text
     assert all(text.count(words) == 1 for words in RESULT), text
     assert re.search(r"━━|\d%\|", text)

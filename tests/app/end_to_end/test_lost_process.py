@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from photos import TINY
-from processes import Ranks, as_torchrun, finish, start
+from processes import Ranks, as_torchrun, run
 
 pytestmark = pytest.mark.slow
 
@@ -24,20 +24,14 @@ def arguments(photos, folder):
 
 def train(photos, folder):
     """Start the main process of a training, which starts the second process."""
-    return start(arguments(photos, folder), folder)
+    return Ranks(arguments(photos, folder), folder, [{}])
 
 
-def begin(photos, folder):
-    """Start a training in two processes, and wait for the end of its first epoch; return the process and the folder."""
-    process = train(photos, folder)
-    return process, wait_for_checkpoint(folder, lambda: process.poll() is None)
-
-
-def wait_for_checkpoint(folder, runs_on):
+def wait_for_checkpoint(ranks, folder):
     """Return the folder of a training after its first epoch."""
     deadline = time.monotonic() + 120
     while not list(folder.glob("runs/*/checkpoints/last.ckpt")):
-        assert runs_on()
+        assert all(process.is_alive() for process in ranks.processes), ranks.text()
         assert time.monotonic() < deadline
         time.sleep(0.1)
     (run,) = folder.glob("runs/*")
@@ -57,54 +51,55 @@ def second_process(process):
 
 # Each process validates every other image.
 def test_an_image_that_the_second_process_cannot_read(photos, tmp_path):
-    process, run = begin(photos, tmp_path)
+    ranks = train(photos, tmp_path)
+    folder = wait_for_checkpoint(ranks, tmp_path)
     (tmp_path / "photos" / "val" / "cat" / "1.jpg").write_text("no image")
-    status, _, err = finish(process)
-    assert status == 2
-    check_unreadable(err, run, "cat/1.jpg")
+    assert ranks.finish() == [2], ranks.text()
+    check_unreadable(ranks.text(), folder, "cat/1.jpg")
 
 
 def test_an_image_that_the_first_process_cannot_read(photos, tmp_path):
     ranks = Ranks(arguments(photos, tmp_path), tmp_path, as_torchrun())
-    run = wait_for_checkpoint(tmp_path, lambda: all(process.is_alive() for process in ranks.processes))
+    folder = wait_for_checkpoint(ranks, tmp_path)
     (tmp_path / "photos" / "val" / "cat" / "0.jpg").write_text("no image")
     assert ranks.finish()[0] == 2, ranks.text()
-    check_unreadable(ranks.text(), run, "cat/0.jpg")
+    check_unreadable(ranks.text(), folder, "cat/0.jpg")
 
 
-def check_unreadable(text, run, name):
+def check_unreadable(text, folder, name):
     assert text.count("error:") == 1, text
     assert f"val/{name}: it is not an image" in text
-    assert (run / "curves.png").is_file()
-    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert (folder / "curves.png").is_file()
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_a_process_that_is_killed(photos, tmp_path):
-    process, run = begin(photos, tmp_path)
-    os.kill(second_process(process), signal.SIGKILL)
-    status, _, err = finish(process)
-    assert status == 1
-    assert "process 1 was ended by SIGKILL, as the system does where memory runs out; to go on: relvit fit --re" in err
-    assert err.count("error:") == 1, err
-    assert "GLHF" not in err
-    assert (run / "curves.png").is_file()
+    ranks = train(photos, tmp_path)
+    folder = wait_for_checkpoint(ranks, tmp_path)
+    os.kill(second_process(ranks.processes[0]), signal.SIGKILL)
+    assert ranks.finish() == [1], ranks.text()
+    text = ranks.text()
+    assert "process 1 was ended by SIGKILL, as the system does where memory runs out; to go on: relvit fit --re" in text
+    assert text.count("error:") == 1, text
+    assert "GLHF" not in text
+    assert (folder / "curves.png").is_file()
 
 
 def test_the_second_process_ends_where_the_first_is_killed_while_it_starts(photos, tmp_path):
-    process = train(photos, tmp_path)
+    (process,) = train(photos, tmp_path).processes
     deadline = time.monotonic() + 120
     while (second := second_process(process)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
-    process.wait()
+    process.join()
     while Path(f"/proc/{second}").exists() and "State:\tZ" not in Path(f"/proc/{second}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
 def test_two_processes_predict_without_notes_of_others(photos, best, tmp_path):
-    process = start(["predict", best, photos / "val", "--devices=2", "--accelerator=cpu", "--runs=runs"], tmp_path)
-    status, out, err = finish(process)
+    options = ["--devices=2", "--accelerator=cpu", "--runs=runs"]
+    status, out, err = run(["predict", best, photos / "val", *options], tmp_path)
     assert status == 0
     assert "predictions in " in out
     assert not err
