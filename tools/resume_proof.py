@@ -61,9 +61,9 @@ EXIT_STATUS = {"SIGTERM": 128 + signal.SIGTERM, "SIGKILL": -signal.SIGKILL, "exc
 EPOCHS, BATCHES = 3, 7  # These are the batches of an epoch at one size.
 CONFIGURATION = f"""
 --data=ImageFolderData --data.img_size=16 --data.batch_size=4 --data.num_workers=2 --data.augment=resized-crop
---data.random_erasing=0.5 --model.model=test_relvit --model.model_kwargs.patch_size=8 --model.model_kwargs.drop_rate=0.1
---model.model_kwargs.drop_path_rate=0.1 --model.mixup=0.8 --model.cutmix=1 --model.warmup_epochs=1
---trainer.max_epochs={EPOCHS} --trainer.accelerator=cpu --trainer.enable_progress_bar=false
+--data.random_erasing=0.5 --model.model=test_relvit --model.model_kwargs.patch_size=8 --model.model_kwargs.depth=3
+--model.model_kwargs.drop_rate=0.1 --model.model_kwargs.drop_path_rate=0.1 --model.mixup=0.8 --model.cutmix=1
+--model.warmup_epochs=1 --trainer.max_epochs={EPOCHS} --trainer.accelerator=cpu --trainer.enable_progress_bar=false
 --trainer.num_sanity_val_steps=0 --seed_everything=3 --save_every=2
 """
 
