@@ -13,6 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     # By default Inductor starts processes for compiling, each of which imports PyTorch first.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # Otherwise Inductor first compiles a program for each set of vector instructions, to learn whether it can use them.
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
