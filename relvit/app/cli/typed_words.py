@@ -109,12 +109,13 @@ _ELSEWHERE = {
 }
 # Only a training uses these options. Commands that take a trained model know them, too, because they belong to the
 # Trainer or to the data; these commands refuse them, and messages do not suggest them there.
-_OF_TRAINING: dict[str, str] = {
-    "trainer": "max_epochs min_epochs max_steps min_steps max_time limit_train_batches accumulate_grad_batches "
-    "gradient_clip_val gradient_clip_algorithm check_val_every_n_epoch val_check_interval num_sanity_val_steps",
-    "data": "augment color_jitter random_erasing balance repeats train_sizes size_schedule cache",
+ONLY_IN_TRAINING = {
+    *("trainer.max_epochs", "trainer.min_epochs", "trainer.max_steps", "trainer.min_steps", "trainer.max_time"),
+    *("trainer.limit_train_batches", "trainer.accumulate_grad_batches", "trainer.gradient_clip_val"),
+    *("trainer.gradient_clip_algorithm", "trainer.check_val_every_n_epoch", "trainer.val_check_interval"),
+    *("trainer.num_sanity_val_steps", "data.augment", "data.color_jitter", "data.random_erasing", "data.balance"),
+    *("data.repeats", "data.train_sizes", "data.size_schedule", "data.cache"),
 }
-ONLY_IN_TRAINING = {f"{group}.{name}" for group, names in _OF_TRAINING.items() for name in names.split()}
 # These words may stand in a typed name without changing its meaning: `use_mixup` means `mixup`.
 EMPTY_WORDS = {"use", "enable", "auto", "rate", "value", "type", "training", "per", "gpu"}
 # These options of other libraries resemble options of relvit but mean something else: suggest nothing for them.
