@@ -51,7 +51,7 @@ def answer(name: str) -> tuple[str, str]:
         unchanged = list(before) == [key for key, _ in model.named_modules()]
         if not unchanged or classes != [type(module) for module in before.values()]:
             return "refused halfway", name
-        reason = str(error).removeprefix(f"{kind} cannot be retrofitted: ")
+        reason = str(error).partition(f"{kind} cannot be retrofitted: ")[2] or str(error)
         return f"refused, {re.sub(r'own, [^;]+', 'own', re.sub(r'blocks[.][0-9]+', 'blocks.N', reason))}", kind
     attn = next(module.attn for module in model.modules() if hasattr(module, "attn"))
     return run(model), f"{kind} with {type(attn).__mro__[-3].__name__}"

@@ -228,9 +228,6 @@ def test_what_is_refused():
             set_reach(model_of({}), "windows", (24, 16)), IMAGE
         ),
         "windows or parts": lambda: logit_parts(set_bands(model_of({}), 1), IMAGE, (0, 0)),
-        "some of the patches, and logit_inputs needs the logits of all pairs": lambda: effective_kernels(
-            small("relvit_universal_small", halting="act").double().eval(), IMAGE
-        ),
     }.items():
         with pytest.raises(NotApplicableError, match=refused):
             compute()
