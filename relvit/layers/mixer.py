@@ -18,7 +18,7 @@ class LayerPlan(NamedTuple):
     Attributes:
         layer: name of the module.
         position: class of the position module, '' for none; for attention-free mixers, the class of the mixer.
-        terms: letters as in `rel_terms`, and 'c' for `relvit.ops.Channels`.
+        terms: letters as in `rel_terms`, 'k' also for `relvit.ops.AxisLogits`, and 'c' for `relvit.ops.Channels`.
         backend: name of the backend, '' for mixers without a choice of backends.
         reason: why this backend is chosen.
         width: width of a head's vectors, before and after the backend 'fused' adds channels to them; 0 for mixers

@@ -56,8 +56,8 @@ def explain(
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Mixer)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers of relvit: take a relvit_* model, or call relvit.retrofit(model) if "
-            "it is one of timm's Vision Transformers"
+            f"{type(model).__name__} has no layers of relvit: take a relvit_* model, call relvit.retrofit(model) if it "
+            "is one of timm's Vision Transformers, or make your own mixer a subclass of relvit.layers.Mixer"
         )
     if embed is None:
         parts = [name for name, part in model.named_modules() if hasattr(part, "patch_embed")]

@@ -85,7 +85,7 @@ def relative_attention(
 
     Args:
         query: (B, heads, Nq, head_dim), any floating dtype.
-        key: (B, heads, Nk, head_dim), same dtype.
+        key: (B, heads, Nk, head_dim), same dtype. For grouped queries repeat the heads of keys and values.
         value: (B, heads, Nk, value_dim), same dtype.
         terms: tables, free channels, logits; they are cast to the query's dtype. Terms that are None are left out.
         grid: where the query tokens are, and also the key tokens unless `key_grid` is given.

@@ -132,7 +132,9 @@ def test_quantised_models():
 
 def test_retrofitted_models_and_what_has_no_plan():
     vit = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
-    with pytest.raises(ValueError, match="VisionTransformer has no layers of relvit"):
+    with pytest.raises(
+        ValueError, match=r"VisionTransformer has no layers of relvit: .*, or make your own mixer a subclass"
+    ):
         relvit.explain(vit)
     assert {plan.terms for plan in relvit.explain(relvit.retrofit(vit, rel_terms="q"))} == {"q"}
     # At its own size a retrofitted model leaves out the pixels beyond the last whole patch, as timm's does.

@@ -162,7 +162,11 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
         ({"rel_init_std": -1}, "rel_init_std must not be negative, got -1"),
         ({"position": "xl", "layout": "joint"}, "layout is for position 'tables', got .* with position 'xl'"),
         ({"position": "fire", "max_distance": 3}, "max_distance is for position 'tables', .*'xl', got max_distance=3"),
-        ({"position": SlopePosition2d, "max_distance": 3}, "max_distance=3 is for positions known by name"),
+        (
+            {"position": SlopePosition2d, "max_distance": 3, "rel_init_std": 0.3},
+            r"max_distance=3, rel_init_std=0.3 are for positions known by name; leave them out \(on the command line: "
+            r"null\), .*functools.partial\(YourPosition, max_distance=\.\.\., init_std=\.\.\.\)",
+        ),
         ({"mixer": Mean, "position": "slopes"}, "position must be 'tables', the default, with mixer Mean, .*'slopes'"),
         ({"mixer": Mean, "max_distance": 2}, r"max_distance must be None, .* got 2: leave it out, .*relvit_learn_\*"),
         ({"mixer": Mean, "rel_terms": "q"}, "rel_terms must be None, the default, with mixer Mean, .* got 'q'"),

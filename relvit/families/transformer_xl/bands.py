@@ -165,7 +165,7 @@ def check_bands(model: nn.Module) -> None:
         reason = "its class token or registers are in no band"
     elif model.pos_embed is not None or model.axial is not None:
         reason = "its absolute embedding depends on the height of the image, which a band does not know: pos_embed=''"
-    elif any(needs_extent(getattr(block.attn, "position", None)) for block in blocks):
+    elif any(needs_extent(block.attn) for block in blocks):
         position = type(blocks[0].attn.position).__name__
         reason = f"its {position} depends on the size of the image or the place in it, which a band does not know"
     elif not isinstance(model.patch_drop, nn.Identity):

@@ -22,6 +22,10 @@ class Position(KeepConstants):
     position by the call `position(head_dim, num_heads, device=, dtype=)`, so the constructor must take these arguments,
     even if it ignores them. A position that is not a subclass of `Position` only needs `forward(grid)`.
 
+    A `relvit_*` model initialises linear layers inside of a position as timm does, with a standard deviation of 0.02,
+    and calls the position's `init_weights` afterwards. `relvit.retrofit` leaves a new position as its constructor made
+    it.
+
     Examples:
         >>> class Steps(Position):  # a bias of -1 for each row and each column between two patches
         ...     def __init__(self, head_dim, num_heads, device=None, dtype=None):
@@ -115,8 +119,10 @@ def needs_tokens(position: nn.Module) -> bool:
 
 
 def needs_extent(position: nn.Module) -> bool:
-    """Return whether a position depends on the size of the image or on places in it."""
-    return getattr(position, "needs_extent", False)
+    """Return whether a position, or a position inside of it, depends on the size of the image or on places in it."""
+    # The positions of some retrofitted layers, such as SAM's, are not modules.
+    parts = position.modules() if isinstance(position, nn.Module) else (position,)
+    return any(getattr(part, "needs_extent", False) for part in parts)
 
 
 def refuse_mixed_sizes(position: nn.Module, grid: Grid) -> None:

@@ -37,6 +37,7 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
     if named:
         check_choice("position", position, tuple(POSITIONS))
     taken: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
     for name, given in arguments.items():
         own = ALIASES.get(name, name)
         if given is None or (own == "init_std" and given == 0 and not (named and accepts(position, own))):
@@ -44,16 +45,24 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
         if own == "init_std" and given < 0:
             raise ValueError(f"{name} must not be negative, got {given}")
         if not named:
-            raise ValueError(
-                f"{name}={given!r} is for positions known by name; give it to your own one: "
-                f"position=functools.partial(YourPosition, {own}=...)"
-            )
+            foreign[name] = given
+            continue
         if not accepts(position, own):
             others = ", ".join(repr(other) for other in POSITIONS if accepts(other, own))
             raise ValueError(
-                f"{name} is for position {others}, got {name}={given!r} with position {position!r}: leave {name} out"
+                f"{name} is for position {others}, got {name}={given!r} with position {position!r}: leave {name} out "
+                "(on the command line: null)"
             )
         taken[own] = given
+    # A recipe may set several of these arguments, so name all at once.
+    if foreign:
+        listed = ", ".join(f"{name}={given!r}" for name, given in foreign.items())
+        own_ones = ", ".join(f"{ALIASES.get(name, name)}=..." for name in foreign)
+        are, them = ("are", "them") if len(foreign) > 1 else ("is", "it")
+        raise ValueError(
+            f"{listed} {are} for positions known by name; leave {them} out (on the command line: null), or give "
+            f"{them} to your own one: position=functools.partial(YourPosition, {own_ones})"
+        )
     made = POSITIONS[position] if named else position
     return partial(made, **taken) if taken else made
 

@@ -10,7 +10,7 @@ from retrofit_cases import retrofitted
 from vits import band_mask, images, small
 
 from relvit.families.transformer_xl import classify_bands, forward_segment, set_bands
-from relvit.layers import AnySizePatchEmbed
+from relvit.layers import AnySizePatchEmbed, FirePosition2d
 from relvit.models import attention_maps, logit_inputs, set_reach
 from relvit.ops import Grid, make_grid, relative_attention
 
@@ -204,6 +204,10 @@ def of_another_model():
     return forward_segment(build(depth=2), photos(), forward_segment(build(depth=3), photos())[1])
 
 
+def fire_inside_of_another(*sizes, **like):
+    return torch.nn.Sequential(FirePosition2d(*sizes, **like))
+
+
 REFUSED = [
     (lambda: build(band_rows=0), "band_rows must be an integer, 1 or more, or None, got 0"),
     (lambda: build(band_rows=(2, 2)), r"band_rows must be an integer, .* got \(2, 2\)"),
@@ -213,6 +217,7 @@ REFUSED = [
     (lambda: build(band_rows=2, pos_embed="learn"), "its absolute embedding depends on the height of the image"),
     (lambda: build(band_rows=2, pos_embed="axial"), "its absolute embedding depends on the height of the image"),
     (lambda: build(band_rows=2, position="fire"), "its FirePosition2d depends on the size of the image"),
+    (lambda: build(band_rows=2, position=fire_inside_of_another), "its Sequential depends on the size of the image"),
     (lambda: build(band_rows=2, position="low-rank"), "its LowRankPosition2d depends on the size of the image"),
     (lambda: set_reach(build(position="fire"), "bands"), "its FirePosition2d depends on the size of the image"),
     (lambda: build(band_rows=2, patch_drop_rate=0.5), "it drops patches: patch_drop_rate=0"),

@@ -8,7 +8,7 @@ import torch
 from vits import native_batch, small
 
 import relvit
-from relvit.layers import LowRankPosition2d
+from relvit.layers import FirePosition2d, LowRankPosition2d
 from relvit.ops import AxisTables, RelativeTerms
 
 PATCH = (8, 4)
@@ -181,10 +181,15 @@ class Farthest(torch.nn.Module):
         return RelativeTerms(bias=AxisTables(rows, cols))
 
 
+def inside_of_another(*sizes, **like):
+    return torch.nn.Sequential(FirePosition2d(*sizes, **like))
+
+
 @pytest.mark.parametrize(
     ("position", "message"),
     [
         ("fire", "FirePosition2d depends on the size of the image"),
+        (inside_of_another, "Sequential depends on the size of the image"),
         (Farthest, "Farthest depends on the size of the image, .*: give images of one size as a tensor"),
         (
             partial(LowRankPosition2d, grid_size=(5, 9)),
