@@ -93,10 +93,9 @@ class GridForward(AbsoluteEmbedding):
         if keep is not None:
             x, grid = keep_tokens(x, grid, keep)
         dropped = self.patch_drop(x)
-        if isinstance(dropped, tuple):
-            x, kept = dropped
-            if kept is not None:
-                grid = keep_patches(grid, kept)
+        x, kept = dropped if isinstance(dropped, tuple) else (dropped, None)
+        if kept is not None:
+            grid = keep_patches(grid, kept)
         return self.norm_pre(x), grid
 
     def _pos_embed(self, x: Tensor) -> Tensor:

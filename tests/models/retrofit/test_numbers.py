@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from retrofit_cases import CASES, EACH, EVAS, NAFLEX, VITS, build, images, naflex_batch, retrofitted, tables
-from timm.layers import BatchNormAct2d, HybridEmbed
+from timm.layers import BatchNormAct2d, HybridEmbed, PatchDropout
 from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 from timm_versions import since
@@ -117,6 +117,17 @@ def test_dropped_patches_of_a_padded_batch_keep_their_coordinates():
         embeds["attn_mask"].grid.coords, batch["patch_coord"], embeds["keep_indices"], strict=True
     ):
         assert torch.equal(coords, given[kept])
+
+
+def test_what_replaces_patch_dropout_changes_the_tokens():
+    original, x = build("clip"), images()
+    original.patch_drop.register_forward_hook(lambda _module, _inputs, tokens: tokens.flip(2))
+    model = retrofitted(original, trained=False)
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-12)
+    # timm's `PatchDropout` does not tell which patches it has kept, so their coordinates are unknown.
+    model.patch_drop = PatchDropout(0.5)
+    with pytest.raises(ValueError, match="4 tokens, expected 7"):
+        model(x)
 
 
 @pytest.mark.parametrize("case", ["deit distilled", "siglip", "eva", "naflex mixed"])
