@@ -24,8 +24,8 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     typed = _letters(name)
     spelt = {each: _letters(each) for each in allowed}
     near = [
-        (_edits(typed, other), other[:1] != typed[:1], allowed.index(each))
-        for each, other in spelt.items()
+        (_edits(typed, other), other[:1] != typed[:1], place)
+        for place, (each, other) in enumerate(spelt.items())
         if typed == other or (abs(len(typed) - len(other)) <= 2 and _is_misspelt(name, each))
     ]
     typed = _letters(re.sub(r"(?<=[a-z]{4})s$", "", name))
@@ -33,7 +33,7 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
     # An allowed name that begins with the typed name is a better guess than an allowed name that differs by a letter.
     continued = [each for each in long if spelt[each].startswith(typed)]
     if near and (not continued or min(near)[0] == 0):
-        return allowed[min(near)[2]]
+        return list(spelt)[min(near)[2]]
     return min(continued or long, key=len, default=None)
 
 

@@ -122,8 +122,9 @@ def write_embeddings(embeddings: Embeddings, output: str | os.PathLike[str]) -> 
             with atomic_write(output) as part, open(part, "wb") as file:
                 np.savez(file, **texts, features=features)
         case ".csv":
-            lines = zip(*columns.values(), features.tolist(), strict=True)
-            rows = ([*texts, *(f"{number:.9g}" for number in numbers)] for *texts, numbers in lines)
+            lines = zip(*columns.values(), features, strict=True)
+            # Convert one row at a time, because Python's numbers take eight times the memory of float32.
+            rows = ([*texts, *(f"{number:.9g}" for number in row.tolist())] for *texts, row in lines)
             write_csv(output, [*columns, *map(str, range(features.shape[1]))], rows)
         case ".parquet":
             pa = _pyarrow()

@@ -102,8 +102,9 @@ class Labels(Protocol):
         """List names and probabilities of the `top` classes of images (B, classes), or of the classes in `classes`."""
         most = min(top or TOP, len(names))
         chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
-        rows = zip(probabilities.tolist(), chosen, strict=True)
-        return [[(names[index], values[index]) for index in indices] for values, indices in rows]
+        rows = zip(probabilities, chosen, strict=True)
+        found = ((indices, row[indices].tolist()) for row, indices in rows)
+        return [[(names[index], value) for index, value in zip(*row, strict=True)] for row in found]
 
     def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
         """Return the labels of a batch; in a training they may be soft targets, floating point (B, num_classes).
@@ -371,9 +372,9 @@ def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[li
     """List the classes of each image (B, classes) that reach their thresholds, the most probable first."""
     # Compare in float64, because a threshold may lie between two neighbouring float32 numbers; and on the CPU, because
     # some accelerators lack float64.
-    probabilities = probabilities.cpu().double()
+    probabilities, lowest = probabilities.cpu().double(), torch.tensor(thresholds, dtype=torch.float64)
     found = []
     for row in probabilities:
-        above = (row >= torch.tensor(thresholds, dtype=torch.float64)).nonzero()[:, 0]
+        above = (row >= lowest).nonzero()[:, 0]
         found.append(above[row[above].argsort(descending=True, stable=True)].tolist())
     return found

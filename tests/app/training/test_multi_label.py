@@ -10,6 +10,7 @@ from small_training import SeveralLabels, build, record_steps, train
 from relvit.app.training import load_classifier
 from relvit.app.training.checkpoints.upgrades import KEY
 from relvit.app.training.class_metrics import MultiLabelScores, multi_label_metrics
+from relvit.app.training.labels import OneLabel
 from relvit.app.training.labels import SeveralLabels as Several
 
 
@@ -71,6 +72,19 @@ def test_classes_above_their_thresholds():
     assert Several([0.25, 0.5, 0.65]).classes(probabilities, 1) == [[1, 0], [], [0, 2]]
     # The difference between threshold and probability is too small for single precision.
     assert Several([float(probabilities[0, 0]) + 1e-9, 1.0, 1.0]).classes(probabilities, 1) == [[], [], [0]]
+
+
+def test_only_the_probabilities_of_predicted_classes_become_numbers_of_python(monkeypatch):
+    made, sizes, tensor, tolist = [], [], torch.tensor, torch.Tensor.tolist
+    monkeypatch.setattr(torch, "tensor", lambda *args, **options: (made.append(args), tensor(*args, **options))[1])
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (sizes.append(self.numel()), tolist(self))[1])
+    names = [f"class {number}" for number in range(1000)]
+    probabilities = torch.linspace(0, 0.999, 1000).repeat(4, 1)
+    several = Several([0.9985] * 1000).predicted(probabilities, names)
+    assert several == [[("class 999", pytest.approx(0.999))]] * 4
+    assert len(made) == 1
+    assert [found[0] for found in OneLabel().predicted(probabilities, names)] == [row[0] for row in several]
+    assert sum(sizes) < 100
 
 
 def test_thresholds_and_resume(tmp_path):

@@ -62,13 +62,11 @@ def show(
     options = {"patch": patch, "layer": layer, "class_names": predictor.class_names}
     options["probabilities"] = predictor.probabilities
     blank = torch.zeros(len(predictor.mean), *predictor.img_size)
-    subjects = [("", blank, [name for name in chosen if name in OF_THE_MODEL])]
     others = [name for name in chosen if name not in OF_THE_MODEL]
-    for path in paths:
-        pixels, _ = next(predictor.batches([path]))
-        subjects.append((f"{Path(path).stem}-", images_of(pixels)[0], others))
+    # Read an image only when it is drawn, because a folder may hold more images than fit into memory.
+    read = ((f"{Path(path).stem}-", images_of(next(predictor.batches([path]))[0])[0], others) for path in paths)
     folder, left_out, written = Path(output), {}, 0
-    for start, image, kinds in subjects:
+    for start, image, kinds in chain([("", blank, [name for name in chosen if name in OF_THE_MODEL])], read):
         picture = picture_of(image, predictor.mean, predictor.std, SIDE)
         for name in kinds:
             try:

@@ -43,6 +43,8 @@ from relvit.utils.ranges import Range
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
+# For each item of a list, jsonargparse copies the whole list. So it gets only the first item of a longer list of texts.
+LONG = 100
 
 # relvit checks the numbers of these options, because Lightning accepts any number or does not name the option in its
 # error message.
@@ -118,7 +120,13 @@ class RelvitCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to."""
-        self.config: Namespace = parser.parse_args(args, namespace=self.known)
+        long, known = long_lists(self.known), self.known.clone()
+        known.update(Namespace({name: texts[:1] for name, texts in long.items()}))
+        self.config: Namespace = parser.parse_args(args, namespace=known)
+        for name, texts in long.items():
+            # If the command line gives other class names, or other images, the list of the checkpoint has no effect.
+            if self.config.get(name) == texts[:1]:
+                self.config[name] = texts
         check_numbers(self.config)
         check_runs(self.config.get("runs"), self.config.trainer.default_root_dir)
 
@@ -292,6 +300,15 @@ def values_of(checkpoint: Checkpoint, asked_data: str | None, without: Collectio
     elif asked_data is None:
         raise UsageError(checkpoint.unknown_data())
     return values
+
+
+def long_lists(known: Namespace) -> dict[str, list[str]]:
+    """Return the long lists of texts among the arguments of relvit's data modules, such as class names and paths."""
+    data = known.get("data")
+    if not isinstance(data, Namespace) or not str(data.get("class_path")).startswith("relvit."):
+        return {}
+    lists = {f"data.init_args.{name}": value for name, value in vars(data.init_args).items() if isinstance(value, list)}
+    return {name: value for name, value in lists.items() if len(value) > LONG and all(type(x) is str for x in value)}
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:

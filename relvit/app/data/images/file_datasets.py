@@ -1,6 +1,7 @@
 """Datasets of image files, with labels or names, that raise or skip files that cannot be read."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,19 +26,26 @@ class LabelledFiles(Dataset[Any]):
         num_classes: Number of classes.
 
     Attributes:
-        targets: Label of each item: int, or bool (num_classes,) of a multi-label image.
+        targets: Label of each item: int, or bool (num_classes,) of a multi-label image. The list is made when it is
+            first used, because for a million images of 20,000 classes it takes 20 GB.
     """
 
     def __init__(self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int) -> None:
         self.samples: list[tuple[ImageSource, Label]] = list(samples)
-        self.targets: list[int | np.ndarray] = [target_of(label, num_classes) for _, label in self.samples]
         self.transform = transform
+        self.num_classes = num_classes
+
+    @cached_property
+    def targets(self) -> list[int | np.ndarray]:
+        """Label of each item."""
+        return [target_of(label, self.num_classes) for _, label in self.samples]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
-        return self.transform(load_rgb(self.samples[index][0])), self.targets[index]
+        image, label = self.samples[index]
+        return self.transform(load_rgb(image)), target_of(label, self.num_classes)
 
 
 class NamedFiles(Dataset[Any]):

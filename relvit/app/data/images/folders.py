@@ -134,7 +134,9 @@ def look_into(folder: str) -> tuple[list[str], int]:
 
 def has_images(folder: str) -> bool:
     """Return True if images are directly in a folder, not in a folder below it."""
-    return any(name.lower().endswith(IMAGE_ENDINGS) for name in os.listdir(folder))
+    # The folder of a class may hold very many files, so stop at the first image instead of listing all of them.
+    with os.scandir(folder) as entries:
+        return any(entry.name.lower().endswith(IMAGE_ENDINGS) for entry in entries)
 
 
 def class_folders(folder: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ class ImageFolderData(ImageFilesData):
 
 def _holds_classes(root: str) -> bool:
     """Return True if two or more folders directly in root contain images."""
-    return sum(has_images(os.path.join(root, name)) for name in look_into(root)[0]) > 1
+    with_images = (name for name in look_into(root)[0] if has_images(os.path.join(root, name)))
+    return len(list(islice(with_images, 2))) == 2
 
 
 def find_splits(root: str) -> dict[Split, str]:

@@ -196,8 +196,12 @@ class ImageListData(ImageFilesData):
         known = positions(list(chain.from_iterable(names)), self.class_names)
         wrong = []
         for row, of_row in zip(rows, names, strict=True):
-            if unknown := [f"{name!r}{did_you_mean(name, known)}" for name in of_row if name not in known]:
-                wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {', '.join(unknown)}"))
+            if unknown := [name for name in of_row if name not in known]:
+                # The message shows only the first wrong rows, and among many classes the search for a near name is
+                # slow.
+                near = [did_you_mean(name, known) if len(wrong) < _SHOWN else "" for name in unknown]
+                listed = ", ".join(f"{name!r}{hint}" for name, hint in zip(unknown, near, strict=True))
+                wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {listed}"))
         latin = any(_as_latin_1(name) in known for of_row in names for name in of_row if name not in known)
         _refuse_rows(file, wrong, _RECODE if latin else "")
         if self.label_separator is None:

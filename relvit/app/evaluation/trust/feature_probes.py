@@ -143,7 +143,8 @@ def probe_models(
 def choose_labels(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
     """Choose a share of each class's images, at least one: sorted indices. A larger share holds the smaller ones."""
     order = np.random.default_rng(seed).permutation(len(labels))
-    of_class = (order[labels[order] == label] for label in np.unique(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    of_class = np.split(order, np.unique(labels[order], return_index=True)[1][1:])
     return np.sort(np.concatenate([own[: max(1, round(share * len(own)))] for own in of_class]))
 
 

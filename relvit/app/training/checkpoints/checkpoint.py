@@ -351,7 +351,8 @@ class Checkpoint:
 
 def _changed_classes(trained: Sequence[str], found: Sequence[str]) -> str:
     """Name the classes that only the data have, and the classes that only the training had."""
-    new, gone = ([name for name in one if name not in other] for one, other in ((found, trained), (trained, found)))
+    before, now = set(trained), set(found)
+    new, gone = [name for name in found if name not in before], [name for name in trained if name not in now]
     parts = {f"{listing(new)} {'is' if len(new) == 1 else 'are'} new": new}
     parts |= {f"{listing(gone)} {'is' if len(gone) == 1 else 'are'} missing": gone}
     return " and ".join(text for text, names in parts.items() if names) or "their order is another"

@@ -17,6 +17,7 @@ from small_training import train_and_save
 import relvit
 from relvit.app.cli import main
 from relvit.app.data import ImageFolderData
+from relvit.app.evaluation import Embeddings, write_embeddings
 from relvit.app.training import ImageClassifier, load_classifier
 
 
@@ -64,6 +65,21 @@ def test_formats(best, photos, tmp_path, suffix, capsys):
     out, err = capsys.readouterr()
     assert f"18 images, 16 features each, in {output}" in out
     assert "4/4" in err
+
+
+def test_a_csv_is_written_a_row_at_a_time(tmp_path):
+    """As numbers of Python, the features of a million images take tens of gigabytes."""
+    sizes = []
+
+    class Features(np.ndarray):
+        def tolist(self):
+            sizes.append(self.size)
+            return super().tolist()
+
+    found = Embeddings(["a", "b", "c"], [""] * 3, np.ones((3, 4), np.float32).view(Features), {})
+    write_embeddings(found, tmp_path / "e.csv")
+    assert (tmp_path / "e.csv").read_text().splitlines()[3] == "c,1,1,1,1"
+    assert sizes == [4, 4, 4]
 
 
 def test_splits_are_no_classes_and_other_sizes(best, photos, tmp_path):

@@ -138,6 +138,12 @@ def test_a_broken_image(place, fails):
     assert "on_error" not in error
 
 
+def test_each_picture_is_written_before_the_next_image_is_read(place, fails):
+    (place / "broken.jpg").write_text("no image")
+    fails(["show", "best.ckpt", "owls/0.jpg", "broken.jpg", "--kind", "attention"])
+    assert [path.name for path in (place / "pictures").iterdir()] == ["0-attention.png"]
+
+
 @pytest.mark.parametrize(
     ("images", "cure"), [(["owls/0.jpg"], "the lines above say why"), ([], "give an image, relvit")]
 )

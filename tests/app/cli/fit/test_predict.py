@@ -16,6 +16,7 @@ from processes import Ranks, as_torchrun
 import relvit
 from relvit import load
 from relvit.app.cli import main
+from relvit.app.cli.parser import Parser
 from relvit.app.data import DigitsData, eval_transform
 from relvit.app.data.images.folders import find_images
 from relvit.app.training import load_classifier
@@ -301,3 +302,21 @@ def test_maps_of_steps_need_a_model_that_halts(best, pictures, tmp_path, fails):
     message = fails(["predict", best, pictures, "--step_maps", f"--runs={runs}", *QUIET])
     assert "--step_maps is not for test_relvit: it is for models that halt" in message
     assert not list(runs.glob("*"))
+
+
+def test_the_parser_gets_one_item_of_long_lists(best, pictures, tmp_path, monkeypatch):
+    """For each item of a list, jsonargparse copies the whole list."""
+    paths = sorted(pictures.iterdir())
+    expected = rows(predict(best, tmp_path / "short", *paths) / "predictions.csv")
+    seen, parse = [], Parser.parse_args
+
+    def record(self, args=None, namespace=None, **options):
+        if namespace is not None and "data" in namespace:
+            given = namespace.data.init_args
+            seen.append((len(given.paths), len(given.class_names), len(given.mean)))
+        return parse(self, args, namespace, **options)
+
+    monkeypatch.setattr(Parser, "parse_args", record)
+    monkeypatch.setattr("relvit.app.cli.trainer.lightning_cli.LONG", 2)
+    assert rows(predict(best, tmp_path / "long", *paths) / "predictions.csv") == expected
+    assert seen == [(1, 1, 3)]

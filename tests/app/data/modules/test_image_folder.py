@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from grey_folders import GREY, add, data_of, fits, make
 
 from relvit.app.data import ImageFolderData
+from relvit.app.data.modules.image_folder import _holds_classes
 from relvit.app.training import new_run_folder
 
 
@@ -100,6 +102,25 @@ def test_a_checkpoint_needs_no_train_folder(tmp_path):
         data.setup("validate")
     with pytest.raises(FileNotFoundError, match=r"no train folder in .* holds 'test'; expected .*class_names"):
         ImageFolderData(data.root)
+
+
+def test_folders_are_recognised_by_their_first_images(tmp_path, monkeypatch):
+    """A class may hold very many files on a slow network disk."""
+    for name in ("ant", "bee", "cat"):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            (tmp_path / name / f"{number}.png").touch()
+    entries, scandir = [], os.scandir
+
+    @contextmanager
+    def counted(folder):
+        with scandir(folder) as found:
+            yield (entries.append(entry) or entry for entry in found)
+
+    monkeypatch.setattr("relvit.app.data.modules.image_folder.look_into", lambda root: (["ant", "bee", "cat"], 0))
+    monkeypatch.setattr(os, "scandir", counted)
+    assert _holds_classes(str(tmp_path))
+    assert len(entries) == 2
 
 
 def test_split_is_stratified_and_disjoint(tmp_path):

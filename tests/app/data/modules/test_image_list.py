@@ -9,7 +9,9 @@ from grey_folders import AS_STORED, GREY, data_of, fits, make
 from stored_images import png
 
 from relvit.app.data import ImageListData
+from relvit.app.data.images import file_datasets
 from relvit.app.data.inspect import check_data
+from relvit.app.data.modules import image_list
 from relvit.app.data.modules.image_list import read_list
 
 
@@ -333,6 +335,24 @@ def test_several_labels_in_memory(root, size):
     for ours, theirs in zip(cached._loader("val"), plain._loader("val"), strict=True):
         assert torch.equal(ours[1], theirs[1])
         torch.testing.assert_close(ours[0], theirs[0])
+
+
+def test_targets_of_several_labels_are_made_image_by_image(root, monkeypatch):
+    """For a million images of 20,000 classes, all targets together take 20 GB."""
+    made, make_target = [], file_datasets.target_of
+    monkeypatch.setattr(file_datasets, "target_of", lambda *given: (made.append(given), make_target(*given))[1])
+    dataset = several(root, SEVERAL, val_fraction=0.4).dataset("train")
+    assert dataset[0][1].tolist() == dataset.targets[0].tolist()
+    assert len(made) == 1 + len(dataset)
+
+
+def test_near_names_are_searched_for_the_shown_rows_alone(root, monkeypatch):
+    searched = []
+    monkeypatch.setattr(image_list, "did_you_mean", lambda name, known: searched.append(name) or "")
+    data = several(root, ["ant", *["cta"] * 9], class_names=list(GREY))
+    with pytest.raises(ValueError, match=r"9 wrong rows: line 3: unknown class 'cta'; .*; and 4 more"):
+        data.dataset("train")
+    assert len(searched) == 5
 
 
 def test_wrong_labels_among_several(root):

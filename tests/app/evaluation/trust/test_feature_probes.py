@@ -67,6 +67,20 @@ def test_shares_keep_the_proportions_and_hold_one_another():
     np.testing.assert_array_equal(chosen[0.1], choose_labels(labels, 0.1, seed=5))
 
 
+def test_the_labels_are_not_searched_for_each_class():
+    class Labels(np.ndarray):
+        def __getitem__(self, index):
+            searched.append(np.size(index) == len(self))
+            return super().__getitem__(index)
+
+    counts = []
+    for classes in (3, 30):
+        searched = []
+        choose_labels(np.arange(60).view(Labels) % classes, 0.5, seed=0)
+        counts.append(sum(searched))
+    assert counts[0] == counts[1]
+
+
 def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
     path = digits_run / "checkpoints" / "best.ckpt"
     assert main(["probe", str(path), "--output", str(tmp_path)]) == 0
