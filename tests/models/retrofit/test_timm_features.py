@@ -34,6 +34,17 @@ def test_every_table_gets_the_same_gradient_with_checkpointing(case):
         torch.testing.assert_close(again, plain, rtol=0, atol=1e-10)
 
 
+def test_reentrant_checkpointing_gives_the_same_gradients(monkeypatch):
+    monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", True)
+    runs = []
+    for checkpointing in (False, True):
+        model = retrofitted(build("dinov2"), "qkvb", max_distance=1).train()
+        model.set_grad_checkpointing(checkpointing)
+        model.forward_features(images(16, 40)).square().sum().backward()
+        runs.append([table.grad for table in tables(model).values()])
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("case", EACH)
 def test_intermediates_are_the_features(case):
     model = retrofitted(build(case))

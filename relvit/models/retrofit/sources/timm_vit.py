@@ -37,7 +37,8 @@ class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForwa
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         argument = GridArgument(grid, attn_mask)
         if self.grad_checkpointing:
-            return checkpoint(block, x, attn_mask=argument, is_causal=is_causal)
+            # Reentrant checkpointing, which timm's `set_reentrant_ckpt` switches on, takes no keyword arguments.
+            return checkpoint(block, x, argument, is_causal)
         return block(x, attn_mask=argument, is_causal=is_causal)
 
 
