@@ -13,6 +13,9 @@ from relvit.app.plots.style import save_figure, shortened
 
 # Up to `NUMBERED` classes, numbers in the cells are legible; up to `NAMED` classes, names beside the rows are.
 NUMBERED, NAMED = 20, 60
+# With more classes than this, neighbouring classes share a cell: the figure has no pixels for more cells, and
+# Matplotlib would take eight times the memory of a large matrix.
+CELLS = 1000
 DPI = 150
 
 
@@ -20,7 +23,8 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
     """Draw a confusion matrix into a PNG.
 
     The colour of a cell shows the square root of its proportion of the images of the true class, so that rare mistakes
-    are visible, too. Cells show counts for up to 20 classes; rows and columns have names for up to 60 classes.
+    are visible, too. Cells show counts for up to 20 classes; rows and columns have names for up to 60 classes. With
+    more than 1,000 classes a cell is the sum over neighbouring classes.
 
     Args:
         confusion: numbers of images by true class (rows) and predicted class (columns), (classes, classes).
@@ -31,8 +35,11 @@ def plot_confusion(confusion: np.ndarray, class_names: Sequence[str], target: st
     inches = float(np.clip(2.5 + 0.3 * classes, 4, 12))
     figure = Figure(figsize=(inches, inches * 0.9), layout="constrained", dpi=DPI)
     axes = figure.subplots()
-    proportions = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
-    image = axes.imshow(proportions, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    starts = np.arange(0, classes, -(-classes // CELLS))
+    cells = np.add.reduceat(np.add.reduceat(confusion, starts, 0), starts, 1)
+    proportions = cells / np.maximum(cells.sum(1, keepdims=True), 1)
+    extent = (-0.5, classes - 0.5, classes - 0.5, -0.5)
+    image = axes.imshow(proportions, cmap="Blues", norm=PowerNorm(0.5, 0, 1), extent=extent)
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= NAMED:
         size = 9 if classes <= NUMBERED else 6

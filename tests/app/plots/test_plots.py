@@ -65,6 +65,18 @@ def test_columns_are_predictions_and_colours_proportions_of_rows(tmp_path):
     assert columns.min() > 0.3 * figure.shape[1]
 
 
+def test_neighbours_share_the_cells_of_very_many_classes(tmp_path, figures, monkeypatch):
+    monkeypatch.setattr("relvit.app.plots.confusion.CELLS", 9)
+    confusion = np.random.default_rng(0).integers(5, size=(25, 25))
+    plot_confusion(confusion, [f"name {i}" for i in range(25)], tmp_path / "a.png")
+    (image,) = figures[0].axes[0].images
+    starts = range(0, 25, 3)
+    blocks = [[confusion[i : i + 3, j : j + 3].sum() for j in starts] for i in starts]
+    np.testing.assert_allclose(image.get_array(), blocks / np.sum(blocks, 1, keepdims=True))
+    # The axes still count classes.
+    assert tuple(image.get_extent()) == (-0.5, 24.5, 24.5, -0.5)
+
+
 def test_sixty_classes_have_names(tmp_path, figures):
     for classes in (60, 61):
         plot_confusion(np.eye(classes, dtype=int), [f"name {i}" for i in range(classes)], tmp_path / "a.png")

@@ -122,6 +122,9 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     Return None if there are none, if images have no single, known label, or if the evaluation left readable images out
     (`--trainer.limit_val_batches`), so that the counts are not of the evaluated images.
     """
+    # Do not ask for the targets of several labels, which take a byte for each class and image.
+    if trainer.datamodule.multi_label:
+        return None
     dataset = trainer.datamodule.dataset(split)
     labels = getattr(dataset, "targets", None)
     if labels is None or np.ndim(labels[0]):
