@@ -150,6 +150,8 @@ def _run(function, arguments, folder, environment, out, err):
         setattr(sys, name, file)
     if sys.stdout.isatty():
         sys.stdin = open(out)  # noqa: SIM115
+    # An earlier test in the forking process may have left the id of a main process, which is not the parent here.
+    os.environ.pop(relvit_start.STARTER, None)
     os.environ.update(environment)
     os.chdir(folder)
     # Lightning has set this attribute when the forking process imported it.
