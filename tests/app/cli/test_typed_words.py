@@ -43,11 +43,11 @@ def test_names_of_options(command, given, expected):
     assert " ".join(read(command, given.split()).words) == expected
 
 
-def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch):
+def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch, tmp_path):
     """A shell leaves `~` as it is after an equals sign."""
-    monkeypatch.setenv("HOME", "/home/me")
-    assert read("embed", ["a.ckpt", "--output=~/a.npz"]).values["output"] == "/home/me/a.npz"
-    assert read("fit", ["--runs=~/runs"]).words == ["--runs=/home/me/runs"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read("embed", ["a.ckpt", "--output=~/a.npz"]).values["output"] == f"{tmp_path}/a.npz"
+    assert read("fit", ["--runs=~/runs"]).words == [f"--runs={tmp_path}/runs"]
 
 
 @pytest.mark.parametrize(

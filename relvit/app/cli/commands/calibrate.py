@@ -64,7 +64,7 @@ def calibrate(
     if found.images < FEW:
         print(f"{found.images} images say little: compare both checkpoints by `relvit test`, and keep the better one")
     if found.next_split == split:
-        print(f"There are no images to judge it by but those of {split}, of which the figures are too good")
+        print(f"Only {split} is left to test it on, the images of the fit: the figures there are too good")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}
     for name, value in mask_secrets(data_args or {}).items():
         options[f"--data.{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)

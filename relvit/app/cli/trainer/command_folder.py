@@ -123,7 +123,7 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     (`--trainer.limit_val_batches`), so that the counts are not of the evaluated images.
     """
     # Do not ask for the targets of several labels, which take a byte for each class and image.
-    if trainer.datamodule.multi_label:
+    if trainer.lightning_module.labels.thresholds is not None:
         return None
     dataset = trainer.datamodule.dataset(split)
     labels = getattr(dataset, "targets", None)

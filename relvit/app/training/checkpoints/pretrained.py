@@ -88,9 +88,9 @@ class Pretrained:
         return self._config[1]
 
     @property
-    def multi_label(self) -> bool:
-        """Whether a checkpoint says that its images have several labels each."""
-        return self._checkpoint is not None and bool(self._checkpoint.model.get("multi_label"))
+    def thresholds(self) -> list[float] | None:
+        """The threshold of each class, of a checkpoint whose images have several labels each; otherwise None."""
+        return None if self._checkpoint is None else self._checkpoint.thresholds
 
     def normalisation(self) -> Normalisation:
         """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""

@@ -108,10 +108,10 @@ class Teacher:
         std: Sequence[float] | None = None,
     ) -> None:
         source = Pretrained(pretrained)
-        if source.multi_label:
+        if source.thresholds is not None:
             raise ValueError(
-                f"the teacher {pretrained} was trained on images of several labels each (multi_label), the student "
-                "learns one label: give a teacher of one label per image"
+                f"the teacher {pretrained} was trained on images of several labels each, the student learns one label: "
+                "give a teacher of one label per image"
             )
         weights, architecture = source.weights(), source.architecture()
         self.class_names: list[str] | None = weights.class_names

@@ -199,7 +199,7 @@ def test_after_a_training_in_python_the_recipe_has_the_options_of_the_classifier
     """The checkpoint does not hold the options of the Trainer, so the card must not say that they are the defaults."""
     content = torch.load("other.ckpt", weights_only=True)
     content["relvit"]["fit"] = {}
-    content["relvit"]["model"]["pretrained"] = "/home/me/vit.safetensors"
+    content["relvit"]["model"]["pretrained"] = str(tmp_path / "vit.safetensors")
     torch.save(content, tmp_path / "own.ckpt")
     published(tmp_path / "own.ckpt", f"--to={tmp_path / 'owls'}")
     text = (tmp_path / "owls" / "README.md").read_text()
@@ -214,7 +214,7 @@ def test_an_average_names_the_weights_of_its_start_and_no_recipe_of_one_training
     """Its checkpoint does not hold the options of the trainings, so they must not be said to be the defaults."""
     content = torch.load("other.ckpt", weights_only=True)
     del content["relvit"]["temperature"]
-    content["relvit"]["model"]["pretrained"] = "/home/me/vit.safetensors"
+    content["relvit"]["model"]["pretrained"] = str(tmp_path / "vit.safetensors")
     for name in "ab":
         torch.save(content, tmp_path / f"{name}.ckpt")
     average_checkpoints([tmp_path / "a.ckpt", tmp_path / "b.ckpt"], tmp_path / "mean.ckpt")

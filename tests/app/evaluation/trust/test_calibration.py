@@ -238,10 +238,10 @@ def test_the_next_command_works_with_these_images(moved, capsys, monkeypatch):
     # Without a test folder the results are of val, or else of the split of the calibration.
     shutil.rmtree(moved / "my photos" / "test")
     assert calibrate("best.ckpt", "again.ckpt", "train", "my photos").next_split == "val"
-    assert "judge" not in capsys.readouterr().out
+    assert "too good" not in capsys.readouterr().out
     assert main(["calibrate", "best.ckpt", "--root", "my photos"]) == 0
     out = capsys.readouterr().out
-    assert "There are no images to judge it by but those of val, of which the figures are too good\n" in out
+    assert "Only val is left to test it on, the images of the fit: the figures there are too good\n" in out
     command = next_command(out)
     assert command == ["test", "best_calibrated.ckpt", "--split", "val", "--root", "my photos"]
     assert main([*command, *QUIET]) == 0
