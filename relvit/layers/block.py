@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from timm.layers import LayerNorm
@@ -93,6 +92,9 @@ class MixerBlock(GridBlock):
         mixer: class or function that makes the block's own mixer, called as `mixer(dim, num_heads, qkv_bias=,
             proj_bias=, proj_drop=, device=, dtype=)`. The mixer's `forward` has the arguments of
             `RelativeAttention.forward`.
+        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
+            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes the first
+            three to the mixer only if they are True or above 0, and `norm_layer` only with one of the two norms.
         attn_layer: not used, because `mixer` replaces this argument, which timm's constructor passes.
         **kwargs: see `timm.models.vision_transformer.Block`; `qkv_bias`, `proj_bias` and `proj_drop` are passed to the
             mixer, too.
@@ -110,15 +112,23 @@ class MixerBlock(GridBlock):
         qkv_bias: bool = False,
         proj_bias: bool = True,
         proj_drop: float = 0.0,
+        qk_norm: bool = False,
+        scale_attn_norm: bool = False,
+        attn_drop: float = 0.0,
+        norm_layer: type[nn.Module] = LayerNorm,
         attn_layer: type[nn.Module] = nn.Identity,
         **kwargs: Any,
     ) -> None:
         check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
-        super().__init__(dim, num_heads, proj_bias=proj_bias, proj_drop=proj_drop, attn_layer=attn_layer, **kwargs)
+        shared = {"proj_bias": proj_bias, "proj_drop": proj_drop}
+        super().__init__(dim, num_heads, norm_layer=norm_layer, attn_layer=attn_layer, **shared, **kwargs)
+        # Pass only options that are switched on, because a mixer without attention may not have these arguments.
+        options = {"attn_drop": attn_drop, "qk_norm": qk_norm, "scale_norm": scale_attn_norm}
+        options = {name: given for name, given in options.items() if given}
+        if qk_norm or scale_attn_norm:
+            options["norm_layer"] = norm_layer
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.attn: nn.Module = mixer(
-            dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop, **factory_kwargs
-        )
+        self.attn: nn.Module = mixer(dim, num_heads, qkv_bias=qkv_bias, **shared, **options, **factory_kwargs)
 
 
 class RelativeBlock(MixerBlock):
@@ -139,9 +149,6 @@ class RelativeBlock(MixerBlock):
         prefix_bias: whether there is a `PrefixBias`.
         mixer: see `MixerBlock`. If the mixer's `__init__` sets an attribute `position` to None, the block sets this
             attribute to the block's position; such a mixer needs an attribute `head_dim`, too.
-        qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
-            are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes the first
-            three to the mixer only if they are True or above 0, and `norm_layer` only with one of the two norms.
         **kwargs: see `MixerBlock`.
 
     Raises:
@@ -159,19 +166,9 @@ class RelativeBlock(MixerBlock):
         rope: Callable[..., nn.Module] | None = None,
         prefix_bias: bool = False,
         mixer: Callable[..., nn.Module] = RelativeAttention,
-        qk_norm: bool = False,
-        scale_attn_norm: bool = False,
-        attn_drop: float = 0.0,
-        norm_layer: type[nn.Module] = LayerNorm,
         **kwargs: Any,
     ) -> None:
-        check_maker("mixer", mixer, MIXER_ARGUMENTS, "RelativeAttention")
-        # Pass only options that are switched on, because a mixer without attention may not have these arguments.
-        options = {"attn_drop": attn_drop, "qk_norm": qk_norm, "scale_norm": scale_attn_norm}
-        options = {name: given for name, given in options.items() if given}
-        if qk_norm or scale_attn_norm:
-            options["norm_layer"] = norm_layer
-        super().__init__(dim, num_heads, mixer=partial(mixer, **options), norm_layer=norm_layer, **kwargs)
+        super().__init__(dim, num_heads, mixer=mixer, **kwargs)
         like = {name: kwargs.get(name) for name in ("device", "dtype")}
         check_maker("position", position, "head_dim, num_heads", "RelativePosition2d")
         if hasattr(self.attn, "position"):

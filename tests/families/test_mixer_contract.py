@@ -103,6 +103,18 @@ def test_drop_in_for_attention_in_a_block(name):
 
 
 @each_mixer
+def test_norms_and_dropout_of_attention_given_to_a_block_are_the_mixers_or_refused(name):
+    block = partial(MixerBlock, DIM, HEADS, mixer=MIXERS[name], qk_norm=True, scale_attn_norm=True, attn_drop=0.5)
+    if name.startswith("AFT"):
+        with pytest.raises(TypeError, match="argument 'attn_drop'"):
+            block()
+        return
+    own = MIXERS[name](DIM, HEADS, qk_norm=True, scale_norm=True, norm_layer=torch.nn.LayerNorm)
+    assert block().attn.state_dict().keys() == own.state_dict().keys() > MIXERS[name](DIM, HEADS).state_dict().keys()
+    assert block().attn.attn_drop.p == 0.5
+
+
+@each_mixer
 def test_plans_say_what_is_computed(name):
     plan = build(name).plan("blocks.0.attn", GRID, training=True)
     attention = name in ("attention", "LSH")

@@ -50,8 +50,8 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: number of heads. Each head of 'conv' has its own biases in the window and its own keys; in the paper
-            the other mixers have one head.
+        num_heads: number of heads. Each head of 'conv' has its own biases in the window and its own keys; the other
+            mixers, which have one head in the paper, compute the same with any number of heads.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.

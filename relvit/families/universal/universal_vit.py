@@ -98,8 +98,9 @@ class UniversalVisionTransformer(RelVisionTransformer):
     With `halting='act'` every patch computes as many steps as it needs (Graves 2016, arXiv 1603.08983), see
     `AdaptiveHalting`; class and register tokens compute all steps. A patch that has halted keeps its last state, with
     the signals of the next step, and other tokens still attend to it. The output of a patch is the weighted sum of its
-    states. Patches that have halted leave the batch, which saves time. In compiled, exported and traced graphs, and
-    with masks, windows or hooks on the block, all tokens are computed at all steps, with the same outputs.
+    states. With `global_pool='token'` this sum does not reach the logits, so only the ponder cost trains the halting.
+    Patches that have halted leave the batch, which saves time. In compiled, exported and traced graphs, and with masks,
+    windows or hooks on the block, all tokens are computed at all steps, with the same outputs.
 
     timm's `depth`, features and intermediate layers count steps: the features of step t are the states after step t,
     and the final features are the weighted sum. `stop_early` or pruning to step t makes t the last step. `blocks` holds

@@ -121,7 +121,7 @@ def test_errors():
         (ValueError, "bias_dim must be at least 1", lambda: AFTFull(8, grid_size=2, bias_dim=0)),
         (ValueError, "backend is 'referenc'; allowed are", lambda: make(AFTSimple, backend="referenc")),
         (ValueError, "window must be at least 0", lambda: AFTLocal(8, grid_size=2, window=-1)),
-        (ValueError, "has 0 prefix tokens, the layer is built for 1", lambda: make(AFTFull)(x, make_grid(1, 7))),
+        (ValueError, "for 1: build the layer with prefix=0, or give", lambda: make(AFTFull)(x, make_grid(1, 7))),
     ]  # fmt: skip
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):
