@@ -225,3 +225,18 @@ def test_classes_in_the_arguments_of_a_checkpoint_are_not_made(content, tmp_path
     for command in ("validate", "load"):
         refused(command, saved(tmp_path / "x.ckpt", content))
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("command", ["validate", "predict", "load"])
+def test_a_class_named_as_the_schedule_of_a_checkpoint_is_not_imported(
+    command, content, tmp_path, monkeypatch, refused
+):
+    """The type of `schedule` is `str | Callable`, for which the parser builds any class with `__call__`."""
+    (tmp_path / "modules").mkdir()
+    code = f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Schedule:\n    def __call__(self, *_, **__): return 1.0\n"
+    (tmp_path / "modules" / "hostile_schedule.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    content["relvit"]["model"]["schedule"] = {"class_path": "hostile_schedule.Schedule"}
+    message = refused(command, saved(tmp_path / "x.ckpt", content))
+    assert "relvit.model.schedule is missing or has a wrong value" in message
+    assert not (tmp_path / "marker").exists()
