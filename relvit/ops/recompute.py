@@ -101,6 +101,9 @@ def recompute_saved(
         number, tensor = by_address.get((saved.data_ptr(), saved.stride()), (0, None))
         if tensor is not None and tensor.shape == saved.shape:
             return partial(recomputation.take, number)
+        # Keep `saved` without its node in the graph: the node of an output keeps what this function returns, and
+        # Python's garbage collector does not find such a cycle, so a graph without backward would never be freed.
+        saved = saved.detach()
         return partial(_unchanged, saved, Versions([saved]))
 
     try:

@@ -110,3 +110,26 @@ def test_constants_after_the_meta_device(case):
         # timm computes these buffers of its mixed rotary embedding only for the embedding's own size.
         if not name.endswith((".t_x", ".t_y")):
             torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["slopes", "lookhere", "rope", "lsh", "a layer"])
+def test_constants_of_a_model_that_is_loaded_while_the_default_device_is_meta(case):
+    model = ASSIGNED[case]()
+    with torch.device("meta"):
+        empty = ASSIGNED[case]()
+        empty.load_state_dict(model.state_dict(), assign=True)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(empty.get_buffer(name), buffer, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*MODULES, "lookhere"])
+def test_constants_do_not_depend_on_the_default_dtype(kind):
+    make = MODULES.get(kind, lambda: LookHerePosition2d(4, 4, layer=(1, 4)))
+    expected = make()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(module.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(one, other)

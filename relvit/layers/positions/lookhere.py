@@ -103,8 +103,9 @@ class LookHerePosition2d(Position):
         repeats = max(1, everywhere // 4)
         views += [EVERYWHERE] * everywhere
         slopes += [4.0 ** -(head // repeats % 4 + 1) for head in range(everywhere)]
-        self.slopes.copy_(of_layer * torch.tensor(slopes))
-        self.views.copy_(torch.tensor(views))
+        like = {"dtype": self.slopes.dtype, "device": self.slopes.device}
+        self.slopes.copy_(of_layer * torch.tensor(slopes, **like))
+        self.views.copy_(torch.tensor(views, **like))
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, a joint table (num_heads, 2 H - 1, 2 W - 1), hidden entries -1e4."""

@@ -65,7 +65,8 @@ class SlopePosition2d(Position):
 
     def init_non_persistent_buffers(self) -> None:
         """Compute the slopes."""
-        self.slopes.copy_(torch.tensor(alibi_slopes(self.slopes.shape[0]), dtype=self.slopes.dtype))
+        slopes = self.slopes
+        slopes.copy_(torch.tensor(alibi_slopes(slopes.shape[0]), dtype=slopes.dtype, device=slopes.device))
 
     def forward(self, grid: Grid) -> RelativeTerms:
         """Return the bias, in tables (num_heads, 2 H - 1) and (num_heads, 2 W - 1), or a joint one."""

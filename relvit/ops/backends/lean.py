@@ -304,7 +304,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     if (entries := plan.value) is None:
         of_output = F.pad(grad, (0, plan.added))
     else:
-        table = joined.as_strided(*entries.table)
+        table = _part(joined, entries.table)
         of_values = [transposed_product(by_entry, grad, table)]
         of_entries = product(grad, table.transpose(-2, -1)).view(by_entry.shape)
         of_output = torch.cat((grad, of_entries.gather(-1, entries.index)), -1)
@@ -318,7 +318,7 @@ def _backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_biases = [part[..., 0] for part in split_joined((entries,), [of_bias[..., None]], dtype)]
     if (entries := plan.key) is not None:
         of_entries = sum_by_entry(entries, of_logits, grad.dtype)
-        query, table = _channels(operands[0], 0, plan.width), joined.as_strided(*entries.table)
+        query, table = _channels(operands[0], 0, plan.width), _part(joined, entries.table)
         of_keys = [transposed_product(of_entries, query, table)]
         of_query = product(of_entries, table, by_row(of_query)).view(plan.shape)
     parts = (of_query, of_key, of_value)
@@ -374,6 +374,11 @@ def _operands(plan: Plan, contents: tuple[Tensor, ...], logits: Tensor, apart: b
     query, both = contents[0].split_with_sizes((plan.heads, 2 * plan.heads), 2)
     query, both = torch.cat((query, logits), -1), torch.cat((both, plan.both_hot), -1)
     return query.as_strided(*alone), both.as_strided(*first), both.as_strided(*second)
+
+
+def _part(saved: Tensor, part: View) -> Tensor:
+    """Cut a part out of a saved tensor, which a user's saved-tensor hook may return as a view of a larger buffer."""
+    return saved.as_strided(part.size, part.stride, saved.storage_offset() + part.first)
 
 
 def _channels(augmented: Tensor, first: int, number: int) -> Tensor:

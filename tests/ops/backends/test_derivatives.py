@@ -56,6 +56,20 @@ def test_gradients_of_several_results_at_once_are_right_or_refused(backend):
         torch.testing.assert_close(one, torch.stack(expected), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
+def test_saved_tensors_that_hooks_keep_in_a_larger_buffer(backend):
+    q, k, v, terms, grid = draw_case(2, 3, which="kvb")
+    inputs = leaves(q, k, v, terms)
+
+    def pack(saved):
+        return torch.cat((saved.new_zeros(7), saved.flatten())), saved.shape
+
+    expected = relative_attention(q, k, v, terms, grid, backend=backend)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0][7:].view(packed[1])):
+        got = relative_attention(q, k, v, terms, grid, backend=backend)
+    assert_same(got, expected, inputs, 1e-12)
+
+
 @pytest.mark.parametrize("which", ["", "b"])
 def test_queries_and_keys_that_begin_at_one_address(which):
     """As where all images of a batch attend to the tokens of the first one: views that differ in strides alone."""

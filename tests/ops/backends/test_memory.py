@@ -1,5 +1,6 @@
 """No N x N tensor is kept: neither among the tensors for backward nor among all allocations."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -69,6 +70,18 @@ def test_a_checkpoint_around_attention_keeps_its_own_inputs_alone(backend, layou
     assert sum(allocations(lambda: out.append(checkpoint(attend, x, use_reentrant=False)))) < 1.1 * x.nbytes
     got, expected = (torch.autograd.grad(part.square().sum(), x) for part in (out[0], whole))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
+def test_a_graph_without_backward_is_freed_with_its_output(backend):
+    """As where a model is evaluated outside of `torch.no_grad`."""
+    q, k, v, terms, grid = draw_case(2, 3)
+    kept = weakref.ref(v.requires_grad_())
+    out = relative_attention(q, k, v, terms, grid, backend=backend)
+    del q, k, v, terms
+    assert kept() is not None
+    del out
+    assert kept() is None
 
 
 @pytest.mark.slow
