@@ -131,9 +131,9 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
 
 def _positions_in(position: object) -> list[Any]:
-    """Return a stretchable position, or the positions in a wrapper of it, such as PEFT's for `modules_to_save`."""
-    wraps = isinstance(position, nn.Module) and not hasattr(type(position), "stretchable")
-    return [part for part in (position.modules() if wraps else [position]) if is_stretchable(part)]
+    """Return a stretchable position and those inside of it, or in a wrapper such as PEFT's for `modules_to_save`."""
+    parts = position.modules() if isinstance(position, nn.Module) else [position]
+    return [part for part in parts if is_stretchable(part)]
 
 
 def _check_position(position: nn.Module | None, refused: str) -> None:

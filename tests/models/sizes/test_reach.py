@@ -12,6 +12,7 @@ import torch
 from vits import assert_same, images, small
 
 import relvit
+from relvit.layers import Position
 from relvit.models import attention_maps, set_reach
 
 REACHES = ("stretch", "logn", "stretch-logn")
@@ -168,6 +169,29 @@ def test_attention_maps_have_the_reach():
     x = images(40, 16, dtype=torch.float64)
     expected = attention_maps(by_hand(model, 40, 16, "stretch-logn"), x).weights
     assert_same(attention_maps(set_reach(model, "stretch-logn"), x).weights, expected, atol=1e-6)
+
+
+class Outer(Position):
+    """A position of a user that has another position inside."""
+
+    stretchable = True
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, grid):
+        return self.inner(grid)
+
+
+def test_a_position_inside_of_a_position_is_stretched():
+    model = own()
+    x = images(40, 16, dtype=torch.float64)
+    expected = by_hand(model, 40, 16, "stretch")(x)
+    for block in model.blocks:
+        block.attn.position = Outer(block.attn.position)
+    assert_same(set_reach(model, "stretch")(x), expected, atol=1e-6)
+    assert all(block.attn.position.inner.trained_grid is None for block in set_reach(model, "trained").blocks)
 
 
 def test_a_temperature_needs_no_tables():
