@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import trunc_normal_
@@ -45,7 +45,7 @@ class Position(KeepConstants):
 
     Attributes:
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
-            the grid alone determines. A position with `terms` and without `forward` need not set this attribute.
+            the grid alone determines. It is True for a class that has its own method `terms`, unless the class sets it.
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
             alone: `relvit.families.transformer_xl.set_bands` refuses such positions, and so do native batches, unless
             the position needs tokens.
@@ -61,6 +61,12 @@ class Position(KeepConstants):
     needs_extent: ClassVar[bool] = False
     stretchable: ClassVar[bool] = False
     trained_grid: tuple[int, int] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Without this, LSH attention would call `forward` of a subclass of `RelativePosition2d` with its own `terms`.
+        if "terms" in vars(cls) and "needs_tokens" not in vars(cls):
+            cls.needs_tokens = True
 
     def __init__(self, init_std: float | None = None) -> None:
         super().__init__()

@@ -58,12 +58,21 @@ def test_made_without_memory_and_filled_later():
     assert torch.equal(filled.rotations, layer().rotations.float())
 
 
+class ScaledByTokens(RelativePosition2d):
+    """A position that inherits `forward` from the tables, but whose terms depend on the tokens."""
+
+    def terms(self, x, grid, key_grid):
+        terms = super().terms(x, grid, key_grid)
+        return terms._replace(bias=type(terms.bias)(*(x.mean() * table for table in terms.bias)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"bucket_size": 0}, "bucket_size must be an integer, at least 1, got 0"),
         ({"rounds": 0}, "rounds must be an integer, at least 1, got 0"),
         ({"position": ParabolicPosition2d(4, 3)}, "LSH attention takes no position .*, got ParabolicPosition2d"),
+        ({"position": ScaledByTokens(4, 3, rel_terms="b")}, "no position that depends on tokens .* got ScaledByTokens"),
         ({"position": RelativePosition2d(4, 3)}, "alone, got relative terms on key and value: build models with"),
     ],
 )
