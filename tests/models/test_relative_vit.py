@@ -167,6 +167,8 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
             r"max_distance=3, rel_init_std=0.3 are for positions known by name; leave them out \(on the command line: "
             r"null\), .*functools.partial\(YourPosition, max_distance=\.\.\., init_std=\.\.\.\)",
         ),
+        ({"position": SlopePosition2d, "rel_init_std": 0}, "rel_init_std=0 is for positions known by name; leave it"),
+        ({"position": "my_file.Mine"}, "'my_file.Mine': a text cannot stand for your own class: .*own_position.md"),
         ({"mixer": Mean, "position": "slopes"}, "position must be 'tables', the default, with mixer Mean, .*'slopes'"),
         ({"mixer": Mean, "max_distance": 2}, r"max_distance must be None, .* got 2: leave it out, .*relvit_learn_\*"),
         ({"mixer": Mean, "rel_terms": "q"}, "rel_terms must be None, the default, with mixer Mean, .* got 'q'"),
@@ -179,6 +181,11 @@ def test_a_mixer_needs_no_attributes_of_attention(name):
 def test_errors(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(**kwargs)
+
+
+def test_the_path_of_a_mixer_is_refused():
+    with pytest.raises(TypeError, match=r"mixer must make .*, got 'my_file\.Mine'; a text cannot stand for"):
+        build(mixer="my_file.Mine")
 
 
 def test_an_unknown_argument_of_a_position_is_named():

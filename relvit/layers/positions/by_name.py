@@ -19,6 +19,11 @@ from relvit.utils.messages import check_choice
 # Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`. Users give the arguments of a
 # named position to `RelVisionTransformer` or `retrofit`, so add a new argument there, too.
 ALIASES = {"rel_init_std": "init_std"}
+# Users give the path of their class on the command line, as they give the path of a callback.
+NO_PATHS = (
+    "a text cannot stand for your own class: give the class in Python, or register a model that has it, see "
+    "docs/own_position.md"
+)
 
 
 def position_factory(position: str | Callable[..., nn.Module], **arguments: Any) -> Callable[..., nn.Module]:
@@ -27,20 +32,23 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
         **arguments: arguments of a position that is given by name; their names are the names in models or in
-            `retrofit`. None keeps the position's own default. `init_std=0` is ignored if the position has no
-            `init_std` or is a class of the user.
+            `retrofit`. None keeps the position's own default. 0 as a standard deviation is ignored if the position of
+            this name has none to set, and `init_std=0`, the default of `retrofit`, for a class of the user.
 
     Raises:
         ValueError: the name is unknown, the position lacks one of the arguments, or `init_std` is negative.
     """
     named = isinstance(position, str)
+    if named and "." in position:
+        raise ValueError(f"position is {position!r}: {NO_PATHS}")
     if named:
         check_choice("position", position, tuple(POSITIONS))
     taken: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
     for name, given in arguments.items():
         own = ALIASES.get(name, name)
-        if given is None or (own == "init_std" and given == 0 and not (named and accepts(position, own))):
+        ignored = own == "init_std" and given == 0 and not (accepts(position, own) if named else name in ALIASES)
+        if given is None or ignored:
             continue
         if own == "init_std" and given < 0:
             raise ValueError(f"{name} must not be negative, got {given}")
@@ -109,6 +117,7 @@ def check_maker(name: str, given: object, arguments: str, example: str) -> None:
         raise TypeError(
             f"{name} must make a module of its own for every block, called as {name}({arguments}, device=, dtype=): "
             f"give a class such as {example} or a functools.partial of it, got {kind}"
+            + (f"; {NO_PATHS}" if isinstance(given, str) else "")
         )
 
 
