@@ -6,6 +6,7 @@ from documents import PAGES, blocks
 from one_block import use_one_block
 
 from relvit.app.evaluation.deploy import publish_model
+from relvit.models import attention_maps, set_reach
 
 # For some pages, check more than that the code runs.
 RESULTS = {
@@ -13,7 +14,10 @@ RESULTS = {
     "docs/attention.md": lambda names: names["x"].shape == (2, 140, 64),
     "docs/checkpoints.md": lambda names: names["features"].shape == (2, 16) and names["received"].shape == (2, 2),
     "docs/own_data.md": lambda names: len(names["scores"]) == 3 and names["average"].module is not None,
-    "docs/extend.md": lambda names: type(names["named"].blocks[0].attn) is names["RowColumnMean"],
+    "docs/extend.md": lambda names: (
+        type(names["named"].blocks[0].attn) is names["RowColumnMean"]
+        and attention_maps(set_reach(names["cosine"].eval(), "stretch"), names["images"]).grid == (6, 4)
+    ),
     "docs/own_position.md": lambda names: names["model"].blocks[0].attn.position.centre.grad.abs().max() > 0,
 }
 

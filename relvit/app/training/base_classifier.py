@@ -117,8 +117,9 @@ class BaseClassifier(EpochMetrics):
             torch.distributed.broadcast(of_main, 0)
             buffer.copy_(of_main)
 
-    def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> None:
-        self._evaluate(self.val_metrics, batch)
+    def validation_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> Tensor:
+        """Return the logits of a batch, which callbacks get as `outputs`."""
+        return self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: tuple[ImageBatch, Tensor], batch_idx: int) -> Tensor:
         """Return the logits of a batch."""

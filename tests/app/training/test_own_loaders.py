@@ -36,6 +36,25 @@ def test_labels_of_every_whole_type_are_those_of_int64(dtype):
     assert_close(fit(LABELS.to(dtype), LABELS.to(dtype)), fit(LABELS, LABELS))
 
 
+class OwnAccuracy(lightning.Callback):
+    """A metric of a user, from the logits of each batch of validation."""
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        images, labels = batch
+        pl_module.log("val/own", (outputs.argmax(dim=1) == labels).float().mean(), batch_size=len(images))
+
+
+def test_a_callback_computes_a_metric_from_the_logits_of_validation():
+    options = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(callbacks=[OwnAccuracy()], **options)
+    model = build()
+    # Half of these labels are the model's own answers.
+    labels = model.eval()(IMAGES).argmax(dim=1)
+    labels[::2] = (labels[::2] + 1) % 7
+    trainer.validate(model, loader(labels))
+    assert trainer.callback_metrics["val/own"] == trainer.callback_metrics["val/acc1"] == 0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_several_labels_of_every_type_are_those_of_bool(dtype):
     expected = fit(HOT.bool(), HOT.bool(), multi_label=True, label_smoothing=0.0)
