@@ -93,8 +93,10 @@ def main() -> int:
         return status
     prepare_environment()
     # As with `python -m relvit`, the user can name modules in the current folder (--data my_module.Mine). The folder is
-    # last in `sys.path`, so that no file in it hides an installed module.
-    sys.path.append(os.getcwd())
+    # last in `sys.path`, so that no file in it hides an installed module. The flag is set by PYTHONSAFEPATH, with which
+    # `python -m relvit` leaves the folder out, too: libraries also look there for optional modules.
+    if not sys.flags.safe_path:
+        sys.path.append(os.getcwd())
     return run(arguments)
 
 

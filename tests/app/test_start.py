@@ -50,6 +50,16 @@ def test_an_unknown_command_is_answered_without_pytorch(capsys):
     assert capsys.readouterr().err in done.stderr
 
 
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_modules_of_the_current_folder_are_found_unless_python_is_to_be_safe(safe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    program = "import relvit_start; relvit_start.run = lambda arguments: 0; sys.argv = ['relvit', 'fit']"
+    program += "; sys.path[:] = [path for path in sys.path if path]; relvit_start.main()"
+    done = loaded_after(f"{program}; print({str(tmp_path)!r} in sys.path)")
+    assert done.stdout == f"{not safe}\n"
+
+
 @pytest.mark.slow
 def test_the_core_alone_names_the_extra_that_is_missing():
     """`import relvit` works without the application's packages, and the command line prints one line about them."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 
 import fsspec
 import pytest
@@ -120,6 +121,9 @@ def test_weights_and_folders_of_timm(option, tmp_path, refused):
     (folder / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {}}))
     assert "timm" in refused(option, folder)
     assert not (tmp_path / "marker").exists()
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("archive/data.pkl", bytes(2**24))
+    assert "compressed entries" in refused(option, folder)
 
 
 @pytest.mark.parametrize(

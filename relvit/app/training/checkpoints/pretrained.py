@@ -226,6 +226,8 @@ class Pretrained:
         try:
             with hub_access() if pretrained and not name.startswith(FOLDER) else nullcontext():
                 check_model_size(partial(timm.create_model, name, **arguments), described)
+                if pretrained and name.startswith(FOLDER):
+                    _check_archives(Path(name.removeprefix(FOLDER)))
                 return timm.create_model(name, pretrained=pretrained, **arguments)
         # A config.json may contain anything, and timm and the models raise errors of almost any type for wrong
         # contents, so catch all of them.
@@ -257,6 +259,15 @@ class Pretrained:
             input_size=size or None,
             **Normalisation.read(self.name, cfg)._asdict(),
         )
+
+
+def _check_archives(folder: Path) -> None:
+    """Check the archives of PyTorch from which timm may read the weights of a folder, see `check_archive`."""
+    # timm reads this file first, and then no other.
+    if not (folder / "model.safetensors").exists():
+        for file in folder.iterdir():
+            if file.name.endswith((".pth", ".pth.tar", ".bin")) and zipfile.is_zipfile(file):
+                check_archive(file)
 
 
 def architecture_to_build(
