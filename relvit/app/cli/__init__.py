@@ -96,7 +96,12 @@ def quieten() -> None:
     Lightning advertises products, suggests numbers of workers, and warns of calls that Lightning itself makes.
     Matplotlib warns if its font lacks a character of a class name.
     """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
     warnings.formatwarning = format_warning
+    if rank_zero_only.rank != 0:
+        # Every process reads the same data, so the main process alone says what is unusual about them.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"relvit\.")
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     for text in (

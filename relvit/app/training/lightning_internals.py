@@ -18,3 +18,13 @@ def validation_due(trainer: Trainer) -> bool:
     # The argument is the data fetcher, which Lightning reads only if a training step fetches its batches itself, as
     # relvit's does not. So pass None.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)
+
+
+def validates_by_clock(trainer: Trainer) -> bool:
+    """Return whether `val_check_interval` is a time and not a number of batches or a part of an epoch."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def syncs_batch_norm(trainer: Trainer) -> bool:
+    """Return whether Lightning will replace the batch norms of the model by PyTorch's `SyncBatchNorm`."""
+    return getattr(trainer.strategy, "_layer_sync", None) is not None

@@ -20,9 +20,12 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from relvit.app.data import ImageData
+from relvit.app.training.lightning_internals import syncs_batch_norm, validates_by_clock
 from relvit.app.training.optim.lr_finder import FindLearningRate
 from relvit.app.training.optim.strategy import check_strategy
 
@@ -67,6 +70,8 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
             has no logger.
         ValueError: The strategy divides the weights among devices.
         ValueError: `overfit_batches` is given with an `ImageData`.
+        ValueError: There are several processes, and `val_check_interval` is a time.
+        ValueError: `sync_batchnorm` is given for a model with batch norms that `SyncBatchNorm` cannot replace.
         ValueError: `ema_decay` is given with the precision 'bf16-true' or '16-true', whose weights have two bytes.
     """
     check_strategy(trainer.strategy)
@@ -80,11 +85,33 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
             "to see whether a model can learn a few images by heart, train on a folder or a list of a few images of "
             "each class, with --data.augment none"
         )
+    if trainer.world_size > 1 and validates_by_clock(trainer):
+        raise ValueError(
+            "val_check_interval is a time, after which each process would begin to validate by its own clock, perhaps "
+            "not at the same step: give a number of batches, or a part of an epoch"
+        )
+    if syncs_batch_norm(trainer):
+        check_batch_norms(trainer.lightning_module)
     if ema_decay is not None and str(trainer.precision) in HALF:
         raise ValueError(
             f"an average of weights (ema_decay {ema_decay:g}) would be lost in the rounding of precision "
             f"{trainer.precision}: give --precision {HALF[str(trainer.precision)]}, or no ema_decay"
         )
+
+
+def check_batch_norms(model: nn.Module) -> None:
+    """Refuse batch norms of subclasses, as timm's with an activation, since `SyncBatchNorm` would not do their part.
+
+    Raises:
+        ValueError: The model has such a batch norm.
+    """
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and type(module) not in plain:
+            raise ValueError(
+                f"sync_batchnorm would replace {type(module).__name__} by a batch norm without its activation: leave "
+                "sync_batchnorm out"
+            )
 
 
 def check_callback(callback: Callback, logger: bool) -> None:

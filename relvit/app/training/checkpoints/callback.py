@@ -87,8 +87,15 @@ class RunCheckpoints(Checkpoint):
         return self.folder / "last.ckpt"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Use the folder of the main process in all processes."""
-        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        """Use the folder of the main process in all processes.
+
+        Raises:
+            FileNotFoundError: A process does not see the run's folder, from which it would resume and test.
+        """
+        folder, made = trainer.strategy.broadcast((str(self.folder), self.folder.parent.is_dir()))
+        self.folder = Path(folder)
+        if not trainer.strategy.reduce_boolean_decision(self.folder.parent.is_dir() or not made):
+            raise FileNotFoundError(f"not all machines see the folder {folder}: give one that they share (--runs)")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best_model_score, "loss": self._best_loss, "epoch": self.best_epoch}

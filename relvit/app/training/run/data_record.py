@@ -15,13 +15,23 @@ from lightning import Callback, LightningModule, Trainer
 
 from relvit.app.data import ImageData, ImageFilesData
 from relvit.app.data.class_labels import label_text
-from relvit.app.training.run.images_csv import FILE, Digests, compute_digests, describe_difference, write_manifest
+from relvit.app.data.modules.base import Split
+from relvit.app.training.run.images_csv import (
+    FILE,
+    SPLITS,
+    Digests,
+    compute_digests,
+    describe_difference,
+    write_manifest,
+)
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.shown_text import printable, visible, visible_lines
 
 # If there is no folder for `unreadable.csv`, at most this number of unreadable images is printed.
 SHOWN = 5
+# Lightning's stages use these splits. A test evaluates the split that the data module says.
+SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {"fit": SPLITS, "validate": ("val",), "predict": ("predict",)}
 
 
 class DataRecord(Callback):
@@ -54,6 +64,28 @@ class DataRecord(Callback):
     def counts(self) -> dict[str, int]:
         """The number of unreadable images of each split that had some."""
         return {split: len(files) for split, files in self.unreadable.items()}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse processes with different numbers of images, such as incomplete copies on the disks of machines.
+
+        Each process divides its own images, so some images would come twice, or processes would wait for others.
+
+        Raises:
+            ValueError: The number of images of a split differs.
+        """
+        data = trainer.datamodule
+        if trainer.world_size == 1 or not isinstance(data, ImageData):
+            return
+        splits = SPLITS_OF_STAGE.get(stage, (data.evaluated_split,))
+        of_processes: list[dict[Split, int]] = [{} for _ in range(trainer.world_size)]
+        torch.distributed.all_gather_object(of_processes, {split: len(data.dataset(split)) for split in splits})
+        for rank, counts in enumerate(of_processes):
+            for split, count in counts.items():
+                if count != (of_main := of_processes[0][split]):
+                    raise ValueError(
+                        f"process {rank} has {count:,} images of {split}, and the main process has {of_main:,}: give "
+                        "all machines the same images"
+                    )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule

@@ -54,6 +54,9 @@ class SrunTasks(SLURMEnvironment):
         # Lightning needs the variable SLURM_NTASKS_PER_NODE, but Slurm sets it only if the job has the option
         # --ntasks-per-node.
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(_tasks() // _nodes()))
+        # Lightning makes the port from the job's number alone, but steps of one job may run on a machine together.
+        job, step = (int(os.environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        os.environ.setdefault("MASTER_PORT", str(15000 + (job + 1013 * step) % 10000))
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -79,6 +82,10 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
             "the command again for each device"
         )
     launch = launched()
+    if launch is None and options["num_nodes"] > 1:
+        # Before there is a trainer, Lightning takes the first process of each machine for the main process. But only
+        # one process may make or lock the run's folder.
+        rank_zero_only.rank = rank_zero_only.rank or int(os.environ.get("NODE_RANK", 0))
     if options["devices"] == "auto" and launch is not None:
         options["devices"], options["num_nodes"] = launch.per_node, launch.nodes
     environment = environment_of(launch)
@@ -96,15 +103,22 @@ def launched() -> Launch | None:
     whatever the job's number of tasks.
 
     Raises:
-        ValueError: srun has started more tasks on one machine than on another.
+        ValueError: srun has started more tasks on one machine than on another, or several tasks in a job that has the
+            name of a shell.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         processes, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return Launch("torchrun", processes, processes // here)
-    tasks, nodes = _tasks(), _nodes()
+    tasks, nodes, name = _tasks(), _nodes(), os.environ.get("SLURM_JOB_NAME")
+    if name in SHELLS and int(os.environ.get("SLURM_PROCID", 0)):
+        # A shell is always the first task, so this is a task of srun. It must not train alone: it has no run's folder.
+        raise ValueError(
+            f"srun has started {tasks} tasks in a job with the name of a shell, {name}, so each would train alone: put "
+            "SLURM_JOB_NAME=relvit before srun, or give salloc another --job-name"
+        )
     # A shell that `srun --pty` has started has a terminal, which other tasks of srun do not have, so a terminal means
     # that this process is in such a shell.
-    in_shell = os.environ.get("SLURM_JOB_NAME") in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
+    in_shell = name in SHELLS or (sys.stdin is not None and sys.stdin.isatty())
     if tasks < 2 or in_shell:
         return None
     if tasks % nodes or "," in os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""):

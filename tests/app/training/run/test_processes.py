@@ -6,11 +6,12 @@ import stat
 import subprocess
 
 import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from photos import TINY
 from processes import ROOT, as_srun
 
 from relvit.app.cli import main
-from relvit.app.training.run.processes import Launch, environment_of, launched
+from relvit.app.training.run.processes import Launch, environment_of, launched, set_devices
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 JOB |= {"SLURM_LOCALID": "0"}
@@ -26,9 +27,10 @@ def surroundings(monkeypatch):
         for name in list(os.environ):
             if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("MASTER_ADDR", "MASTER_PORT"):
                 monkeypatch.delenv(name)
-        # The run may set this variable, so let monkeypatch restore it at the end.
-        monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "")
-        monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+        # The run may set these variables, so let monkeypatch restore them at the end.
+        for name in ("SLURM_NTASKS_PER_NODE", "MASTER_PORT"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
@@ -59,6 +61,31 @@ def test_who_has_started_this(surroundings, variables, expected):
         assert not environment.creates_processes_externally
     else:
         assert (environment.world_size(), environment.auto_requeue) == (16, False)
+
+
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_a_task_of_srun_in_a_shell_does_not_train_alone(surroundings, name):
+    surroundings(JOB | STEP | {"SLURM_JOB_NAME": name, "SLURM_PROCID": "1"})
+    with pytest.raises(ValueError, match=f"16 tasks in a job with the name of a shell, {name}, .* SLURM_JOB_NAME="):
+        launched()
+
+
+def test_steps_of_one_job_have_different_ports(surroundings):
+    ports = []
+    for step in (0, 1):
+        surroundings(JOB | STEP | {"SLURM_STEP_ID": str(step)})
+        ports.append(environment_of(launched()).main_port)
+    assert len({15007, *ports}) == 2
+
+
+@pytest.mark.parametrize(("nodes", "rank"), [(1, 0), (2, 1)])
+def test_the_first_process_of_another_machine_is_not_the_main_process(surroundings, monkeypatch, nodes, rank):
+    surroundings({"MASTER_ADDR": "first", "MASTER_PORT": "29500"})
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    options = {"accelerator": "cpu", "devices": 1, "num_nodes": nodes, "strategy": "auto", "plugins": None}
+    assert set_devices(options) is None
+    assert rank_zero_only.rank == rank
 
 
 def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
