@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing
 
-# This is the name of `load_config` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file
+# This is the name of `load_value` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file
 # registers it.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
@@ -45,6 +46,16 @@ def load_config(text: str) -> Any:
     """
     check_bounds(yaml.load(text, Loader=_UniqueKeys), "the configuration")
     return _stock_loader(text)
+
+
+def load_value(text: str) -> Any:
+    """Return the plain values of an option or of a configuration file; for errors see `load_config`.
+
+    YAML reads '#' as the start of a comment, so a folder '#1' or the separator '#' would be null, as if the option were
+    not given. An option is a single line and has no comment.
+    """
+    found = load_config(text)
+    return text if found is None and re.fullmatch("#.*", text) else found
 
 
 def read_config(config: str) -> dict[str, Any]:
@@ -80,4 +91,4 @@ def read_config(config: str) -> dict[str, Any]:
 
 # Some of Lightning's defaults are members of an Enum, which `SafeDumper` cannot write: write the members' values.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
-set_loader(MODE, load_config, exceptions=(yaml.YAMLError, RecursionError, ValueError))
+set_loader(MODE, load_value, exceptions=(yaml.YAMLError, RecursionError, ValueError))

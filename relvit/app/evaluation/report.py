@@ -106,8 +106,9 @@ class EvaluationReport(Callback):
 
     def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
         self.classes = metrics = self._labels.class_metrics(kept, len(names))
-        # With several labels, the logged metrics already have the mean F1, so do not replace it.
-        self.results.setdefault("test/f1", float(metrics.f1[metrics.count > 0].mean()))
+        # With several labels, the logged metrics already have the mean F1, which is NaN if no image has a label.
+        if "test/f1" not in self.results:
+            self.results["test/f1"] = float(metrics.f1[metrics.count > 0].mean())
         self.results |= {f"test/{name}": value for name, value in self._labels.calibration(kept).items()}
         values = [["" if np.isnan(value) else f"{value:.4f}" for value in column] for column in metrics[1:]]
         rows = zip(names, metrics.count.tolist(), *values, strict=True)

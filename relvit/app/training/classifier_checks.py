@@ -107,7 +107,8 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
-            f"data have {'several' if found else 'one'} (multi_label {found}): give both the same multi_label"
+            f"data have {'several' if found else 'one'} (multi_label {found}): give both the same multi_label (for "
+            "lists of images on the command line: --data.label_separator)"
         )
 
 

@@ -132,6 +132,11 @@ def test_the_same_value_twice_is_no_mistake():
     assert read("fit", ["--lr", "0.1", "--model.lr=0.1"]).words == ["--model.lr=0.1", "--model.lr=0.1"]
 
 
+def test_a_value_that_begins_with_a_hash_is_no_comment(fails):
+    assert "no list at" in fails(["check-data", "--data=ImageListData", "--data.train=#1.csv"])
+    assert "#1 is not a folder" in fails(["check-data", "--data=ImageListData", "--data.train=a", "--data.root=#1"])
+
+
 def test_messages_name_what_was_typed(photos, tmp_path, fails):
     fit = ["fit", f"--root={photos}", f"--runs={tmp_path}", *TINY]
     for given, message in {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback, Trainer
-from small_training import NoiseImages, build
+from small_training import NoiseImages, SeveralLabels, build
 
 from relvit.app.data import ImageFolderData
 from relvit.app.evaluation import EvaluationReport
@@ -75,3 +75,11 @@ def test_a_mistake_whose_file_has_gone_is_listed_without_a_picture(best, photos,
     run_test(load_classifier(best), data, EvaluationReport(tmp_path), Remove())
     assert len((tmp_path / "mistakes.csv").read_text().splitlines()) == 1 + 18
     assert [len(pictures) for pictures, *_ in sheets] == [kept] * (kept > 0)
+
+
+def test_images_without_labels_have_no_mean_f1_and_no_warning_of_numpy(tmp_path, sheets, recwarn):
+    data, report = SeveralLabels(8), EvaluationReport(tmp_path)
+    data.labels[:] = False
+    run_test(build(multi_label=True), data, report)
+    assert np.isnan(report.results["test/f1"])
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]

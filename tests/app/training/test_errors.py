@@ -88,7 +88,11 @@ class Joined(SeveralLabels):
         (check_strategy, {"strategy": ModelParallelStrategy()}, ["ModelParallelStrategy cannot train here"]),
         (check_strategy, {"strategy": "fsdp_cpu_offload"}, ["fsdp_cpu_offload cannot train here"]),
         # These arguments do not fit the data, or the trainer.
-        (fit, {"data": NoiseImages(8), "multi_label": True}, ["multi_label True", "the data have one"]),
+        (
+            fit,
+            {"data": NoiseImages(8), "multi_label": True},
+            ["multi_label True", "the data have one", "on the command line: --data.label_separator"],
+        ),
         (fit, {"data": SeveralLabels(8)}, ["multi_label False", "the data have several"]),
         (fit, {"data": Joined(), "multi_label": True}, ["class name 'g;h'", "rename it"]),
         (fit, {"data": Balanced(), "class_weights": [1.0] * 7}, ["balance='loss'", "class_weights"]),

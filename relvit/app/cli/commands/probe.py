@@ -39,7 +39,8 @@ def probe(
         models: The checkpoints or names of relvit and timm models, such as runs/RUN/checkpoints/best.ckpt.
         root: The folder that holds train/CLASS/IMAGE; by default the data of the first model, which must be a
             checkpoint then.
-        data: Another kind of data, with its options: --data NAME --data.OPTION VALUE.
+        data: Another kind of data, with its options: --data NAME --data.OPTION VALUE. Options that are not given have
+            the defaults of NAME, not the values of a checkpoint's training.
         split: The images to classify: val or test.
         shares: The shares of train's labels to learn from, such as 0.01 0.1 1.
         k: The number of neighbours, whose votes have the weight exp(cosine similarity / 0.07).

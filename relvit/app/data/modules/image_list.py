@@ -5,7 +5,7 @@ import csv
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import chain
 from numbers import Number
@@ -150,7 +150,7 @@ class ImageListData(ImageFilesData):
         for separator in _SEPARATORS if one_each else ():
             if names := [name for name in counts if separator in name]:
                 doubts.append(
-                    f"{listing(names, 3)} {'is one class each' if len(names) > 1 else 'is one class'}: for several "
+                    f"{listing(names, 3)} {'are one class each' if len(names) > 1 else 'is one class'}: for several "
                     f"labels per image give --data.label_separator '{separator}'"
                 )
         return doubts
@@ -203,7 +203,8 @@ class ImageListData(ImageFilesData):
                 listed = ", ".join(f"{name!r}{hint}" for name, hint in zip(unknown, near, strict=True))
                 wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {listed}"))
         latin = any(_as_latin_1(name) in known for of_row in names for name in of_row if name not in known)
-        _refuse_rows(file, wrong, _RECODE if latin else "")
+        if wrong:
+            _refuse_rows(file, wrong, _RECODE if latin else _separator_hint(set(chain.from_iterable(names)), known))
         if self.label_separator is None:
             return [known[name] for (name,) in names]
         return [tuple(sorted({known[name] for name in of_row})) for of_row in names]
@@ -282,6 +283,16 @@ def _repeated(rows: Sequence[Row], paths: Sequence[str]) -> list[tuple[int, str]
 def _as_latin_1(text: str) -> str:
     """Decode the bytes that are not UTF-8, and so were read as surrogates, as Latin-1."""
     return re.sub("[\udc80-\udcff]", lambda letter: chr(ord(letter[0]) - 0xDC00), text)
+
+
+def _separator_hint(labels: Set[str], known: Mapping[str, int]) -> str:
+    """Return the end of a message about unknown labels if one of them is several classes with a separator between."""
+    for separator in _SEPARATORS:
+        for label in labels - known.keys():
+            parts = list(filter(None, map(str.strip, label.split(separator))))
+            if len(parts) > 1 and all(part in known for part in parts):
+                return f"; for several labels per image give --data.label_separator '{separator}'"
+    return ""
 
 
 def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]], cure: str = "") -> None:

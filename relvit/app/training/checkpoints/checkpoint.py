@@ -222,7 +222,7 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path} was trained with {'several labels' if several else 'one label'} per image (multi_label "
                 f"{several}), the data have {'several' if data.multi_label else 'one'}: give data with the same "
-                "multi_label"
+                "multi_label (for lists of images on the command line: --data.label_separator)"
             )
         return data
 

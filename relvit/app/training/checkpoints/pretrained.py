@@ -32,7 +32,8 @@ from relvit.app.training.checkpoints.file import (
     nearest_hint,
 )
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
-from relvit.app.utils.files import is_address, is_exported, not_for_exported
+from relvit.app.training.checkpoints.upgrades import KEY
+from relvit.app.utils.files import is_address, is_exported, not_for_exported, parse_json
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file, suffix_of
@@ -89,8 +90,18 @@ class Pretrained:
 
     @property
     def thresholds(self) -> list[float] | None:
-        """The threshold of each class, of a checkpoint whose images have several labels each; otherwise None."""
-        return None if self._checkpoint is None else self._checkpoint.thresholds
+        """The threshold of each class, where the images of the training have several labels each; otherwise None.
+
+        Checkpoints and folders of `relvit publish` name thresholds; of a model on the hub they are not read.
+        """
+        if self._checkpoint is not None:
+            return self._checkpoint.thresholds
+        # `_config` refuses a config.json that timm cannot read.
+        if self._file is not None or not self._timm_name.startswith(FOLDER) or self._config is None:
+            return None
+        folder = Path(self._timm_name.removeprefix(FOLDER))
+        about = parse_json((folder / "config.json").read_bytes()).get(KEY)
+        return about.get("thresholds") if isinstance(about, dict) else None
 
     def normalisation(self) -> Normalisation:
         """Return mean and standard deviation of the pretraining's images; a file of plain weights has none."""

@@ -360,6 +360,12 @@ def test_wrong_labels_among_several(root):
     message = r"2 wrong rows: line 3: unknown classes 'bees' \(did you mean 'bee'\?\), 'x'; line 4: unknown class 'cta'"
     with pytest.raises(ValueError, match=message):
         data.dataset("train")
+    for separator, asked in ((None, ";"), ("|", ";"), (";", None)):
+        train = several(root, ["ant", "ant;bee", "cat"]).train
+        data = ImageListData(train, class_names=["ant", "bee"], label_separator=separator, **AS_STORED)
+        hint = f"; for several labels per image give --data.label_separator '{asked}'" if asked else ""
+        with pytest.raises(ValueError, match=f"line 4: unknown class 'cat'{hint}$"):
+            data.dataset("train")
     with pytest.raises(ValueError, match="can be held out to validate: each is the only one of its class"):
         several(root, ["ant", "bee;ant"], class_names=["ant", "bee"]).dataset("train")
     with pytest.raises(ValueError, match="has no image of the classes 'bee' of class_names"):
@@ -385,3 +391,10 @@ def test_labels_that_look_like_several(given, label, separator, root, recwarn):
     texts = [str(warning.message) for warning in recwarn]
     wanted = f"'{label}' is one class: for several labels per image give --data.label_separator '{separator}'"
     assert texts == ([] if separator is None else [wanted])
+
+
+def test_one_warning_names_all_labels_that_look_like_several(root):
+    train = write(root / "train.csv", [("train/ant/000.png", "ant;bee"), ("train/ant/001.png", "bee;cat")])
+    data = ImageListData(train, **AS_STORED | {"val": train})
+    with pytest.warns(UserWarning, match="'ant;bee', 'bee;cat' are one class each: for several labels per image"):
+        data.dataset("train")

@@ -99,7 +99,13 @@ def test_a_teacher_of_grey_images_or_of_several_labels_is_refused_at_the_start(t
     net.pretrained_cfg |= {"mean": (0.5,), "std": (0.5,), "input_size": (1, 8, 12)}
     save_for_hf(net, tmp_path / "grey", model_args=grey)
     train_and_save(tmp_path / "a.ckpt", build(multi_label=True, warmup_epochs=0), SeveralLabels(8), max_steps=1)
-    for name, reason in (("grey", "was trained with in_chans 1, the data have 3"), ("a.ckpt", "of several labels")):
+    about = {"label_names": NAMES, "relvit": {"thresholds": [0.5] * 7}}
+    save_for_hf(load_classifier(tmp_path / "a.ckpt").net, tmp_path / "published", model_config=about)
+    for name, reason in (
+        ("grey", "was trained with in_chans 1, the data have 3"),
+        ("a.ckpt", "of several labels"),
+        ("published", "of several labels"),
+    ):
         with pytest.raises(ValueError, match=f"the teacher .*{name} .*{reason}"):
             train(build(teacher=str(tmp_path / name)), NoiseImages(8), max_steps=1)
 
