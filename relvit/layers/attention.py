@@ -80,7 +80,8 @@ def attend_with(
     dropout_p = attn_drop.p if layer.training else 0.0
     terms, prefix_bias = _position_terms(layer, x, grid, keys), layer.bias_of_prefix()
     usual = not is_causal and dropout_p == 0 and layer.trained_keys is None and rotate is None and keys is grid
-    if usual and not wants_weights(attn_drop):
+    # A hook of `prefix_bias` may compute its weight, as in pruning, or replace its output: call the module then.
+    if usual and not wants_weights(attn_drop) and (prefix_bias is None or not has_hooks(prefix_bias)):
         biases = None if prefix_bias is None else prefix_bias.weight
         mixed = attend_projected(projected, terms, grid, layer.scale, layer.backend, attn_mask, biases)
         if mixed is not None:

@@ -92,6 +92,11 @@ class LowRankPosition2d(Position):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Return the factors for tokens on `grid` that attend to the tokens of `key_grid`; `x` is not used."""
+        # A call of the module, unlike one of a method, runs hooks, by which pruning, for example, computes weights.
+        return self(x, grid, key_grid)
+
+    def forward(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Compute `terms`."""
         query, key = factors_at(self.query, grid, key_grid), factors_at(self.key, key_grid, key_grid)
         return RelativeTerms(channels=Channels(query, key))
 

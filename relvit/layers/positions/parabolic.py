@@ -75,6 +75,11 @@ class ParabolicPosition2d(Position):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the channels for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
+        # A call of the module, unlike one of a method, runs hooks, by which pruning, for example, computes weights.
+        return self(x, grid, key_grid)
+
+    def forward(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
+        """Compute `terms`."""
         features = self.coefficients(x)
         return RelativeTerms(
             channels=parabolas(features, self.directions, grid, key_grid, self.trained_grid, self.scale)

@@ -241,6 +241,23 @@ def test_windows_masks_and_hooks_compute_all_tokens():
     assert (in_windows - expected).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("name", ["qkv", "k_norm"])
+def test_outputs_that_a_hook_keeps_stay_as_they_were(name):
+    model, kept = small("test_relvit_universal", depth=6, halting="act", halting_epsilon=0.3).eval(), []
+    with torch.no_grad():
+        model.halting.weight.mul_(8)  # Tokens halt at different steps.
+        handle = (
+            model.blocks[0]
+            .attn.get_submodule(name)
+            .register_forward_hook(lambda _module, _given, out: kept.append((out, out.clone())))
+        )
+        got, steps = model(images(64, 64)), model.ponder(images(64, 64)).steps
+        handle.remove()
+        torch.testing.assert_close(model(images(64, 64)), got)
+    assert len(steps.unique()) > 2
+    assert all(torch.equal(*pair) for pair in kept)
+
+
 def test_drop_path_is_that_of_every_step():
     model = build(halting="", drop_path_rate=1.0).train()
     tokens, grid = model.embed(doubles())

@@ -7,6 +7,7 @@ import torch
 from draws import brute_force
 from position_cases import DIM, HEADS, LAYOUTS, draw, layer, plain, run
 from timm.models._manipulate import reinit_non_persistent_buffers
+from torch.nn.utils import prune
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import (
@@ -15,6 +16,7 @@ from relvit.layers import (
     LookHerePosition2d,
     LowRankPosition2d,
     ParabolicPosition2d,
+    PrefixBias,
     RelativePosition2d,
     RotaryEmbedding2d,
     SlopePosition2d,
@@ -84,6 +86,23 @@ def test_zeros_are_plain_attention_and_every_parameter_learns(name):
     assert all(parameter.grad.any() for key, parameter in position.named_parameters() if key != "threshold")
     if hasattr(position, "no_weight_decay"):
         assert position.no_weight_decay() <= {key for key, _ in position.named_parameters()}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_weights_that_hooks_compute_at_each_call(name):
+    """In pruning a hook multiplies each weight by its mask; here all masks are ones."""
+    grid, x, outs = make_grid(3, 5, prefix=1), draw(2, 16, DIM), []
+    for pruned in (False, True):
+        attn = build(name)
+        attn.prefix_bias = PrefixBias(HEADS).double()
+        for part in (*attn.position.modules(), *attn.prefix_bias.modules()):
+            for key, _ in [*part.named_parameters(recurse=False)] if pruned else ():
+                prune.identity(part, key)
+        with torch.no_grad():
+            for parameter in (*attn.position.parameters(), *attn.prefix_bias.parameters()):
+                parameter.add_(0.1)
+        outs.append(attn(x, grid))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-10)
 
 
 def test_every_position_with_a_name_is_tested_here():
