@@ -317,7 +317,10 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     hinted, allowed, wanted = "", choices(hint), in_words(hint)
     if name == "trainer.precision":
         allowed, wanted = list(PRECISIONS), in_words(Literal[PRECISIONS])
-    if isinstance(value, str):
+    if several and item_type(hint) is str:
+        # YAML reads numbers, true and null in a list as such; the parser refuses them as texts.
+        hinted = ": put each text in quotes, such as ['1','2']"
+    elif isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
         value = ", ".join(given) if several else value

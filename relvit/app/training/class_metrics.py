@@ -82,7 +82,7 @@ def calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int = 15)
 
 
 def multi_label_metrics(
-    probabilities: np.ndarray, labels: np.ndarray, thresholds: Sequence[float] | None = None
+    probabilities: np.ndarray | Tensor, labels: np.ndarray | Tensor, thresholds: Sequence[float] | None = None
 ) -> MultiLabelMetrics:
     """Compute the metrics of each class where images have several labels.
 
@@ -92,11 +92,12 @@ def multi_label_metrics(
 
     Args:
         probabilities: (N, classes).
-        labels: Bool (N, classes).
+        labels: Bool, or 0 and 1, (N, classes).
         thresholds: One threshold for each class. None takes for each class the threshold with the highest F1 on these
             images, the highest of several best ones; a class without images gets 0.5. Such a threshold is midway
             between the lowest probability that reaches it and the next lower probability (0 if there is none).
     """
+    probabilities, labels = np.asarray(probabilities), np.asarray(labels).astype(bool, copy=False)
     curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
     predicted = probabilities >= chosen

@@ -24,6 +24,13 @@ def scored():
     return scores, labels
 
 
+def test_tensors_and_labels_as_numbers_have_the_metrics_of_arrays(scored):
+    scores, labels = scored
+    found = multi_label_metrics(torch.from_numpy(scores), torch.from_numpy(labels).float())
+    for values, expected in zip(found, multi_label_metrics(scores, labels), strict=True):
+        np.testing.assert_array_equal(values, expected)
+
+
 def test_average_precision_and_given_thresholds_are_those_of_scikit_learn(scored):
     scores, labels = scored
     thresholds = np.array([0.5, 0.6, 0.2, 0.9, 0.1, 0.5])

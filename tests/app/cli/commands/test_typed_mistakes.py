@@ -207,3 +207,11 @@ def test_unknown_commands(typed, meant):
 )
 def test_models(typed, meant):
     assert nearest_model(typed) == meant
+
+
+def test_names_that_are_numbers_need_quotes():
+    given = ["--data=ImageListData", "--data.train=a.csv", "--data.class_names=[1,2]"]
+    message = explain(parser("fit"), given, None, Exception())
+    assert message == (
+        "--data.class_names must be values, each text, got [1,2]: put each text in quotes, such as ['1','2']"
+    )
