@@ -27,10 +27,10 @@ def check_backward(backend: str, grad: Tensor) -> None:
         # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
         # derivatives would leave out the backend's function without an error.
         raise RuntimeError(f"backend {backend!r} has no second derivatives (create_graph=True): use backend='gathered'")
-    if torch._C._functorch.is_legacy_batchedtensor(grad):
+    if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
         raise RuntimeError(
-            f"backend {backend!r} has no gradients of several results at once (is_grads_batched=True, vectorize=True): "
-            "use backend='gathered'"
+            f"backend {backend!r} has no gradients of several results at once (is_grads_batched=True, vectorize=True, "
+            "vmap of torch.autograd.grad): use backend='gathered'"
         )
 
 

@@ -1,6 +1,7 @@
 """Derivatives of relative attention: first and second, with masks and dropout, under transforms and autocast."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -46,14 +47,15 @@ def test_gradients_of_several_results_at_once_are_right_or_refused(backend):
     inputs = leaves(q, k, v, terms)
     out = relative_attention(q, k, v, terms, grid, backend=backend)
     cotangents = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    if backend in ("lean", "tiled"):
-        with pytest.raises(RuntimeError, match=r"no gradients of several results at once .* use backend='gathered'"):
-            torch.autograd.grad(out, inputs, cotangents, is_grads_batched=True)
-        return
-    found = torch.autograd.grad(out, inputs, cotangents, is_grads_batched=True, retain_graph=True)
-    each = [torch.autograd.grad(out, inputs, cotangent, retain_graph=True) for cotangent in cotangents]
-    for one, expected in zip(found, zip(*each, strict=True), strict=True):
-        torch.testing.assert_close(one, torch.stack(expected), rtol=0, atol=1e-12)
+    grads = partial(torch.autograd.grad, out, inputs, retain_graph=True)
+    for at_once in (partial(grads, is_grads_batched=True), torch.func.vmap(grads)):
+        if backend in ("lean", "tiled"):
+            with pytest.raises(RuntimeError, match=r"gradients of several results at once .* use backend='gathered'"):
+                at_once(cotangents)
+            continue
+        found, each = at_once(cotangents), [grads(cotangent) for cotangent in cotangents]
+        for one, expected in zip(found, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(expected), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
