@@ -103,10 +103,10 @@ def attend_with(
     return attend(inputs, layer.backend).transpose(1, 2).flatten(2)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module would call a user's hooks."""
+def has_hooks(module: object) -> bool:
+    """Return whether a call of the module would call a user's hooks; an object that is no module has none."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return any(getattr(module, kind, None) for kind in kinds)
 
 
 def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
