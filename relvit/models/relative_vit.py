@@ -39,9 +39,9 @@ class RelVisionTransformer(GridVisionTransformer):
 
     Args:
         position: a name in `relvit.layers.positions.POSITIONS`, such as 'tables' (learned, `RelativePosition2d`) or
-            'slopes' (ALiBi's, without parameters), or your own class or a `functools.partial` of it, called as
-            `position(head_dim, num_heads, device=, dtype=)` for each block. If your class has an argument `layer`, it
-            also gets `layer=(index, depth)`.
+            'slopes' (ALiBi's, without parameters); several names, as 'lookhere+tables' (`CombinedPosition2d`); or your
+            own class or a `functools.partial` of it, called as `position(head_dim, num_heads, device=, dtype=)` for
+            each block. If your class has an argument `layer`, it also gets `layer=(index, depth)`.
         rope: additional rotary embedding of queries and keys: '' (none), 'axial' or 'mixed' (learned frequencies), see
             `RotaryEmbedding2d`. With `rel_terms=''` the rotary embedding is the only position.
         prefix_bias: whether to learn biases of the pairs that contain a prefix token, see `PrefixBias`.

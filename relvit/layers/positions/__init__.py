@@ -7,6 +7,7 @@ from torch import nn
 
 from relvit.layers.positions.axial import AxialPositionEmbedding
 from relvit.layers.positions.base import Position
+from relvit.layers.positions.combined import CombinedPosition2d
 from relvit.layers.positions.continuous import ContinuousPosition2d
 from relvit.layers.positions.fire import FirePosition2d
 from relvit.layers.positions.lookhere import LookHerePosition2d
@@ -18,6 +19,7 @@ from relvit.layers.positions.tables import RelativePosition2d
 
 __all__ = [
     "AxialPositionEmbedding",
+    "CombinedPosition2d",
     "ContinuousPosition2d",
     "FirePosition2d",
     "LookHerePosition2d",

@@ -12,6 +12,7 @@ from torch import nn
 
 from relvit.layers.positions import POSITIONS
 from relvit.layers.positions.base import needs_tokens
+from relvit.layers.positions.combined import CombinedPosition2d
 from relvit.ops import Grid, RelativeTerms
 from relvit.ops.inputs import check_terms
 from relvit.utils.messages import check_choice
@@ -30,24 +31,30 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
     """Return the factory of position modules, for `make_position`.
 
     Args:
-        position: a name in `relvit.layers.positions.POSITIONS`, or a class of the user.
-        **arguments: arguments of a position that is given by name; their names are the names in models or in
-            `retrofit`. None keeps the position's own default. 0 as a standard deviation is ignored if the position of
-            this name has none to set, and `init_std=0`, the default of `retrofit`, for a class of the user.
+        position: a name in `relvit.layers.positions.POSITIONS`, several with + between them (`CombinedPosition2d`), or
+            a class of the user.
+        **arguments: arguments of positions that are given by name; their names are the names in models or in
+            `retrofit`. Of several positions each takes the arguments that it has. None keeps the position's own
+            default. 0 as a standard deviation is ignored if no position of these names has one to set, and
+            `init_std=0`, the default of `retrofit`, for a class of the user.
 
     Raises:
-        ValueError: the name is unknown, the position lacks one of the arguments, or `init_std` is negative.
+        ValueError: a name is unknown or given twice, no position has one of the arguments, or `init_std` is negative.
     """
     named = isinstance(position, str)
     if named and "." in position:
         raise ValueError(f"position is {position!r}: {NO_PATHS}")
-    if named:
-        check_choice("position", position, tuple(POSITIONS))
-    taken: dict[str, Any] = {}
+    names = position.split("+") if named else []
+    for name in names:
+        check_choice("position", name, tuple(POSITIONS))
+    if len(set(names)) < len(names):
+        raise ValueError(f"position is {position!r}: give each name once")
+    taken: dict[str, dict[str, Any]] = {name: {} for name in names}
     foreign: dict[str, Any] = {}
     for name, given in arguments.items():
         own = ALIASES.get(name, name)
-        ignored = own == "init_std" and given == 0 and not (accepts(position, own) if named else name in ALIASES)
+        owners = [each for each in names if accepts(each, own)]
+        ignored = own == "init_std" and given == 0 and not (owners if named else name in ALIASES)
         if given is None or ignored:
             continue
         if own == "init_std" and given < 0:
@@ -55,13 +62,14 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
         if not named:
             foreign[name] = given
             continue
-        if not accepts(position, own):
+        if not owners:
             others = ", ".join(repr(other) for other in POSITIONS if accepts(other, own))
             raise ValueError(
                 f"{name} is for position {others}, got {name}={given!r} with position {position!r}: leave {name} out "
                 "(on the command line: null)"
             )
-        taken[own] = given
+        for each in owners:
+            taken[each][own] = given
     # A recipe may set several of these arguments, so name all at once.
     if foreign:
         listed = ", ".join(f"{name}={given!r}" for name, given in foreign.items())
@@ -71,8 +79,10 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             f"{listed} {are} for positions known by name; leave {them} out (on the command line: null), or give "
             f"{them} to your own one: position=functools.partial(YourPosition, {own_ones})"
         )
-    made = POSITIONS[position] if named else position
-    return partial(made, **taken) if taken else made
+    if not named:
+        return position
+    makers = {name: partial(POSITIONS[name], **own) if own else POSITIONS[name] for name, own in taken.items()}
+    return makers[position] if position in makers else partial(CombinedPosition2d, makers=makers)
 
 
 def accepts(position: str, argument: str) -> bool:

@@ -307,15 +307,13 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
     # Blocks may share a position module. Such a module has one name per block, and the state dict has tensors for each
     # name, so visit it once per name.
     for name, module in model.named_modules(remove_duplicate=False):
-        if not name.endswith(".position"):
-            continue
         if isinstance(module, RelativePosition2d):
             for term in (TERMS[letter] for letter in module.rel_terms):
                 if term in held:
                     _convert_term(state, f"{name}.{term}", module, own)
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
-        elif not held:
+        elif name.endswith(".position") and not held:
             # The checkpoint has no relative positions. With tables of zeros, as above, the model computes what the
             # checkpoint's model computes. For other positions such values are not known, so they keep the model's
             # values.

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 from relvit.families.transformer_xl import TransformerXLPosition2d
 from relvit.layers import (
+    CombinedPosition2d,
     ContinuousPosition2d,
     FirePosition2d,
     LookHerePosition2d,
@@ -43,7 +44,19 @@ POSITIONS = LEARNED | {
     "euclidean": partial(SlopePosition2d, distance="euclidean"),
     "lookhere": LookHerePosition2d,
 }
-STRETCHED = [name for name, made in POSITIONS.items() if is_stretchable(made(4, 4)) and name not in ("tables", "joint")]
+COMBINED = {
+    "slopes+tables": {"slopes": SlopePosition2d, "tables": partial(RelativePosition2d, rel_terms="kv", max_distance=2)},
+    "pape+tables": {
+        "pape": partial(ParabolicPosition2d, parabolas=5),
+        "tables": partial(RelativePosition2d, rel_terms="vb", max_distance=2),
+    },
+}
+POSITIONS |= {name: partial(CombinedPosition2d, makers=makers) for name, makers in COMBINED.items()}
+STRETCHED = [
+    name
+    for name, made in POSITIONS.items()
+    if is_stretchable(made(4, 4)) and name not in ("tables", "joint", *COMBINED)
+]
 
 
 def build(name, *args, **options):
@@ -106,7 +119,7 @@ def test_weights_that_hooks_compute_at_each_call(name):
 
 
 def test_every_position_with_a_name_is_tested_here():
-    named = {getattr(made, "func", made) for made in NAMED.values()}
+    named = {getattr(made, "func", made) for made in NAMED.values()} | {CombinedPosition2d}
     assert named == {getattr(made, "func", made) for made in POSITIONS.values()}
 
 
