@@ -156,6 +156,9 @@ def models_of(setting: Setting) -> dict[str, Model]:
         "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", of_timm | {"dynamic_img_size": True}),
         # LookHere needs four heads; all four are directed heads.
         "lookhere": Model("relvit_tiny", shape | {"position": "lookhere", "num_heads": 4}),
+        "kv-2-lookhere": Model(
+            "relvit_tiny", shape | {"position": "lookhere+tables", "max_distance": 2, "num_heads": 4}
+        ),
         f"v-{clip}-learned": Model("relvit_tiny", learned | {"max_distance": clip, "rel_terms": "v"}),
         "relpos": Model("vit_relpos_small_patch16_224", of_timm | {"rel_pos_type": "bias", "init_values": None}),
         # This model has a narrower MLP, since its attention has more parameters.
