@@ -38,9 +38,9 @@ class CombinedPosition2d(Position):
         ValueError: two positions have a term of the same kind, or tables with different bucketings.
     """
 
-    # The constructor sets these two attributes.
-    needs_tokens = False
-    stretchable = False
+    # The constructor sets both, by the positions of this layer.
+    needs_tokens: bool = False
+    stretchable: bool = False
 
     def __init__(
         self,
