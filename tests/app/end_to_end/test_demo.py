@@ -77,7 +77,11 @@ def wait_for(browser, *words):
 
 
 def upload(browser, path):
-    browser.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(path))
+    # The page shows its text before it has this element, longer so on a busy machine.
+    end = time.monotonic() + SECONDS
+    while not (found := browser.find_elements(By.CSS_SELECTOR, "input[type=file]")) and time.monotonic() < end:
+        time.sleep(0.2)
+    found[0].send_keys(str(path))
 
 
 def classes(browser):
