@@ -367,7 +367,7 @@ def relative_logits(
     """Compute the relative part of the logits, q_i . a^K_ij, as one number per row and per column of the key grid.
 
     Memory never holds the N x N logits: q_i . a^K_ij = rows[..., i, y_j] + cols[..., i, x_j], unscaled. This is Shaw et
-    al. 2018 (arXiv 1803.02155), eq. 4, second term, with H + W instead of H W numbers per query.
+    al. 2018 (arXiv 1803.02155), eq. 5, second term, with H + W instead of H W numbers per query.
 
     Examples:
         >>> tables = AxisTables(torch.randn(15, 64), torch.randn(15, 64))

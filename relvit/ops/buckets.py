@@ -14,7 +14,7 @@ BUCKETINGS = ("clip", "piecewise")
 def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
     """Return the row of a table of 2 * `distance` + 1 rows for each offset (integers, any shape).
 
-    'clip': offsets beyond +-`distance` share the outermost rows (Shaw et al. 2018, arXiv 1803.02155, eq. 4).
+    'clip': offsets beyond +-`distance` share the outermost rows (Shaw et al. 2018, arXiv 1803.02155, section 3.2).
 
     'piecewise': each offset up to `distance` / 2 has its own row, larger offsets share rows on a logarithmic scale, and
     all offsets from 4 `distance` on share the outermost row. This is the piecewise index function g of iRPE (Wu et al.

@@ -12,8 +12,8 @@ from relvit.utils.old_torch import compiled_replace
 class AxisTables(NamedTuple):
     """One table per axis. Row r of a table is for the offset r - k, with k = (number of rows - 1) / 2.
 
-    Offsets are key minus query, clipped to -k ... k (Shaw et al. 2018, arXiv 1803.02155, eq. 3-4, for each axis of
-    the image separately), so a table always has an odd number of rows, 2k + 1; k may differ between the axes.
+    Offsets are key minus query, clipped to -k ... k (Shaw et al. 2018, arXiv 1803.02155, section 3.2, for each axis
+    of the image separately), so a table always has an odd number of rows, 2k + 1; k may differ between the axes.
 
     Examples:
         >>> tables = AxisTables(torch.randn(7, 64), torch.randn(9, 64))  # k is 3 for rows and 4 for columns

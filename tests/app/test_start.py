@@ -141,5 +141,5 @@ def test_a_release_has_the_start_beside_the_package_and_the_configurations_insid
     assert project["project"]["scripts"] == {"relvit": "relvit_start:main"}
     targets = project["tool"]["hatch"]["build"]["targets"]
     assert {"relvit", "relvit_start.py", "configs"} <= set(targets["wheel"]["only-include"])
-    assert {"/relvit", "/relvit_start.py", "/configs"} <= set(targets["sdist"]["include"])
+    assert {"/relvit", "/relvit_start.py", "/configs", "/.ci/run"} <= set(targets["sdist"]["include"])
     assert targets["wheel"]["sources"] == {"configs": "relvit/configs"}
