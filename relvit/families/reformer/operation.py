@@ -146,7 +146,9 @@ def _attend(
     index, other = windows(order)
     index, other = index[..., None], other[..., None, :]
     if terms is not None and terms.bias is not None:
-        logits = logits + _bias(terms, grid, index, other, query_key).to(wide)
+        # Backward adds up the gradients of many pairs for each entry; in half precision each addition would round.
+        bias = type(terms.bias)(*(table.to(wide) for table in terms.bias))
+        logits = logits + _bias(terms._replace(bias=bias), grid, index, other, query_key)
 
     # A code combines the bucket and the chunk of a token. A query meets a key in a round if both are in one bucket, and
     # the key is in the query's chunk or in the chunk before: if the query's code is the key's code or larger by 1.
@@ -180,7 +182,8 @@ def _attend(
     total = total.gather(3, back_in_place)
     if valid is not None:
         total = total.masked_fill(~valid[:, None, None, :, None], 0.0)
-    return (out * total.softmax(dim=2).to(out.dtype)).sum(dim=2)
+    # Under autocast products are in half precision, even for float32 inputs, so convert the result back.
+    return (out * total.softmax(dim=2).to(out.dtype)).sum(dim=2).to(value.dtype)
 
 
 def _division(tokens: int, rotations: Tensor, chunk_size: int | None) -> tuple[int, int]:

@@ -139,7 +139,9 @@ def look_up(table: Tensor, index: Tensor, size: int) -> Tensor:
     step = 2 * length
     position = ((2 * index + 1) * number - length).clamp(min=0)
     before = position // step
-    precision = torch.promote_types(table.dtype, torch.float32)
-    weight = (position - before * step).to(precision) / step
-    low, high = (table[(before + further).clamp(max=number - 1)].to(precision) for further in (0, 1))
+    # Convert the table before the lookup: backward adds up the gradients of all patches that use a vector, and in half
+    # precision each addition would round.
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    weight = (position - before * step).to(wide.dtype) / step
+    low, high = (wide[(before + further).clamp(max=number - 1)] for further in (0, 1))
     return torch.lerp(low, high, weight[..., None]).to(table.dtype)

@@ -161,7 +161,10 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
     y, x = batched_coords(grid, factors.device).unbind(-1)
     # A query may lie outside the grid of the keys; it then uses the factors of the nearest place in this grid.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
-    return F.pad(of_places[index], (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
+    # Look up in float32 at least: backward adds up the gradients of all images, and in half precision each addition
+    # would round.
+    found = of_places.to(torch.promote_types(of_places.dtype, torch.float32))[index].to(of_places.dtype)
+    return F.pad(found, (0, 0, 0, 0, grid.prefix, 0)).transpose(1, 2)
 
 
 def factors_of_grid(factors: Tensor, height: int, width: int) -> Tensor:

@@ -132,6 +132,23 @@ def test_autocast_keeps_the_buckets():
     with torch.autocast("cpu", torch.bfloat16):
         out = lsh_attention(query_key, value, grid, rotations(1, 128).float())
     torch.testing.assert_close(out, expected, rtol=0, atol=3e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lsh_attention(query_key.float(), value.float(), grid, rotations(1, 128).float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_gradient_of_a_bfloat16_table_is_summed_without_rounding(joint):
+    grid = make_grid(12, 10)
+    query_key, value = (x.bfloat16() for x in inputs(grid))
+    given, gradients = tables(joint=joint).bias, []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [table.bfloat16().to(dtype).requires_grad_() for table in given]
+        terms = RelativeTerms(bias=type(given)(*leaves))
+        out = lsh_attention(query_key.to(dtype), value.to(dtype), grid, rotations(2, 4).float(), terms=terms)
+        found = torch.autograd.grad((out * value.sigmoid().to(dtype)).sum(), leaves)
+        gradients.append(torch.cat([part.double().flatten() for part in found]))
+    found, expected = gradients
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from relvit.layers import AxialPositionEmbedding
-from relvit.ops import Grid, make_grid
+from relvit.ops import Grid, make_grid, patch_coords
 
 ROWS, COLS, DIM = 5, 9, 6
 COMBINES = ["concat", "sum"]
@@ -94,6 +94,16 @@ def test_gradients(combine):
         return torch.func.functional_call(embedding, {"rows": rows, "cols": cols}, (make_grid(7, 4),))
 
     assert torch.autograd.gradcheck(out, tuple(embedding.parameters()))
+
+
+def test_gradients_in_bfloat16_are_summed_without_rounding():
+    exact, half = build(), build(dtype=torch.bfloat16)
+    # Each row has 9 patches in each of 256 images with the gradient 1, and a sum in bfloat16 would end at 256.
+    grid = make_grid(ROWS, COLS, coords=patch_coords(make_grid(ROWS, COLS)).expand(256, -1, -1))
+    for embedding in (exact, half):
+        embedding(grid).sum().backward()
+    for one, other in zip(half.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=0.01, atol=0)
 
 
 def test_bfloat16_rounds_once_and_the_meta_device_works():

@@ -8,7 +8,7 @@ from draws import all_places
 from position_cases import DIM, HEADS, LAYOUTS, draw, layer, plain
 
 from relvit.layers import LowRankPosition2d, ParabolicPosition2d, SlopePosition2d, factorise_bias
-from relvit.ops import make_grid, num_tokens
+from relvit.ops import make_grid, num_tokens, patch_coords
 from relvit.ops.reference.attention import pair_bias
 
 
@@ -95,6 +95,14 @@ def test_a_loaded_bias_is_kept_on_smaller_grids_and_stretched_over_larger_ones()
     maps = attn.position.query.permute(2, 3, 0, 1)
     larger = F.interpolate(maps, (7, 3), mode="bilinear", align_corners=False)
     torch.testing.assert_close(terms.query[0], larger.flatten(2).mT, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_bfloat16_factors_are_summed_without_rounding():
+    position = LowRankPosition2d(4, 2, rank=3, grid_size=(2, 3)).bfloat16()
+    grid = make_grid(2, 3, coords=patch_coords(make_grid(2, 3)).expand(1000, -1, -1))
+    # Each place has the gradient 1 in each of 1000 images, and a sum in bfloat16 would end at 256.
+    position.terms(torch.zeros(1000, 6, 8), grid, grid).channels.query.sum().backward()
+    torch.testing.assert_close(position.query.grad.float(), torch.full((2, 3, 2, 3), 1000.0), rtol=0.01, atol=0)
 
 
 def test_a_model_starts_with_the_positions_own_deviation_unless_one_is_given():

@@ -9,6 +9,7 @@ from vits import native_batch, small
 
 import relvit
 from relvit.layers import FirePosition2d, LowRankPosition2d
+from relvit.models.sizes.native import embed_native
 from relvit.ops import AxisTables, RelativeTerms
 
 PATCH = (8, 4)
@@ -88,6 +89,17 @@ def test_flat_patches_and_known_bounds():
     torch.testing.assert_close(model.forward_head(**features | {"x": features.pop("patches")}), expected)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(batch).float(), expected, atol=0.1 * float(expected.abs().max()), rtol=0.1)
+
+
+def test_the_gradient_of_a_bfloat16_embedding_is_summed_without_rounding():
+    model = small(patch_size=PATCH, img_size=(16, 8), depth=1, pos_embed="learn", class_token=True).bfloat16()
+    batch = native_batch([torch.zeros(3, 16, 8)] * 1000, PATCH)
+    # Each token has the gradient 1 in each of 1000 images, and a sum in bfloat16 would end at 256.
+    tokens, _ = embed_native(model, batch | {"patches": batch["patches"].bfloat16()})
+    assert tokens.dtype == torch.bfloat16
+    tokens[:, :5].sum().backward()  # without padding
+    expected = torch.full(model.pos_embed.shape, 1000.0)
+    torch.testing.assert_close(model.pos_embed.grad.float(), expected, rtol=0.01, atol=0)
 
 
 def test_dropped_patches_keep_their_places():
