@@ -23,6 +23,7 @@ from relvit.ops.inputs import (
     check_terms,
     checked,
     completed,
+    computing_dtype,
     separate,
     signature,
     with_channels,
@@ -133,9 +134,8 @@ def attend(inputs: AttentionInputs, backend: str = "auto") -> Tensor:
         return lean.relative_attention(inputs, decision.plan)
     if backend == "reference":
         return reference.relative_attention(**inputs._asdict())
-    if backend in ("tiled", "gathered"):
-        # Logits, softmax and sums of tiles would lose too many digits in half precision, so compute in float32.
-        inputs = inputs.to(torch.promote_types(dtype, torch.float32))
+    if (computes := computing_dtype(inputs.query, backend)) != dtype:
+        inputs = inputs.to(computes)
     return BACKENDS[backend].relative_attention(with_log_n_scaling(with_channels(inputs))).to(dtype)
 
 

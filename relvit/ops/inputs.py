@@ -108,6 +108,19 @@ def completed(inputs: AttentionInputs) -> AttentionInputs:
     )
 
 
+def computing_dtype(query: Tensor, backend: str) -> torch.dtype:
+    """Return the dtype in which a backend computes attention of these queries."""
+    if backend in ("tiled", "gathered"):
+        # Logits, softmax and sums of tiles would lose too many digits in half precision, so compute in float32.
+        return torch.promote_types(query.dtype, torch.float32)
+    kind = query.device.type
+    if backend == "fused" and query.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        # Under autocast stock attention converts its operands to half precision. So make the operands for that dtype:
+        # in float16 the numbers that hide padding in float32, and large biases and channels, would be infinite.
+        return torch.get_autocast_dtype(kind)
+    return query.dtype
+
+
 def signature(given: Any) -> Any:
     """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 

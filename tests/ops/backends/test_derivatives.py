@@ -9,7 +9,7 @@ from draws import assert_same, draw_case, leaves, relative_error, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relvit.ops import AxisTables, RelativeTerms, make_grid, relative_attention
+from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
 from relvit.ops.backends import fused
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
@@ -177,6 +177,28 @@ def test_autocast_around_forward_and_backward(backend, dtype):
     assert out.dtype == dtype
     for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert relative_error(got, want) < 0.05
+
+
+@pytest.mark.parametrize("difficulty", ["padding", "a low bias", "large channels"])
+def test_single_precision_under_autocast_to_float16_stays_finite(difficulty):
+    q, k, v, terms, grid = draw_case(4, 3, which="kb", dim=64, per_head="b")
+    terms = with_tables(terms, torch.Tensor.float)
+    if difficulty == "padding":
+        grid = grid._replace(valid=torch.arange(12) < 9)
+    elif difficulty == "a low bias":
+        terms.bias.rows[:, 0] = -1e4
+    else:
+        # Products of squared coordinates and small numbers are usual, see PaPE.
+        place = torch.arange(12.0).view(1, 1, 12, 1)
+        terms = terms._replace(channels=Channels(1e-3 * place, 1e3 * place**2))
+    inputs = leaves(*(part.float() for part in (q, k, v)), terms)
+    expected = relative_attention(*inputs[:3], terms, grid, backend="reference")
+    with torch.autocast("cpu", torch.float16):
+        out = relative_attention(*inputs[:3], terms, grid, backend="fused")
+    assert out.dtype == torch.float32
+    grads = (torch.autograd.grad(result.square().sum(), inputs) for result in (out, expected))
+    for got, want in zip((out, *next(grads)), (expected, *next(grads)), strict=True):
+        assert relative_error(got, want) < 0.01
 
 
 @pytest.mark.slow
