@@ -211,7 +211,7 @@ def _backward(
     # tiles.
     run(compute, _tiles(operands.query, config), 1 if wants_mask else config.threads)
     if grad_pair_bias is not None:
-        grad_pair_bias = from_slices(grad_pair_bias, offsets) / scale
+        grad_pair_bias = from_slices(grad_pair_bias / scale, offsets)
     return Operands(
         grad_query, grad_key, grad_value, grad_query_logits, grad_key_logits, grad_pair_bias, grad_table, grad_mask
     )
@@ -331,7 +331,9 @@ def _add_by_axis(pairs: Tensor, config: TileConfig, tile: Tile, total: Tensor, i
 def _prepared(operands: Operands, config: TileConfig, scale: float) -> Operands:
     """Write out the slices of a pair bias divided by the scale; set padding to zero, as zero times NaN would be NaN."""
     if operands.pair_bias is not None:
-        slices = to_slices(operands.pair_bias / scale, config.grids[0].width, operands.query.dtype)
+        # Divide in the dtype of the queries: in half precision the quotient would round, or overflow.
+        dtype = operands.query.dtype
+        slices = to_slices(operands.pair_bias.to(dtype) / scale, config.grids[0].width, dtype)
         operands = operands._replace(pair_bias=slices)
     if config.valid is None:
         return operands

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draws import assert_same, brute_force, draw_case, leaves
+from draws import assert_same, brute_force, draw_case, leaves, relative_error
 
 from relvit.layers.prefix_bias import prefix_channels
 from relvit.ops import JointTable, RelativeTerms, choose, num_tokens, relative_attention
@@ -136,3 +136,15 @@ def test_sums_of_a_table_s_gradient_keep_its_precision():
     )
     (expected,) = torch.autograd.grad(out.square().sum(), exact)
     assert (grad.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_tiles_divide_a_half_precision_table_by_the_scale_without_rounding():
+    q, k, v, terms, grid = draw_case(6, 5, which="b", layout="joint", per_head="b")
+    given, gradients = 10 * terms.bias.table.bfloat16(), []
+    for dtype, backend in ((torch.bfloat16, "tiled"), (torch.float64, "reference")):
+        inputs = [part.detach().bfloat16().to(dtype).requires_grad_() for part in (q, k, v)]
+        terms = RelativeTerms(bias=JointTable(given.to(dtype)))
+        out = relative_attention(*inputs, terms, grid, backend=backend)
+        gradients.append(torch.autograd.grad((out * v.to(dtype)).sum(), inputs))
+    for found, expected in zip(*gradients, strict=True):
+        assert relative_error(found, expected) < 0.004
