@@ -108,6 +108,18 @@ def test_reaches(monkeypatch):
             set_reach(model, reach)
 
 
+def test_offsets_are_exact_in_half_precision():
+    model, x = imported(mvit("patches")), images(104, 72)
+    set_reach(model, "stretch")
+    # Lightning's precision 'bf16-true' changes the default dtype in the forward pass.
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = outputs(model, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(found, outputs(model, x), 1e-10)
+
+
 def test_features_of_timm():
     model, x, node = imported(mvit("class token")), images(64, 96), "stages.1.blocks.0.attn"
     getter = FeatureGetterNet(copy.deepcopy(model), out_indices=[0, 2])

@@ -63,7 +63,8 @@ def whole_steps(
     rows of the table. At other sizes rows may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
-    here, there = (torch.arange(size, device=device) for size in (queries, key_grid[axis]))
+    # Lightning's precision 'bf16-true' makes bfloat16 PyTorch's default dtype, which holds no whole numbers above 256.
+    here, there = (torch.arange(size, device=device, dtype=torch.float32) for size in (queries, key_grid[axis]))
     offset = here[:, None] * query_step - there * key_step
     offset += (built_keys - 1) * key_step
     return offset.floor().long()
@@ -108,7 +109,7 @@ class PooledOffsets(LayerTables):
             index = whole_steps(*given).clamp(0, len(table) - 1)
             return table.index_select(0, index.flatten()).unflatten(0, (queries, keys))
         zero = (built_keys - 1) * max(built_queries / built_keys, 1.0)
-        index = ((whole_steps(*given) - zero) * ratio + zero).clamp(0, len(table) - 1)
+        index = ((whole_steps(*given).float() - zero) * ratio + zero).clamp(0, len(table) - 1)
         below = index.long()
         low, high = (table[(below + further).clamp(max=len(table) - 1)] for further in (0, 1))
         return torch.lerp(low, high, (index - below)[..., None].to(table.dtype))
