@@ -168,7 +168,7 @@ def check_divisible(
     size: Sequence[int],
     patch_size: tuple[int, int],
     cropped_size: tuple[int, int] | None = None,
-    advice: str = "a model made with dynamic_img_pad=True pads with zeros",
+    advice: str = "dynamic_img_pad=True, given to the model or set on its patch_embed, pads with zeros",
 ) -> None:
     """Raise a ValueError if images of this height and width do not divide into patches, and are not `cropped_size`.
 

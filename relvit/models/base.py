@@ -123,7 +123,10 @@ class GridForward(AbsoluteEmbedding):
         is_causal: bool = False,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """Compute normalised tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width).
+        """Compute the tokens (B, N, embed_dim), prefix tokens first, of images (B, in_chans, height, width).
+
+        The tokens are normalised by `norm`. As in timm, a model that pools by average has no such norm, but `fc_norm`
+        after the pooling; a model made with `fc_norm=False` normalises its tokens.
 
         For a native batch return a dictionary as timm's `NaFlexVit` does: the tokens as 'patches', and 'patch_valid'.
 
@@ -170,7 +173,10 @@ class GridForward(AbsoluteEmbedding):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
-        """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`."""
+        """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`.
+
+        `norm=True` has no effect on a model without `norm`, see `forward_features`.
+        """
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         if self.recurrence is not None and (why := self.recurrence.lacks.get("hooks")):
             raise ValueError(f"there are no features of single blocks: {why}")

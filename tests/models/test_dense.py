@@ -1,11 +1,14 @@
 """Features of patches: decoders of segmentation_models_pytorch train on them, and they shift with the image."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from vits import small
 
 from relvit.models import set_reach
+from relvit.ops import from_windows, to_windows
 
 SHAPES = ((64, 96), (96, 32))
 PATCH = 8
@@ -105,6 +108,17 @@ def test_in_windows_features_move_by_whole_windows():
         one, other = maps(model, view(picture, size))[-1], maps(model, view(picture, size, shift))[-1]
         one, other = overlap(one, other, shift, border=0)
         assert (float((one - other).abs().max()) <= 1e-5) == equal
+
+
+def test_blocks_without_a_window_attend_globally_between_blocks_with_windows():
+    plain, size, x = dense(), (2, 3), torch.randn(2, 3, 5 * PATCH, 7 * PATCH, dtype=torch.float64)
+    model = set_reach(copy.deepcopy(plain), "windows", (2 * PATCH, 3 * PATCH))
+    model.blocks[1].attn.window = None
+    tokens, grid = plain.embed(x)
+    windows, window_grid = to_windows(tokens, grid, size)
+    tokens = from_windows(plain.blocks[0](windows, window_grid), grid, size)
+    expected = plain.blocks[1](tokens, grid)
+    torch.testing.assert_close(maps(model, x)[1].flatten(2).mT, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("embedding", ["", "learn"])

@@ -278,8 +278,25 @@ def test_nothing_of_n_x_n_is_kept():
 
 @pytest.mark.parametrize("case", ["beit", "sam", "swin"])
 def test_images_that_do_not_divide_into_patches(case):
-    with pytest.raises(ValueError, match="image width 59 is not a multiple of the patch size"):
-        imported(build(case))(images(40, 59))
+    model, x = imported(build(case)), images(40, 59)
+    advice = r"image width 59 is not a multiple of the patch size .*dynamic_img_pad=True, .* set on its patch_embed"
+    with pytest.raises(ValueError, match=advice):
+        model(x)
+    # The constructors of these models lack the option, so the error also names the attribute.
+    model.patch_embed.dynamic_img_pad = True
+    padded = torch.nn.functional.pad(x, (0, -59 % model.patch_embed.patch_size[1]))
+    torch.testing.assert_close(model(x), model(padded), rtol=0, atol=1e-10)
+
+
+@needs_timm("1.0.31")
+def test_stages_of_one_window_are_shifted_in_larger_images_only_with_always_partition():
+    size, x = (24, 40), images(24, 40)
+    built = build("swin", img_size=size)(x)  # of 12 x 20 and 6 x 10 patches, in windows of 3 x 4
+    as_trained, partitioned = (
+        imported(build("swin", img_size=(12, 16), always_partition=given))(x) for given in (False, True)
+    )
+    torch.testing.assert_close(partitioned, built, rtol=0, atol=1e-10)
+    assert (as_trained - built).abs().max() > 1e-4
 
 
 def test_absolute_embeddings_are_dropped_and_causality_is_refused():
