@@ -1,6 +1,7 @@
 """The versions of PyTorch and timm that relvit accepts, and the error for older ones."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import runpy
@@ -64,4 +65,11 @@ def test_the_application_says_which_of_its_packages_is_too_old(monkeypatch):
     )
     answer = 'relvit.app needs torchmetrics>=1.4, got torchmetrics 0.9: pip install --upgrade "torchmetrics>=1.4"'
     with pytest.raises(ImportError, match=re.escape(answer)):
+        runpy.run_path(relvit.app.__file__)
+
+
+def test_the_application_says_that_windows_lacks_what_it_needs(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fcntl" else found(name))
+    with pytest.raises(ImportError, match="needs Linux or macOS: on Windows use the Windows Subsystem"):
         runpy.run_path(relvit.app.__file__)

@@ -17,7 +17,7 @@ TRAIN, VAL = "tab:blue", "tab:orange"
 def read_metrics(path: str | Path) -> dict[str, list[tuple[int, float]]]:
     """Read the columns of a Lightning `metrics.csv` as lists of (epoch, value), without empty cells."""
     columns: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             for name, cell in row.items():
                 if name not in ("epoch", "step") and cell:

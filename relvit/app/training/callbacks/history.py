@@ -104,7 +104,7 @@ class History(Callback):
 
     def _write_table(self) -> None:
         columns = [*ROW_KEYS, *sorted({name for row in self.rows for name in row} - set(ROW_KEYS))]
-        with atomic_write(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
+        with atomic_write(self.folder / "metrics.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(self.rows)
