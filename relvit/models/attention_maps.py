@@ -86,7 +86,7 @@ def _record_weights(
         raise ValueError(f"layers holds {wrong[0]}, the model has {depth} blocks: give numbers from 0 to {depth - 1}")
     if (recurrence := getattr(model, "recurrence", None)) is not None and (why := recurrence.lacks.get("weights")):
         raise ValueError(why)
-    if any(getattr(attention, "window", None) for attention in attentions):
+    if any(getattr(attentions[index], "window", None) for index in chosen):
         raise ValueError(
             "attention within windows has no N x N weights: call relvit.models.set_reach(model, 'trained') first"
         )

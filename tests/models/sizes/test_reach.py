@@ -247,5 +247,9 @@ def test_windows_refuse():
         model.forward_features(images(48, 32, batch=1), keep=keep)
     with pytest.raises(ValueError, match="within windows has no N x N weights"):
         attention_maps(model, images(40, 40))
+    model.blocks[1].attn.window = None  # as in ViTDet, whose blocks between those with windows are global
+    assert attention_maps(model, images(40, 40), layers=[1]).weights[0].shape[-2:] == (25, 25)
+    with pytest.raises(ValueError, match="within windows has no N x N weights"):
+        attention_maps(model, images(40, 40), layers=[0, 1])
     with pytest.raises(ValueError, match="is not causal"):
         model.forward_features(images(40, 40), is_causal=True)
