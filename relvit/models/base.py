@@ -32,6 +32,16 @@ POS_EMBEDS = ("", "learn", *AXIAL)
 POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 
 
+def put_classifier_last(model: nn.Module) -> None:
+    """Register the classifier `head`, if the model has one, after the modules that were added later.
+
+    timm's `model_parameters(exclude_head=True)` takes the last two parameters of a model for the classifier's, which
+    adaptive gradient clipping leaves out.
+    """
+    if (head := model._modules.pop("head", None)) is not None:
+        model.head = head
+
+
 class NoTorchScript:
     """Mixin before one of timm's models that refuses `torch.jit.script`."""
 
@@ -297,6 +307,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             self.axial = AxialPositionEmbedding(
                 self.embed_dim, self.patch_embed.grid_size, AXIAL[pos_embed], **factory_kwargs
             )
+            put_classifier_last(self)
 
     @classmethod
     def depth_for(cls, arguments: Mapping[str, Any]) -> Depth:

@@ -20,6 +20,7 @@ from relvit.families.universal.signals import PositionStepSignals
 from relvit.layers import RelativeAttention
 from relvit.layers.attention import has_hooks
 from relvit.layers.attention_weights import wants_weights
+from relvit.models.base import put_classifier_last
 from relvit.models.depth import Depth
 from relvit.models.entry_points import default_cfgs_of, entry_point, record_arguments
 from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
@@ -154,6 +155,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.halting: AdaptiveHalting | None = None
         if halting:
             self.halting = AdaptiveHalting(self.embed_dim, **options, **factory_kwargs)
+        put_classifier_last(self)
         if drop_path_rate:
             self.blocks[0].drop_path1 = DropPath(drop_path_rate)
             self.blocks[0].drop_path2 = DropPath(drop_path_rate)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from relvit.layers.positions.by_name import position_factory
-from relvit.models.base import GridVisionTransformer
+from relvit.models.base import GridVisionTransformer, put_classifier_last
 from relvit.models.retrofit.original import record_changes, snapshot
 from relvit.models.retrofit.recognise import TIMM, refusal_of, source_of
 from relvit.models.retrofit.source import SHARED_MODULES, Retrofitted
@@ -152,6 +152,7 @@ def retrofit(
                 setattr(attn, name, module)
     if shared:
         setattr(model, SHARED_MODULES, nn.ModuleDict(shared))
+        put_classifier_last(model)
     for name in absolute if abs_pos != "keep" else ():
         owner, _, leaf = name.rpartition(".")
         if abs_pos == "freeze":

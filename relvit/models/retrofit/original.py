@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from relvit.layers.attention import GridAttention
+from relvit.models.base import put_classifier_last
 from relvit.models.retrofit.source import OwnPositions, Retrofitted
 from relvit.ops.checks import check_model
 from relvit.utils.messages import part_of
@@ -147,6 +148,7 @@ def restore(model: nn.Module) -> nn.Module:
             renewed += [part for new in made.values() if isinstance(new, nn.Module) for part in new.modules()]
         renewed += [module] if then.members["_buffers"] else []
         values.append((module, then.values))
+    put_classifier_last(model)
     if hasattr(model, "_model_args"):
         # timm may have recorded changes since the retrofit, such as a change by `reset_classifier`.
         model._model_args = {**model._model_args, **arguments}

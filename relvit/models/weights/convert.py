@@ -85,9 +85,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
     own = model.state_dict()
     cfg = cfg_of(model)
     head = state.get(f"{cfg.get('classifier')}.weight")
-    if head is not None and head.shape[0] == model.num_classes:
+    if head is not None and head.shape[0] == model.num_classes and cfg.get("num_classes", 0) >= 0:
         # timm would drop the checkpoint's classifier if the configuration had another `num_classes` than the model, so
-        # give the configuration the model's number.
+        # give the configuration the model's number. But a negative number, as in timm's train.py, asks for a new
+        # classifier.
         cfg["num_classes"] = model.num_classes
     # Early ViT checkpoints store the patch embedding's weight as a matrix, (dim, channels * height * width): give it
     # the shape of a convolution's weight.

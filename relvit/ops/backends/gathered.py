@@ -98,7 +98,9 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
         table, indices = entries(terms.query, key.dtype)
         per_offset = position_key @ table.transpose(-2, -1)
         for index in indices:
-            logits = logits + per_offset.gather(-1, index.transpose(-2, -1).expand_as(logits.mT)).mT
+            # The ONNX exporter for traces, which timm's `onnx_export` calls by default, has no operator for `mT`.
+            of_keys = index.transpose(-2, -1).expand_as(logits.transpose(-2, -1))
+            logits = logits + per_offset.gather(-1, of_keys).transpose(-2, -1)
     if terms.axis_logits is not None:
         for of_axis, place in zip(terms.axis_logits, (keys.y, keys.x), strict=True):
             # Prefix keys read the zero that `F.pad` puts after the last row or column, so they get the index of that

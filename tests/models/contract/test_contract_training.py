@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from timm.models import model_parameters
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -16,6 +17,7 @@ from timm_versions import needs_timm
 from torch import nn
 from vits import DEFAULTS, SMALL, assert_same, bias_for, groups_of, images, small
 
+import relvit
 from relvit.models import param_groups
 
 
@@ -98,6 +100,27 @@ def test_positions_that_do_not_learn_have_no_rate():
         assert param_groups(model, 0.01) == plain
         with pytest.raises(ValueError, match=f"position_lr_scale 10 has no effect on {type(model).__name__}, which"):
             param_groups(model, 0.01, position_lr_scale=10)
+
+
+def shared_tables():
+    return relvit.retrofit(timm.create_model("test_vit_relpos", rel_pos_type="bias", shared_rel_pos=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: small(pos_embed="axial"),
+        lambda: small("test_relvit_universal", halting="act"),
+        shared_tables,
+        lambda: relvit.restore(shared_tables()),
+    ],
+    ids=["axial", "halting", "shared tables", "restored"],
+)
+def test_timms_adaptive_clipping_leaves_out_the_classifier_alone(make):
+    model = make()
+    clipped = {id(parameter) for parameter in model_parameters(model, exclude_head=True)}
+    left_out = {name for name, parameter in model.named_parameters() if id(parameter) not in clipped}
+    assert left_out == {"head.weight", "head.bias"}
 
 
 def test_dropouts_are_timms():

@@ -200,6 +200,10 @@ def test_channels_and_classes_are_adapted_by_timm():
     model = load(plain.state_dict(), num_classes=9, **VIT)
     assert model(wide(24, 16)).shape == (2, 9)
     assert_same(model.forward_features(wide(24, 16)), plain.forward_features(wide(24, 16)))
+    # timm's train.py gives -1 to get a new classifier, also for as many classes as the checkpoint has.
+    model = load(plain.state_dict(), overlay={"num_classes": -1}, **VIT)
+    assert not torch.equal(model.head.weight, plain.head.weight)
+    assert_same(model.forward_features(wide(24, 16)), plain.forward_features(wide(24, 16)))
     features = load(plain.state_dict(), features_only=True, out_indices=(1,), fc_norm=False, **VIT)
     assert_same(features(wide(24, 16)), plain.forward_intermediates(wide(24, 16), [1], intermediates_only=True))
 
