@@ -103,7 +103,8 @@ def test_positions_that_do_not_learn_have_no_rate():
 
 
 def shared_tables():
-    return relvit.retrofit(timm.create_model("test_vit_relpos", rel_pos_type="bias", shared_rel_pos=True))
+    small = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 48}
+    return relvit.retrofit(timm.create_model("vit_srelpos_small_patch16_224", **small))
 
 
 @pytest.mark.parametrize(
