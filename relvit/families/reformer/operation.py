@@ -174,8 +174,7 @@ def _attend(
 
     total = logits.logsumexp(dim=-1, keepdim=True)
     # Padding attends to no token, so its log-sum-exp `total` is -inf; replace it, because -inf - -inf would be NaN.
-    # The comparison has an operator in the ONNX exporter for traces, which `isneginf` lacks.
-    weights = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    weights = (logits - total.masked_fill(total.isneginf(), 0.0)).exp()
     out = F.dropout(weights, dropout_p).to(value.dtype) @ of_tokens(value)[1]
     out, total = out.flatten(3, 4), total.flatten(3, 4)
     back_in_place = place[..., :tokens, None]
