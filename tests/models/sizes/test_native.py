@@ -9,7 +9,7 @@ from vits import native_batch, small
 
 import relvit
 from relvit.layers import FirePosition2d, LowRankPosition2d
-from relvit.models.sizes.native import embed_native
+from relvit.models.sizes.native import embed_native, pool_native
 from relvit.ops import AxisTables, RelativeTerms
 
 PATCH = (8, 4)
@@ -100,6 +100,14 @@ def test_the_gradient_of_a_bfloat16_embedding_is_summed_without_rounding():
     tokens[:, :5].sum().backward()  # without padding
     expected = torch.full(model.pos_embed.shape, 1000.0)
     torch.testing.assert_close(model.pos_embed.grad.float(), expected, rtol=0.01, atol=0)
+
+
+def test_sums_of_many_float16_tokens_do_not_overflow():
+    model = small(patch_size=PATCH, depth=1).half()
+    x = torch.full((1, 600, model.embed_dim), 200.0, dtype=torch.float16)
+    pooled = pool_native(model, x, torch.arange(600)[None] < 500)
+    assert pooled.dtype == torch.float16
+    assert (pooled == 200).all()  # the sum of 500 tokens, 100,000, is beyond float16
 
 
 def test_dropped_patches_keep_their_places():
