@@ -35,6 +35,8 @@ def test_losses_are_those_of_timm(ours, of_labels, of_soft):
     torch.testing.assert_close(ours(LOGITS, SOFT), of_soft(LOGITS, SOFT))
     # Half-precision logits give a float32 loss.
     assert torch.equal(ours(LOGITS.bfloat16(), LABELS), ours(LOGITS.bfloat16().float(), LABELS))
+    soft = SOFT.bfloat16()
+    assert torch.equal(ours(LOGITS, soft), ours(LOGITS, soft.float()))
 
 
 @pytest.mark.parametrize("kind", ["ce", "bce"])
