@@ -254,9 +254,12 @@ class AFTConv2d(AFTSimple):
         return {"kernel", "gamma", "beta"}
 
     def learned_bias(self, grid: Grid) -> Tensor:
-        """Compute w by offset, (heads, *kernel_size), the same for all grids."""
-        filters = F.layer_norm(self.kernel.flatten(1), (self.kernel.shape[1] * self.kernel.shape[2],), eps=1e-8)
-        return (self.gamma[:, None] * filters + self.beta[:, None]).view_as(self.kernel)
+        """Compute w by offset, (heads, *kernel_size), the same for all grids, in float32 at least."""
+        # An error of w multiplies a weight by exp(error), so do not compute w in half precision.
+        precision = torch.promote_types(self.kernel.dtype, torch.float32)
+        kernel, gamma, beta = (part.to(precision) for part in (self.kernel, self.gamma, self.beta))
+        filters = F.layer_norm(kernel.flatten(1), (kernel.shape[1] * kernel.shape[2],), eps=1e-8)
+        return (gamma[:, None] * filters + beta[:, None]).view_as(kernel)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, grid: Grid, is_causal: bool) -> Tensor:
         """Compute gated averages (B, heads, N, head_dim)."""

@@ -92,6 +92,14 @@ def test_filters_start_as_aft_simple_and_learn_from_the_second_step_on():
     assert (layer.kernel.grad.flatten(1).abs().amax(dim=1) > 0).all()
 
 
+@pytest.mark.parametrize("kind", [AFTFull, AFTLocal, AFTConv2d])
+def test_biases_of_half_precision_layers_are_computed_in_float32(kind):
+    layer = make(kind).bfloat16()
+    bias = layer.learned_bias(GRID)
+    assert bias.dtype == torch.float32
+    torch.testing.assert_close(bias.double(), layer.double().learned_bias(GRID), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AFTFull, AFTLocal])
 def test_factors_are_interpolated_on_other_grids(kind):
     layer, grid, x = make(kind), make_grid(4, 5, prefix=1), tokens(21)
