@@ -181,7 +181,9 @@ def _convert_layer_scale(state: dict[str, Tensor], own: dict[str, Tensor]) -> No
     if not any(map(GAMMA.search, state)):
         state.update({name: torch.ones_like(tensor) for name, tensor in own.items() if GAMMA.search(name)})
     for name in [name for name in state if GAMMA.search(name) and name not in own]:
-        gamma = state.pop(name)
+        # A half-precision checkpoint may be loaded into a float32 model: multiply in the dtype of the model, because in
+        # float16 the products of small factors and weights would be rounded to few digits, or to zero.
+        gamma = _at_least(state.pop(name), next(iter(own.values())))
         last = name.replace("ls1.gamma", "attn.proj").replace("ls2.gamma", "mlp.fc2")
         state[f"{last}.weight"] = gamma[:, None] * state[f"{last}.weight"]
         if f"{last}.bias" in state:
@@ -336,7 +338,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
             table = _to_distance(table, dim, module.max_distance[axis], f"{name}_{part}", module.bucketing)
         given[part] = table
     if module.layout == "joint" and "rows" in given and "cols" in given:
-        rows, cols = given.pop("rows"), given.pop("cols")
+        rows, cols = (_at_least(given.pop(part), next(module.parameters())) for part in ("rows", "cols"))
         given["table"] = rows.unsqueeze(-1 - width) + cols.unsqueeze(-2 - width)
     for part, table in given.items():
         want = own.get(f"{name}_{part}")
@@ -348,6 +350,11 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
         if want is not None and table.dim() < want.dim():
             table = table.expand(want.shape[0], *table.shape).clone()
         state[f"{name}_{part}"] = table
+
+
+def _at_least(tensor: Tensor, like: Tensor) -> Tensor:
+    """Convert a tensor to the dtype of `like` if this dtype is more precise."""
+    return tensor.to(torch.promote_types(tensor.dtype, like.dtype))
 
 
 def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:

@@ -81,6 +81,22 @@ def test_deit_iii(scale):
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
 
 
+def test_half_precision_checkpoints_are_converted_without_rounding():
+    plain = foreign(init_values=0.1)
+    for name, parameter in plain.named_parameters():
+        if name.endswith("gamma"):
+            nn.init.normal_(parameter, std=1e-6)
+    state = plain.half().state_dict()
+    # In float16 most products of layer scale and weights would be zero.
+    model = load(state, **VIT)
+    expected = plain.double().blocks[1].mlp.fc2.weight * plain.blocks[1].ls2.gamma[:, None]
+    torch.testing.assert_close(model.blocks[1].mlp.fc2.weight, expected, rtol=1e-12, atol=0)
+    assert_same(model(wide(24, 16)), plain(wide(24, 16)))
+    source = small(max_distance=2, rel_terms="kb").double().eval().bfloat16()
+    model = load(source.state_dict(), max_distance=2, rel_terms="kb", layout="joint")
+    assert_same(model(wide(16, 40)), source.double()(wide(16, 40)))
+
+
 def test_distilled_deit_without_its_second_token(caplog):
     plain = foreign()
     state = dict(plain.state_dict())
