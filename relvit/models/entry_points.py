@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from relvit.models.base import GridVisionTransformer
+from relvit.models.depth import lack
 from relvit.utils.messages import did_you_mean, full_name
 from relvit.utils.ranges import Range, check_in_ranges
 
@@ -105,10 +106,15 @@ def entry_point(
     def create(pretrained: bool = False, **kwargs: Any) -> GridVisionTransformer:
         kwargs = arguments(kwargs)
         way = str(kwargs.get("feature_cls", "getter"))
-        if way != "getter" and (why := model_class.depth_for(kwargs).lacks.get("hooks")):
-            raise ValueError(f"features of {name} need feature_cls 'getter', got {way!r}: {why}")
+
+        def build(**given: Any) -> GridVisionTransformer:
+            model = model_class(**given)
+            if way != "getter" and (why := lack(model, "hooks")):
+                raise ValueError(f"features of {name} need feature_cls 'getter', got {way!r}: {why}")
+            return model
+
         return build_model_with_cfg(
-            model_class,
+            build,
             name,
             pretrained,
             pretrained_filter_fn=filter_fn,

@@ -237,6 +237,10 @@ REFUSED = [
     (lambda: build(band_rows=2)(photos(HEIGHT - 1)), "image height 55 is not a multiple of the patch size 8"),
     (lambda: build(band_rows=2)(photos(), is_causal=True), "takes no attn_mask and is not causal"),
     (lambda: build(band_rows=2).forward_intermediates(photos()), "features of single blocks: they are computed in"),
+    (
+        lambda: build(band_rows=2, features_only=True, feature_cls="hook", out_indices=(0, 2)),
+        "features of test_relvit need feature_cls 'getter', got 'hook': they are computed in bands",
+    ),
     (lambda: attention_maps(build(band_rows=2), photos()), "there are no N x N weights in bands"),
     (lambda: classify_bands(build(global_pool="max"), [photos()]), "'avg' alone, got 'max': build the model with"),
     (lambda: classify_bands(build(), []), "no band is given"),
