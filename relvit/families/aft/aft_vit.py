@@ -50,8 +50,10 @@ class AFTVisionTransformer(GridVisionTransformer):
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
-        num_heads: number of heads. Each head of 'conv' has its own biases in the window and its own keys; the other
-            mixers, which have one head in the paper, compute the same with any number of heads.
+        num_heads: number of heads of the mixer. Each head of 'conv' has its own biases in the window and its own keys;
+            the other mixers, which have one head in the paper, compute the same with any number of heads. The heads of
+            an attention pool (`global_pool` 'map' or 'prr') are 64 wide as in timm, or one if 64 does not divide
+            `embed_dim`.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
@@ -105,12 +107,14 @@ class AFTVisionTransformer(GridVisionTransformer):
             made = partial(
                 made, grid_size=[size // side for size, side in zip(image, patch, strict=True)], prefix=prefix
             )
+        width = kwargs.get("embed_dim", inspect.signature(VisionTransformer).parameters["embed_dim"].default)
         super().__init__(
             pos_embed=("learn" if in_paper else "") if pos_embed is None else pos_embed,
             class_token=class_token,
             global_pool=global_pool,
-            num_heads=num_heads,
-            block_fn=partial(MixerBlock, mixer=made),
+            num_heads=width // 64 if width % 64 == 0 else 1,
+            # timm passes `num_heads` above, which the attention pool needs, to the blocks as well.
+            block_fn=partial(MixerBlock, mixer=lambda dim, _, **options: made(dim, num_heads, **options)),
             **kwargs,
         )
 

@@ -63,6 +63,16 @@ def test_all_registered_models_are_in_the_list():
     assert set(timm.list_models("*relvit_aft*")) == {*PAPER, *OTHERS, "test_relvit_aft"}
 
 
+@pytest.mark.parametrize("global_pool", ["map", "prr"])
+def test_the_heads_of_an_attention_pool_are_not_those_of_the_mixer(global_pool):
+    options = {"depth": 1, "global_pool": global_pool, "device": "meta"}
+    model = timm.create_model("relvit_aft_conv_small", **options)
+    assert (model.attn_pool.num_heads, model.blocks[0].attn.num_heads) == (6, 384)
+    odd = build(num_heads=2, global_pool=global_pool)
+    assert (odd.attn_pool.num_heads, odd.blocks[0].attn.num_heads) == (1, 2)
+    assert odd(images()).isfinite().all()
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_features_are_the_papers_blocks(mixer):
     """The mixers themselves are compared with the paper's equations in `tests/families/aft/test_mixers.py`."""
