@@ -170,6 +170,8 @@ class GridAttention(Mixer):
                 raise ValueError("attention in windows takes no memory: leave memory and key_grid out")
             windows, inner = to_windows(x, grid, self.window)
             return from_windows(self.attend(windows, inner, None, False, rotate), grid, self.window)
+        if memory is not None and key_grid is None:
+            raise ValueError("memory needs key_grid, the Grid of the tokens in memory and x")
         projected = self.project(x if memory is None else torch.cat((memory, x), dim=1))
         if memory is not None:
             query, key, value = separate(projected)
@@ -316,9 +318,10 @@ class RelativeAttention(GridAttention, Attention):
             grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`; causal attention sees the whole memory.
             memory: (B, M, dim), M further tokens that `x` attends to; their keys come before the keys of `x`.
-            key_grid: places of the tokens in `memory` and `x`; None: `grid`.
+            key_grid: places of the tokens in `memory` and `x`; None: there is no memory, and the keys are those of `x`.
 
         Raises:
+            ValueError: `memory` is given without `key_grid`.
             ValueError: the grid is larger than the attribute `window`, and `memory`, `attn_mask` or `is_causal` is
                 given.
         """

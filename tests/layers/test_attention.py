@@ -100,6 +100,14 @@ def test_windows_take_no_memory():
     assert layer(x, grid, memory=x, key_grid=keys).shape == x.shape
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+def test_memory_needs_the_grid_of_its_tokens(rotary):
+    layer, x = RelativeAttention(16, num_heads=2), torch.randn(1, 8, 16)
+    layer.rope = RotaryEmbedding2d(8, 2) if rotary else None
+    with pytest.raises(ValueError, match="memory needs key_grid, the Grid of the tokens in memory and x"):
+        layer(x, make_grid(2, 4), memory=x)
+
+
 def test_causal_tokens_see_the_memory():
     torch.manual_seed(0)
     layer = RelativeAttention(12, num_heads=2, position=RelativePosition2d(6, 2, "kvb", init_std=1.0)).double()
