@@ -45,6 +45,7 @@ def test_states_are_those_of_every_way_to_features(kind):
     assert (final - model.forward_features(X + 1)).abs().max() > 1e-3
     options = {"depth": 3, "class_token": True, "reg_tokens": 1, "global_pool": "avg"}
     features = small(features_only=True, out_indices=(0, 2), **DEPTHS[kind], **options).double().eval()
+    assert features.feature_info.get_dicts(["index", "reduction"]) == [{"index": i, "reduction": 8} for i in (0, 2)]
     features.model.load_state_dict(model.state_dict(), strict=False)
     assert_same(features(X), model.forward_intermediates(X, [0, 2], intermediates_only=True), atol=0)
 

@@ -168,7 +168,8 @@ class UniversalVisionTransformer(RelVisionTransformer):
         if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
         self.steps: int = int(steps)
-        self.feature_info: list[dict[str, Any]] = [self.feature_info[0]] * self.steps
+        first = self.feature_info[0]
+        self.feature_info: list[dict[str, Any]] = [{**first, "index": step} for step in range(self.steps)]
         record_arguments(self, depth=self.steps)
 
     def set_training_losses(self, enable: bool = True) -> None:
