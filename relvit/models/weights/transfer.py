@@ -263,8 +263,9 @@ def _fit_classifier(
         return False
     order = [list(theirs).index(name) for name in ours]
     for name in names:
-        # A classifier may also have a norm or a hidden layer (LeViT, RepVit), whose rows are not classes.
-        if len(state[name]) == len(order):
+        # A classifier may also have a norm (LeViT, RepVit), whose entries are not classes, whatever their number.
+        weight = own.get(f"{name.rpartition('.')[0]}.weight", own[name])
+        if len(state[name]) == len(order) and weight.dim() > 1:
             state[name] = state[name][order]
     return True
 

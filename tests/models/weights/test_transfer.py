@@ -26,13 +26,16 @@ def test_the_same_classes_in_another_order_keep_the_classifier():
     )
 
 
-def test_a_norm_in_the_classifier_has_no_rows_of_classes():
-    """LeViT's classifier has a batch norm before the last layer."""
-    there, here = (timm.create_model("levit_128s", num_classes=3) for _ in range(2))
+@pytest.mark.parametrize("classes", [3, 384])
+def test_a_norm_in_the_classifier_has_no_rows_of_classes(classes):
+    """LeViT's classifier has a batch norm of 384 channels before the last layer."""
+    there, here = (timm.create_model("levit_128s", num_classes=classes) for _ in range(2))
     torch.nn.init.normal_(there.head.bn.weight)
-    transfer_weights(here, weights_of(there, class_names=["ant", "bee", "cow"]), ["cow", "ant", "bee"])
+    names = [f"class {number}" for number in range(classes)]
+    order = [classes - 1, *range(classes - 1)]
+    transfer_weights(here, weights_of(there, class_names=names), [names[number] for number in order])
     for ours, theirs in ((here.head, there.head), (here.head_dist, there.head_dist)):
-        torch.testing.assert_close(ours(torch.ones(2, 384)), theirs(torch.ones(2, 384))[:, [2, 0, 1]])
+        torch.testing.assert_close(ours(torch.ones(2, 384)), theirs(torch.ones(2, 384))[:, order])
         assert torch.equal(ours.bn.weight, theirs.bn.weight)
 
 
