@@ -135,13 +135,16 @@ def load_rgb(source: ImageSource, max_pixels: int | None = None, max_seconds: fl
         UnreadableImageError: Decoding takes more than `max_seconds`.
         UnreadableImageError: A progressive JPEG has so many scans, or a GIF such long comments, that decoding would
             take far more time than the number of pixels explains.
+        ValueError: RELVIT_MAX_PIXELS is no whole number.
     """
     name = str(source) if isinstance(source, StoredImage) else os.fspath(source)
+    # A wrong environment variable is no fault of this image, so read the variable outside of `try`.
+    most = _most_pixels() if max_pixels is None else max_pixels
     try:
         # Pillow's warnings about an odd file, such as broken metadata, name no file and do not affect the pixels, so
         # ignore them.
         with warnings.catch_warnings(action="ignore"), open_image(source, max_seconds) as image:
-            _check_cost(image, max_pixels)
+            _check_cost(image, most, by_option=max_pixels is None)
             return as_rgb(image)
     except MemoryError:
         raise
@@ -178,14 +181,19 @@ def _orientation(image: Image.Image) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _check_cost(image: Image.Image, max_pixels: int | None) -> None:
+def _most_pixels() -> int:
+    """Return the largest number of pixels that the environment allows, or the default."""
+    given = os.environ.get(MAX_PIXELS, str(_DEFAULT_MAX_PIXELS))
+    if not given.isdecimal():
+        raise ValueError(f"the environment variable {MAX_PIXELS} must be a whole number, as 250000000, got {given!r}")
+    return int(given)
+
+
+def _check_cost(image: Image.Image, most: int, by_option: bool) -> None:
     """Refuse an open image, not yet decoded, that takes too much memory or time."""
-    most = int(os.environ.get(MAX_PIXELS, _DEFAULT_MAX_PIXELS)) if max_pixels is None else max_pixels
     pixels, found = image.width * image.height, f"it has {image.width} x {image.height} pixels"
     if pixels > most:
-        option, more = (
-            (f" (--max_pixels, in Python {MAX_PIXELS})", " or allow more") if max_pixels is None else ("", "")
-        )
+        option, more = (f" (--max_pixels, in Python {MAX_PIXELS})", " or allow more") if by_option else ("", "")
         raise _RefusedError(f"{found}, the most are {most:,}{option}", f"{_SHRINK}{more}")
     if max(image.size) > _LONGEST_SIDE:
         raise _RefusedError(f"{found}, the longest side is {_LONGEST_SIDE:,}", _SHRINK)

@@ -245,7 +245,11 @@ def test_every_command_takes_a_limit_of_pixels(tmp_path, monkeypatch, fails):
         assert os.environ["RELVIT_MAX_PIXELS"] == "109"
     for wrong in ("0", "-1", "many", ""):
         assert "--max_pixels must be a whole number, 1 or more" in fails(["check-data", f"--max_pixels={wrong}"])
+    monkeypatch.setenv("RELVIT_MAX_PIXELS", "1e9")
     assert load_rgb(tmp_path / "a.png", 110).size == (11, 10)
+    message = r"the environment variable RELVIT_MAX_PIXELS must be a whole number, as 250000000, got '1e9'$"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_rgb(tmp_path / "a.png")
 
 
 def test_strips_of_16_bits_are_those_of_the_whole():
