@@ -54,6 +54,7 @@ def param_groups(
         TypeError: `model` is not a module.
         ValueError: a `position_lr_scale` other than 1 is given for a model whose relative positions have no trainable
             parameters.
+        ValueError: a `layer_decay` is given for a module in which timm finds no layers.
     """
     check_model(model)
     model, prefix = _with_layers(model)
@@ -67,6 +68,12 @@ def param_groups(
     if layer_decay is None:
         groups = param_groups_weight_decay(model, **given)
     else:
+        # timm finds the layers by one of these attributes. Without both, all parameters are one layer.
+        if layer_decay != 1 and not (hasattr(model, "group_matcher") or hasattr(model, "pretrained_cfg")):
+            raise ValueError(
+                f"layer_decay {layer_decay:g} has no effect on {type(model).__name__}, in which timm finds no layers: "
+                "call param_groups for the model in it, and make the groups of its other parameters separately"
+            )
         groups = param_groups_layer_decay(model, layer_decay=layer_decay, **given)
     scaled = {id(parameter) for parameter in scaled_positions(model, position_lr_scale)}
     scale = POSITION_LR_SCALE if position_lr_scale is None else position_lr_scale

@@ -83,6 +83,13 @@ def test_layers_of_a_wrapped_model_have_the_rates_of_the_model(wrap):
     assert len({group["lr"] for group in expected if "position_lr_scale" not in group}) == len(model.blocks) + 2
 
 
+def test_a_module_without_layers_takes_no_layer_decay():
+    detector = nn.ModuleDict({"backbone": small(), "boxes": nn.Linear(12, 4)})
+    with pytest.raises(ValueError, match=r"layer_decay 0\.5 has no effect on ModuleDict, in which timm finds no"):
+        param_groups(detector, 0.01, layer_decay=0.5)
+    assert {group["lr"] for group in param_groups(detector, 0.01, 1, layer_decay=1)} == {0.01}
+
+
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_names_without_decay_that_a_user_gives_join_those_of_the_model(layer_decay):
     model = small(pos_embed="learn")
