@@ -185,7 +185,8 @@ class GridForward(AbsoluteEmbedding):
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
         """Compute features after chosen blocks, as timm's `VisionTransformer.forward_intermediates`.
 
-        `norm=True` has no effect on a model without `norm`, see `forward_features`.
+        `norm=True` has no effect on a model without `norm`, see `forward_features`. For a native batch the dictionary
+        of `output_dict=True` also has 'patch_valid', as timm's `NaFlexVit` returns it.
         """
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         if self.recurrence is not None and (why := self.recurrence.lacks.get("hooks")):
@@ -208,6 +209,8 @@ class GridForward(AbsoluteEmbedding):
             result: dict[str, Any] = {"image_intermediates": patches}
             if return_prefix_tokens and prefixes is not None:
                 result["image_intermediates_prefix"] = prefixes
+            if grid.valid is not None:
+                result["patch_valid"] = grid.valid
             if not intermediates_only:
                 result["image_features"] = self.norm(x)
             return result

@@ -36,9 +36,12 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     Raises:
         ValueError: a tensor is missing, patches have another size than the model's, or the model needs images of one
             size.
+        ValueError: the batch holds an 'attn_mask', which timm's `NaFlexVit` would use.
     """
     if missing := [name for name in NAMES if name not in batch]:
         raise ValueError(f"a native batch must hold {listing(NAMES)}; it has no {listing(missing)}")
+    if batch.get("attn_mask") is not None:
+        raise ValueError("a native batch must hold no attn_mask: give it to the model as an argument of this name")
     patches, coord, valid = (batch[name] for name in NAMES)
     weight = _projection(model).weight
     # The pixels of a patch are in the order (height, width, C), so bring the weight into this order.

@@ -125,6 +125,13 @@ def test_dropped_patches_keep_their_places():
         assert torch.equal(tokens[sample][left], whole[sample][real][found])
 
 
+def test_intermediate_features_come_with_the_places_of_the_padding():
+    model, batch = small(patch_size=PATCH), native_batch(images(torch.float32), PATCH)
+    features = model.forward_intermediates(batch, output_fmt="NLC", output_dict=True)
+    assert torch.equal(features["patch_valid"], batch["patch_valid"])
+    assert features["image_intermediates"][0].shape[:2] == batch["patch_valid"].shape
+
+
 @pytest.mark.slow
 def test_one_graph_serves_all_shapes():
     # PyTorch would also count the graphs of other tests.
@@ -182,6 +189,10 @@ def test_more_errors():
         rest = {other: tensor for other, tensor in batch.items() if other != name}
         with pytest.raises(ValueError, match=f"must hold 'patches', 'patch_coord', 'patch_valid'; it has no '{name}'$"):
             model(rest)
+    mask = torch.ones(5, 1, 1, batch["patches"].shape[1], dtype=torch.bool)
+    with pytest.raises(ValueError, match="must hold no attn_mask: give it to the model as an argument of this name"):
+        model(batch | {"attn_mask": mask})
+    assert torch.equal(model(batch | {"attn_mask": None}), model(batch, attn_mask=mask))
     with pytest.raises(ValueError, match="rows from -1 to 4, the grid has rows from 0 to 4"):
         model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
     with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
