@@ -6,6 +6,7 @@ With `--write` the tool writes the table into docs/models.md.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -129,20 +130,20 @@ def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, in
 
 
 def table() -> str:
-    """Return the Markdown table of all models by mixer, image size and parameters."""
-    rows = []
+    """Return the Markdown table of all models by mixer, image size and parameters; equal models share a row."""
+    names = defaultdict(list)
     for name in timm.list_models("relvit_*"):
         with torch.device("meta"):
             model = timm.create_model(name)
-        height, width = model.patch_embed.img_size
-        rows.append((isinstance(model, AFTVisionTransformer), height * width, cost(model), name, f"{height} x {width}"))
+        names[isinstance(model, AFTVisionTransformer), model.patch_embed.img_size, cost(model)].append(f"`{name}`")
     cells = [
         [
-            *(f"`{name}`", image, f"{taken.parameters / 1e6:.3f}", f"{taken.macs / 1e9:.2f}"),
+            *(", ".join(of_row), " x ".join(map(str, size))),
+            *(f"{taken.parameters / 1e6:.3f}", f"{taken.macs / 1e9:.2f}"),
             *(f"{taken.relative_parameters / 1e3:.1f}", f"{taken.relative_macs / 1e6:.1f}"),
             f"{taken.relative_macs / taken.macs:.1%}",
         ]
-        for _, _, taken, name, image in sorted(rows)
+        for (_, size, taken), of_row in sorted(names.items())
     ]
     lines = [f"| {' | '.join(row)} |" for row in (HEAD, *cells)]
     return "\n".join((lines[0], "|---" * len(HEAD) + "|", *lines[1:]))

@@ -1,5 +1,6 @@
 """The table of models: counts compared with PyTorch's and with counts by hand, and the copy in the documentation."""
 
+import re
 from functools import partial
 
 import pytest
@@ -111,10 +112,10 @@ def test_the_page_has_the_table_of_today(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "docs" / "models.md").read_text() == text
     model_table.main([])
     assert capsys.readouterr().out.strip() in text
-    for name in timm.list_models("relvit_*"):
-        assert text.count(f"| `{name}` | ") == 1
+    rows = {name: row for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)}
+    assert sorted(rows) == sorted(timm.list_models("relvit_*"))
     # The paper gives one digit; the further digits are counted by hand.
     millions = {"full_tiny": "6.323", "full_small": "22.656", "conv_tiny_k11_h32": "5.356", "conv_tiny": "5.963"}
     millions |= {"conv_small_k11_h16": "20.298", "conv_small_k11_h384": "22.541", "conv_small": "23.021"}
     for name, count in millions.items():
-        assert f"| `relvit_aft_{name}` | 224 x 224 | {count} | " in text
+        assert f" | 224 x 224 | {count} | " in rows[f"relvit_aft_{name}"]

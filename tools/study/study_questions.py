@@ -23,7 +23,7 @@ MODELS = {
     "learned alone": (BASE, "learned"),
     "PaPE and learned": ("pape-learned", "pape-learned"),
     "LookHere": ("lookhere-180", "lookhere"),
-    "FIRE and learned": ("fire-learned", "fire-learned"),
+    "LookHere and kv, `max_distance` 2": ("kv-2-lookhere", "kv-2-lookhere"),
     "mixed RoPE and learned": ("rope-mixed-learned", "rope-mixed-learned"),
     "timm's relpos bias": ("relpos", "relpos"),
 }
