@@ -1,4 +1,4 @@
-"""Measure time and memory of relvit beside others, interleaved: `python tools/benchmark.py --level model --size 224`.
+"""Measure time and memory of relvit's and of other models: `python tools/benchmark.py --level model --size 224`.
 
 Each cell (one competitor at one size in one mode) adds a line of JSON to `--output`. In every round all competitors of
 a size and mode run once, in a freshly shuffled order: what slows the machine for a while slows all of them, and sample

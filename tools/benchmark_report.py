@@ -206,7 +206,7 @@ def _lines(rows: Iterable[Row], level: str, memory: bool) -> dict[str, dict[int,
 
 
 def _draw_panel(axes: Axes, level: str, memory: bool, lines: dict[str, dict[int, float]]) -> None:
-    """Draw multiples over the number of patches; the title has relvit's multiple at the largest number."""
+    """Draw the multiples of plain's time or memory by the number of patches; the title has relvit's last multiple."""
     names, unit = PANELS[level], "memory" if memory else "time"
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
         axes.plot(line.keys(), line.values(), "o-", color=colour, linewidth=3, markersize=9, label=names[name])

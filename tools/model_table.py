@@ -130,7 +130,7 @@ def attention_free(mixer: AFTSimple, tokens: int, patches: int) -> tuple[int, in
 
 
 def table() -> str:
-    """Return the Markdown table of all models by mixer, image size and parameters; equal models share a row."""
+    """Return the Markdown table of all models, sorted by mixer, image size and parameters; equal models share a row."""
     names = defaultdict(list)
     for name in timm.list_models("relvit_*"):
         with torch.device("meta"):

@@ -10,7 +10,8 @@ from relvit.app.utils.exceptions import MissingPackageError
 # `OLDEST` maps each package to its oldest version that pyproject.toml allows.
 OLDEST = {"lightning": "2.6.6", "torchmetrics": "1.4", "jsonargparse": "4.51", "matplotlib": "3.8", "sklearn": "1.4"}
 
-# Python for Windows lacks this module, with which a training locks its folder, and others that `relvit.app` needs.
+# A training locks its folder by `fcntl`. Python for Windows lacks this module, and other modules that `relvit.app`
+# needs.
 if find_spec("fcntl") is None:
     raise ImportError(
         "relvit.app (training, evaluation and the command line) needs Linux or macOS: on Windows use the Windows "

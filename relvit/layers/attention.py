@@ -51,7 +51,7 @@ def attend_with(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attend with the relative terms of a layer, of relvit's own attention or of timm's.
+    """Compute attention with the relative terms of a layer: relvit's own attention, or a retrofitted one.
 
     Let q_i be the projected query of token i, k_j the projected key of token j, R the rotation of a rotary embedding,
     a^K_ij and a^Q_ij the vectors of the key and query tables for the offset from i to j, and b_ij the bias. Then
@@ -80,7 +80,8 @@ def attend_with(
     dropout_p = attn_drop.p if layer.training else 0.0
     terms, prefix_bias = _position_terms(layer, x, grid, keys), layer.bias_of_prefix()
     usual = not is_causal and dropout_p == 0 and layer.trained_keys is None and rotate is None and keys is grid
-    # A hook of `prefix_bias` may compute its weight, as in pruning, or replace its output: call the module then.
+    # If `prefix_bias` has hooks, call the module below instead of reading its weight here: a hook may compute the
+    # weight, as in pruning, or replace the output.
     if usual and not wants_weights(attn_drop) and (prefix_bias is None or not has_hooks(prefix_bias)):
         biases = None if prefix_bias is None else prefix_bias.weight
         mixed = attend_projected(projected, terms, grid, layer.scale, layer.backend, attn_mask, biases)
@@ -310,8 +311,8 @@ class RelativeAttention(GridAttention, Attention):
 
         Where to find the computation: `position.terms` makes the terms; `attend_with` above calls two functions in
         `ops/attention.py`, `attend_projected` for the usual case, computed by `backends/lean.py`, and `attend` for all
-        other cases. On a CPU `backends/tiled.py` computes inputs with more than `lean.MOST_PAIRS` pairs of tokens, as
-        in `relvit_small` at 224 px.
+        other cases. On a CPU `backends/tiled.py` computes inputs with more than `lean.MOST_PAIRS` pairs of tokens,
+        counted in each head of each image, as in `relvit_small` at 224 px.
 
         Args:
             x: the tokens.
@@ -322,7 +323,7 @@ class RelativeAttention(GridAttention, Attention):
 
         Raises:
             ValueError: `memory` is given without `key_grid`.
-            ValueError: the grid is larger than the attribute `window`, and `memory`, `attn_mask` or `is_causal` is
-                given.
+            ValueError: the grid is larger than the attribute `window`, and has coordinates, or `memory`, `attn_mask` or
+                `is_causal` is given.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

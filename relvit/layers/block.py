@@ -71,7 +71,7 @@ class GridBlock(Block):
         return x + self.mlp_branch(x)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
-        """Compute the MLP's branch of (B, N, dim) tokens, not added to the tokens."""
+        """Compute the MLP's branch of (B, N, dim) tokens, without the residual connection."""
         chunk = self.mlp_chunk
         x = self.mlp(self.norm2(x)) if chunk is None else chunked_mlp(self.norm2, self.mlp, x, chunk)
         return self.drop_path2(self.ls2(x))
@@ -95,7 +95,7 @@ class MixerBlock(GridBlock):
         qk_norm, scale_attn_norm, attn_drop, norm_layer: see `timm.models.vision_transformer.Block`; as in timm, they
             are the mixer's arguments `qk_norm`, `scale_norm`, `attn_drop` and `norm_layer`. The block passes the first
             three to the mixer only if they are True or above 0, and `norm_layer` only with one of the two norms.
-        attn_layer: not used, because `mixer` replaces this argument, which timm's constructor passes.
+        attn_layer: not used; timm's models pass it to every block, but here `mixer` makes the attention.
         **kwargs: see `timm.models.vision_transformer.Block`; `qkv_bias`, `proj_bias` and `proj_drop` are passed to the
             mixer, too.
 

@@ -59,9 +59,9 @@ def bicubic_weights(old: int, new: int, wanted: int, device: torch.device, dtype
     The kernel is the cubic kernel of Keys (1981, with a = -1/2). The unit of length is the distance between two old
     points or between two new points, whichever is larger, as in PyTorch with `antialias=True`.
     """
-    ours, theirs = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
+    new_index, old_index = torch.arange(wanted, device=device)[:, None], torch.arange(old, device=device)
     # Compute the numerator in integers, so that the weights are exactly the identity matrix if `new` equals `old`.
-    distance = ((2 * theirs + 1) * new - (2 * ours + 1) * old).abs().to(dtype) / (2 * larger(new, old))
+    distance = ((2 * old_index + 1) * new - (2 * new_index + 1) * old).abs().to(dtype) / (2 * larger(new, old))
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
     weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))

@@ -39,7 +39,7 @@ class LayerPlan(NamedTuple):
 
 @register_notrace_module
 class Leaf(nn.Module):
-    """Base of modules that symbolic tracing (torch.fx) keeps whole, since they read sizes."""
+    """Base of modules that read sizes; timm's `create_feature_extractor` (torch.fx) keeps each of them as one node."""
 
 
 class Mixer(FillConstants, Leaf):

@@ -141,7 +141,8 @@ def check_images(images: Tensor, projection: nn.Module) -> None:
 
     Args:
         images: the images.
-        projection: the layer that embeds patches; if it has no attribute `in_channels`, any number is allowed.
+        projection: the layer that embeds patches; if it has no attribute `in_channels`, any number of channels is
+            allowed.
 
     Raises:
         TypeError: `images` is not a tensor, or is a tensor of integers.

@@ -146,8 +146,8 @@ class GridForward(AbsoluteEmbedding):
                 the kept tokens only.
             keep: for masked pretraining (MAE, I-JEPA), the indices (B, K) of the K patches of each image to encode;
                 patches are counted in raster order, without prefix tokens. Patches keep their places on the grid, so
-                the outputs are as for the whole image under a mask that hides all other patches; only reach 'logn'
-                counts the kept patches here, and under a mask all patches. None: all patches.
+                the outputs are as for the whole image under a mask that hides all other patches. Reach 'logn' is an
+                exception: with `keep` it counts the kept patches, under a mask all patches. None: all patches.
 
         Raises:
             TypeError: `keep` holds no integers.

@@ -45,8 +45,8 @@ def param_groups(
         weight_decay: the weight decay; biases, norms and the parameters that `no_weight_decay()` of the model, or of a
             module in it, names have none.
         layer_decay: the learning rate is multiplied by this number from each layer to the layer before it, from the
-            classifier down to the stem; None: all layers have the same rate. If the module has parameters beside those
-            of the model, as a detector does, timm finds no layers: make the groups of the model separately.
+            classifier down to the stem; None: all layers have the same rate. timm finds no layers in a module that has
+            further parameters beside a model, such as a detector: call this function for the model alone.
         **options: further arguments of timm's `param_groups_weight_decay`, or with a `layer_decay` of
             `param_groups_layer_decay`.
 

@@ -101,8 +101,9 @@ def recompute_saved(
         number, tensor = by_address.get((saved.data_ptr(), saved.stride()), (0, None))
         if tensor is not None and tensor.shape == saved.shape:
             return partial(recomputation.take, number)
-        # Keep `saved` without its node in the graph: the node of an output keeps what this function returns, and
-        # Python's garbage collector does not find such a cycle, so a graph without backward would never be freed.
+        # If `saved` is an output, its node in the graph keeps the function that is returned here, so this function must
+        # not keep the node. Python's garbage collector would not find the cycle, and a graph without backward would
+        # never be freed.
         saved = saved.detach()
         return partial(_unchanged, saved, Versions([saved]))
 

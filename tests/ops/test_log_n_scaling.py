@@ -1,4 +1,4 @@
-"""Temperature of attention by the number of keys, compared with an explicit softmax."""
+"""Log-n scaling of the logits by the number of keys (`trained_keys`), compared with an explicit softmax."""
 
 import math
 

@@ -1,7 +1,7 @@
 """`fuzzed` runs a test with random generators that hypothesis draws, and names the generator for which the test fails.
 
-FUZZ_EXAMPLES sets the number of examples, which `--hypothesis-seed=N` then changes. Without FUZZ_EXAMPLES a test draws
-the same few examples each time.
+FUZZ_EXAMPLES sets the number of examples. Each run then draws other examples, by the seed in `--hypothesis-seed=N` if
+it is given. Without FUZZ_EXAMPLES a test draws the same few examples each time.
 """
 
 import os

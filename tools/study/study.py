@@ -269,7 +269,7 @@ def how_of(line: dict[str, Any]) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and evaluate the runs that were asked for and have no line."""
+    """Train and evaluate the runs that the options choose, except for runs that have a line of results already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--images", type=Path, required=True, help="class folders of CIFAR-10, in train and test")

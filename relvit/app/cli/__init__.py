@@ -100,7 +100,7 @@ def quieten() -> None:
 
     warnings.formatwarning = format_warning
     if rank_zero_only.rank != 0:
-        # Every process reads the same data, so the main process alone says what is unusual about them.
+        # Every process reads the same data and would repeat the same warnings, so show those of the main process alone.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"relvit\.")
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)

@@ -49,7 +49,7 @@ def load_config(text: str) -> Any:
 
 
 def load_value(text: str) -> Any:
-    """Return the plain values of an option or of a configuration file; for errors see `load_config`.
+    """Load YAML as `load_config`, for an option or a configuration file, but keep an option that begins with '#'.
 
     YAML reads '#' as the start of a comment, so a folder '#1' or the separator '#' would be null, as if the option were
     not given. An option is a single line and has no comment.

@@ -318,7 +318,8 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if name == "trainer.precision":
         allowed, wanted = list(PRECISIONS), in_words(Literal[PRECISIONS])
     if several and item_type(hint) is str:
-        # YAML reads numbers, true and null in a list as such; the parser refuses them as texts.
+        # In a list without quotes YAML takes 1, true and null for a number, a boolean and null, and the parser refuses
+        # them in place of texts.
         hinted = ": put each text in quotes, such as ['1','2']"
     elif isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.

@@ -87,12 +87,12 @@ class RecordedArguments(LightningDataModule):
 
     @classmethod
     def argument_defaults(cls) -> dict[str, Any]:
-        """Defaults of these arguments by name; `inspect.Parameter.empty` where there is none."""
+        """Defaults of the constructor's arguments by name; `inspect.Parameter.empty` if an argument has none."""
         return {name: parameter.default for name, (parameter, _) in cls.arguments().items()}
 
     @classmethod
     def arguments(cls) -> dict[str, tuple[inspect.Parameter, type]]:
-        """Parameters of these arguments by name, each with the class whose constructor has it."""
+        """Parameters of the constructor by name, each with the class whose constructor has it."""
         found: dict[str, tuple[inspect.Parameter, type]] = {}
         constructors = [part for part in cls.__mro__ if "__init__" in vars(part)]
         for part in constructors:

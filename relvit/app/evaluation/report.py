@@ -106,7 +106,8 @@ class EvaluationReport(Callback):
 
     def _write_classes(self, kept: np.ndarray, names: Sequence[str]) -> None:
         self.classes = metrics = self._labels.class_metrics(kept, len(names))
-        # With several labels, the logged metrics already have the mean F1, which is NaN if no image has a label.
+        # With several labels, the logged metrics already have the mean F1, so do not compute it again: if no image has
+        # a label, NumPy would warn of the mean of an empty array.
         if "test/f1" not in self.results:
             self.results["test/f1"] = float(metrics.f1[metrics.count > 0].mean())
         self.results |= {f"test/{name}": value for name, value in self._labels.calibration(kept).items()}

@@ -100,7 +100,7 @@ def check_trainer(trainer: Trainer, ema_decay: float | None) -> None:
 
 
 def check_batch_norms(model: nn.Module) -> None:
-    """Refuse batch norms of subclasses, as timm's with an activation, since `SyncBatchNorm` would not do their part.
+    """Refuse subclasses of batch norm, such as timm's `BatchNormAct2d`, whose activation `SyncBatchNorm` would drop.
 
     Raises:
         ValueError: The model has such a batch norm.

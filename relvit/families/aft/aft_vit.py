@@ -113,7 +113,8 @@ class AFTVisionTransformer(GridVisionTransformer):
             class_token=class_token,
             global_pool=global_pool,
             num_heads=width // 64 if width % 64 == 0 else 1,
-            # timm passes `num_heads` above, which the attention pool needs, to the blocks as well.
+            # timm passes `num_heads` above, which is for the attention pool, to the blocks as well: give the mixer its
+            # own number.
             block_fn=partial(MixerBlock, mixer=lambda dim, _, **options: made(dim, num_heads, **options)),
             **kwargs,
         )

@@ -80,7 +80,7 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
 
 
 def _offsets(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows and columns from patch i to patch j, key minus query, ([B,] patches, patches) each."""
+    """Return the offsets in rows and in columns, key j minus query i, ([B,] patches, patches) each."""
     coords = patch_coords(grid, device)
     offset = coords[..., None, :, :] - coords[..., :, None, :]
     return offset[..., 0], offset[..., 1]

@@ -146,7 +146,8 @@ def _attend(
     index, other = windows(order)
     index, other = index[..., None], other[..., None, :]
     if terms is not None and terms.bias is not None:
-        # Backward adds up the gradients of many pairs for each entry; in half precision each addition would round.
+        # Backward adds up the gradients of many pairs for each entry of a table, and in half precision each addition
+        # would round.
         bias = type(terms.bias)(*(table.to(wide) for table in terms.bias))
         logits = logits + _bias(terms._replace(bias=bias), grid, index, other, query_key)
 

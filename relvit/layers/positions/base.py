@@ -45,7 +45,7 @@ class Position(KeepConstants):
 
     Attributes:
         needs_tokens: whether the terms depend on the tokens, or are free channels. If not, the terms are tables that
-            the grid alone determines. It is True for a class that has its own method `terms`, unless the class sets it.
+            the grid alone determines. A subclass that defines a method `terms`, and not this attribute, gets True.
         needs_extent: whether the terms depend on the size of the image or on places in the image, and not on offsets
             alone: `relvit.families.transformer_xl.set_bands` refuses such positions, and so do native batches, unless
             the position needs tokens.
@@ -64,7 +64,8 @@ class Position(KeepConstants):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Without this, LSH attention would call `forward` of a subclass of `RelativePosition2d` with its own `terms`.
+        # A subclass of `RelativePosition2d` may override `terms` alone. If it inherited False, LSH attention would call
+        # the inherited `forward`, and ignore the new `terms`.
         if "terms" in vars(cls) and "needs_tokens" not in vars(cls):
             cls.needs_tokens = True
 
@@ -102,7 +103,8 @@ def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> Rela
     """Compute the terms of a position, whether or not it has the base `Position`: see `Position.terms`.
 
     Raises:
-        ValueError: see `refuse_mixed_sizes`; positions that need tokens pass, as they know each image's places.
+        ValueError: see `refuse_mixed_sizes`; a position that needs tokens is not refused, because it computes the terms
+            of each image from the coordinates of this image's patches.
     """
     if key_grid.valid is not None and needs_extent(position) and not needs_tokens(position):
         refuse_mixed_sizes(position, key_grid)

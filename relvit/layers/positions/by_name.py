@@ -20,7 +20,7 @@ from relvit.utils.messages import check_choice
 # Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`. Users give the arguments of a
 # named position to `RelVisionTransformer` or `retrofit`, so add a new argument there, too.
 ALIASES = {"rel_init_std": "init_std"}
-# Users give the path of their class on the command line, as they give the path of a callback.
+# On the command line the path of a class stands for a callback, so users may try it for a position or a mixer, too.
 NO_PATHS = (
     "a text cannot stand for your own class: give the class in Python, or register a model that has it, see "
     "docs/own_position.md"
@@ -35,8 +35,8 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             a class of the user.
         **arguments: arguments of positions that are given by name; their names are the names in models or in
             `retrofit`. Of several positions each takes the arguments that it has. None keeps the position's own
-            default. 0 as a standard deviation is ignored if no position of these names has one to set, and
-            `init_std=0`, the default of `retrofit`, for a class of the user.
+            default. `init_std=0` and `rel_init_std=0` are ignored if no position of these names has an `init_std`. For
+            a class of the user only `init_std=0` is ignored, because it is the default of `retrofit`.
 
     Raises:
         ValueError: a name is unknown or given twice, no position has one of the arguments, or `init_std` is negative.

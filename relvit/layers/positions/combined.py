@@ -1,4 +1,4 @@
-"""Several relative positions in one layer, such as LookHere's bias beside tables for keys and values."""
+"""Combine relative positions in one attention layer, such as LookHere's bias and tables for keys and values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from relvit.ops.terms import add_channels, is_stock
 
 
 class CombinedPosition2d(Position):
-    """Several relative positions in one: their terms together, as `position="lookhere+tables"` in models.
+    """Combination of several relative positions in one layer, as `position="lookhere+tables"` in models.
 
-    Each position is a submodule with its name in `makers`. Tables for queries, keys, values and a bias may each come
-    from one position alone. Free channels of several positions are joined, which adds their products.
+    Each position is a submodule with its name in `makers`. Only one of the positions may have key tables, and likewise
+    only one may have query tables, value tables or a bias. Free channels (`relvit.ops.Channels`) of several positions
+    are concatenated, so the logits get the sum of their products.
 
     Examples:
         >>> makers = {"lookhere": LookHerePosition2d, "tables": partial(RelativePosition2d, rel_terms="kv")}
@@ -27,8 +28,9 @@ class CombinedPosition2d(Position):
 
     Args:
         head_dim, num_heads: see `Position`.
-        makers: each position's name and class, or function that makes it, called as `Position` says.
-        layer: given to the positions that have an argument `layer`, see `LookHerePosition2d`.
+        makers: name of each position -> its class, or a function that makes the position; both are called with the
+            arguments that `Position` describes.
+        layer: (index, depth), passed to the positions that have an argument `layer`, see `LookHerePosition2d`.
 
     Attributes:
         needs_tokens: whether one of the positions needs tokens.
@@ -38,7 +40,7 @@ class CombinedPosition2d(Position):
         ValueError: two positions have a term of the same kind, or tables with different bucketings.
     """
 
-    # The constructor sets both, by the positions of this layer.
+    # The constructor sets both attributes, because they depend on the positions that are combined.
     needs_tokens: bool = False
     stretchable: bool = False
 
@@ -68,7 +70,7 @@ class CombinedPosition2d(Position):
                 )
         if len({terms.bucketing for terms in of_grid.values() if not is_stock(terms)}) > 1:
             raise ValueError(
-                f"bucketing is for tables alone, and {' and '.join(map(repr, of_grid))} are together here: leave it out"
+                f"bucketing is for tables alone, not for {' and '.join(map(repr, of_grid))} together: leave it out"
             )
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
@@ -81,12 +83,13 @@ class CombinedPosition2d(Position):
 
 
 def _together(parts: Iterable[RelativeTerms]) -> RelativeTerms:
-    """Return terms that contain the terms of all parts."""
+    """Merge the terms of several positions; no two of them have a term of the same kind, except for channels."""
     whole = RelativeTerms()
     for terms in parts:
         given = {name: value for name, value in zip(RelativeTerms._fields, terms, strict=True) if value is not None}
         channels = given.pop("channels", None)
-        # A part without tables has no bucketing, only its default.
+        # A position without tables leaves `bucketing` at its default, which must not replace the bucketing of another
+        # position's tables.
         if is_stock(terms):
             del given["bucketing"]
         whole = whole._replace(**given)

@@ -92,11 +92,12 @@ class LowRankPosition2d(Position):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Return the factors for tokens on `grid` that attend to the tokens of `key_grid`; `x` is not used."""
-        # A call of the module, unlike one of a method, runs hooks, by which pruning, for example, computes weights.
+        # Call the module instead of its method `forward`, so that hooks run: `torch.nn.utils.prune`, for example,
+        # computes the pruned weights in a hook.
         return self(x, grid, key_grid)
 
     def forward(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Compute `terms`."""
+        """Return the factors, see `terms`."""
         query, key = factors_at(self.query, grid, key_grid), factors_at(self.key, key_grid, key_grid)
         return RelativeTerms(channels=Channels(query, key))
 

@@ -75,11 +75,12 @@ class ParabolicPosition2d(Position):
 
     def terms(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the channels for tokens `x`, (B, N, dim) on `grid`, that attend to the tokens of `key_grid`."""
-        # A call of the module, unlike one of a method, runs hooks, by which pruning, for example, computes weights.
+        # Call the module instead of its method `forward`, so that hooks run: `torch.nn.utils.prune`, for example,
+        # computes the pruned weights in a hook.
         return self(x, grid, key_grid)
 
     def forward(self, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
-        """Compute `terms`."""
+        """Compute the channels, see `terms`."""
         features = self.coefficients(x)
         return RelativeTerms(
             channels=parabolas(features, self.directions, grid, key_grid, self.trained_grid, self.scale)

@@ -98,7 +98,7 @@ class RelativePosition2d(Position):
         return {name for name, _ in self.named_parameters()}
 
     def forward(self, grid: Grid) -> RelativeTerms:
-        """Return the terms, the same for every grid of the trained size."""
+        """Return the tables as terms: the same for every grid, unless `trained_grid` is set and they are stretched."""
         tables, kind, given, trained = [], LAYOUTS[self.layout], self._parameters, self.trained_grid
         for names in self._names.values():
             # Read parameters from the dictionary `_parameters`: looking up an attribute of a module takes PyTorch as
@@ -168,7 +168,7 @@ class SamTables(LayerTables):
         return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
 
     def __call__(self, grid: Grid) -> RelativeTerms:
-        """Return the terms, the same for every grid of the trained size."""
+        """Return the tables as terms: the same for every grid, unless `trained_grid` is set and they are stretched."""
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         tables = []
         for axis, table in enumerate(self.parameters()):

@@ -46,12 +46,12 @@ def retrofit(
     are multiplied by queries and keys after the norms and before the rotation. The model then takes images of every
     size whose sides are multiples of the patch: absolute embeddings are interpolated as in timm, and rotary embeddings
     are computed for the size. Features, checkpointing, layer decay, pruning, `set_input_size` and `reset_classifier` of
-    timm work as before. Only `set_input_size` interpolates tables that the model has brought with it, as in timm.
+    timm work as before.
 
     Models that already have relative positions keep their tables, and relvit's modules read these tables: at the
     training size outputs stay as they are, and at other sizes offsets beyond a table use the table's outermost entry.
-    The arguments `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these
-    models.
+    Only timm's `set_input_size` and reach 'stretch' of `relvit.models.set_reach` interpolate these tables. The
+    arguments `abs_pos` and `backend` also apply to these models. `relvit.restore` undoes the retrofit of these models.
 
     Examples:
         >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
@@ -145,8 +145,9 @@ def retrofit(
         for name, module in modules.items():
             module.train(attn.training)
             if becomes.own_positions and uses[module] > 1:
-                # The model holds a module that layers share, and the layers have it as a plain attribute: if each layer
-                # held it, `torch.func.functional_call` would leave its arguments in the module, instead of the weights.
+                # Layers share this module, so only the model registers it as a submodule, and each layer has it as a
+                # plain attribute. If several layers registered the module, `torch.func.functional_call` would not put
+                # the module's own weights back after the call.
                 vars(attn)[name] = shared[name] = module
             else:
                 setattr(attn, name, module)
@@ -184,7 +185,8 @@ def _describe(model: nn.Module, chosen: dict[str, Any]) -> None:
 
     `timm.create_model` then loads the saved model through `relvit.models.retrofit.registered`.
     """
-    # `set_input_size` and `reset_classifier` of timm also give `_model_args` to a model that its class has made.
+    # timm's `set_input_size` and `reset_classifier` also give `_model_args` to a model that was built by its class.
+    # Such a model has no configuration with the name of an architecture, so timm could not create it again.
     if hasattr(model, "_model_args") and (cfg := cfg_of(model)):
         model._model_args = {**model._model_args, "model": cfg["architecture"], "retrofit": chosen}
         # Set both attributes: some functions of timm read `pretrained_cfg`, and some read `default_cfg`.

@@ -1,4 +1,4 @@
-"""Tables and networks of timm that give each pair of tokens a bias (BEiT, Swin, relpos ViTs), as relvit's modules.
+"""Convert relative position biases of timm's BEiT, Swin and relpos ViTs to modules of relvit, and back.
 
 In timm an offset is query minus key, in relvit key minus query, so tables are reversed along each axis.
 """
@@ -162,7 +162,10 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
 
 
 def convert(leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Convert a tensor of an original attention to tensors of its modules; a tensor of another kind stays as it is."""
+    """Convert a table, or a weight of a network, of timm's attention to tensors of relvit's `modules`, by name.
+
+    Any other tensor keeps its name, `leaf`, and its values.
+    """
     for theirs, ours in NETWORKS.items():
         if leaf.startswith(theirs):
             return {f"position.{ours}{leaf.removeprefix(theirs)}": tensor}
@@ -186,7 +189,8 @@ def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
 def set_window(position: nn.Module, old: tuple[int, int], new: tuple[int, int]) -> None:
     """Change the window, (rows, columns), for which a position of `modules_for` is made, as timm's `set_input_size`.
 
-    timm interpolates tables, and divides the offsets of networks by the new window size, but not those of mode 'cr'.
+    timm interpolates tables, and divides the offsets of networks by the new window size. Networks of mode 'cr' do not
+    depend on the window size.
     """
     if new == old or getattr(position, "mode", None) == "cr":
         return
@@ -208,7 +212,7 @@ def set_window(position: nn.Module, old: tuple[int, int], new: tuple[int, int]) 
 
 
 def _table_size(entries: int, position: nn.Module) -> tuple[int, int]:
-    """Rows and columns of a bias table: the layer's own, or else of a square window."""
+    """Return rows and columns of a bias table: those of the position's own table, or else those of a square window."""
     rows, columns = (2 * k + 1 for k in position.max_distance)
     if entries - rows * columns in (0, PREFIX_ENTRIES):
         return rows, columns

@@ -26,13 +26,16 @@ WINDOWS = "_windows_before"
 
 
 class Absent:
-    """Marker of an attribute that a module did not have; copies and pickles of a model have the same class."""
+    """Marker for an attribute that a module did not have.
+
+    The class itself is the marker, and not an object, because copies and pickles of a model refer to the same class.
+    """
 
 
 class Before(NamedTuple):
-    """A module before it was retrofitted, or what has changed since.
+    """State of a module before its retrofit: all of it, or only the part that the retrofit has changed.
 
-    `snapshot` stores all attributes and members, `record_changes` only the former values of what has changed. `members`
+    `snapshot` stores all attributes and members, `record_changes` only those that have changed, as they were. `members`
     has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values` holds the
     buffers that the module cannot compute again.
     """
@@ -44,7 +47,7 @@ class Before(NamedTuple):
 
 
 def snapshot(model: nn.Module) -> dict[str, Before]:
-    """Note class, attributes and members of all modules by name; nothing is copied."""
+    """Return the state of all modules by name: class, attributes and members; nothing is copied."""
     return {
         name: Before(
             type(module),
@@ -56,7 +59,7 @@ def snapshot(model: nn.Module) -> dict[str, Before]:
 
 
 def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
-    """Record in a model what differs from the snapshot.
+    """Store in a model, for `restore`, the former state of all modules that differ from the snapshot.
 
     The record keeps the shapes of the tensors and modules that the retrofit has removed. The record keeps values only
     for buffers that no method can compute again.
@@ -77,7 +80,7 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give a model that brought relative positions its original classes and tables back, in place.
+    """Give a retrofitted model that always had relative positions its original classes and tables back, in place.
 
     The function undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library
     again. Where nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes
@@ -214,7 +217,7 @@ def _skeleton(part: Any) -> Any:
 
 
 def _gone(record: Mapping[str, Before]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names in the original's state dict that the model does not have, and the shapes."""
+    """Yield the names in the original's state dict that the model lacks, each with a tensor of its shape."""
     for name, then in record.items():
         parts = {**then.members["_parameters"], **then.members["_modules"]}
         for key, part in parts.items():

@@ -1,4 +1,4 @@
-"""Recognise a model by its class: what `relvit.retrofit` makes of it, or why it is refused; versions of libraries."""
+"""Look up a model by its class: the class that `relvit.retrofit` gives it, or the reason for a refusal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SOURCES = {
 # The error about a model of an unknown class lists these names.
 TIMM = [name.rpartition(".")[2] for name in SOURCES if name.startswith("timm.")]
 _SWIN = (
-    "it is a Swin Transformer, whose windows have as few tokens at every image size: N x N is small there, and timm's "
-    "Swin, which retrofit takes, gains no time by it"
+    "it is a Swin Transformer, whose windows have few tokens at every image size, so a retrofit would save no time: "
+    "leave it as it is, or take timm's Swin, which retrofit accepts"
 )
 # This table maps folders of plain Vision Transformers in `transformers` to the names of timm's models with the same
 # weights.

@@ -1,4 +1,4 @@
-"""Base classes of the models that `relvit.retrofit` makes: of models without, and of models with relative positions."""
+"""Base classes of retrofitted models: `Retrofitted`, and `OwnPositions` for models that have relative positions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 
     @classmethod
     def make_layers(cls, model: nn.Module, factory: Callable[..., nn.Module]) -> Layers:
-        """Build the modules for the original model, which is not changed."""
+        """Build a position module for each attention of the original model; the model itself is not changed."""
         attentions = dict(cls.named_attentions(model))
         factory = numbered(factory, len(attentions))
         layers = {}
@@ -93,11 +93,13 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
         return layers
 
     def open_to_all_sizes(self) -> None:
-        """Let images of every size in; `relvit.retrofit` calls it once, at the end."""
+        """Make the model accept images of every size; `relvit.retrofit` calls this method once, at the end."""
 
 
 class OwnPositions(Retrofitted):
-    """`Retrofitted` for models that bring relative positions, whose tables keep the names of the original model.
+    """`Retrofitted` for models that already have relative positions.
+
+    Their tables keep the names of the original model, except in `BiasPositions`.
 
     Attributes:
         built_with: the argument with which the original model has relative positions, by default 'its own'; the error
@@ -114,7 +116,7 @@ class OwnPositions(Retrofitted):
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
-        """Return the dropout of the weights of an original attention that has no module for it."""
+        """Return the dropout rate of the attention weights, for an original attention without a dropout module."""
         return 0.0
 
     @classmethod
@@ -136,7 +138,7 @@ class OwnPositions(Retrofitted):
         }
 
     def windows(self) -> dict[str, tuple[int, int]]:
-        """Return the rows and columns for which the original has tables, where timm's `set_input_size` changes them."""
+        """Return the windows, (rows, columns) by name, whose tables timm's `set_input_size` would resize."""
         return {}
 
     def adapt_tables(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,7 +178,7 @@ class WholeImages:
 
 
 def open_patch_embed(model: nn.Module, becomes: type[AnySizePatchEmbed] = AnySizePatchEmbed) -> None:
-    """Do what timm's `dynamic_img_size=True` does in the constructor."""
+    """Make a model embed images of every size, as timm's constructors do for `dynamic_img_size=True`."""
     embed = model.patch_embed
     model.dynamic_img_size = True
     embed.flatten, embed.output_fmt, embed.strict_img_size = False, Format.NHWC, False

@@ -53,7 +53,8 @@ class TimmRelativeAttention(GridAttention):
             attn_mask, is_causal: see `relvit.ops.relative_attention`. Either `rope` or `attn_mask` is a `GridArgument`.
 
         Raises:
-            TypeError: neither `rope` nor `attn_mask` is a `GridArgument`, as in a model that is not retrofitted.
+            TypeError: neither `rope` nor `attn_mask` is a `GridArgument`, for example because the layer is called
+                directly and not by its model.
         """
         grid, rope, attn_mask = _split_arguments(rope, attn_mask)
         assert rope is None or self.window is None, "set_reach cuts no windows in models with a rotary embedding"

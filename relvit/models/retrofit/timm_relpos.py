@@ -62,7 +62,10 @@ class TimmRelativeWindows(TimmOwnRelative):
         return super().forward(x, attn_mask=GridArgument(Grid(*self.window_size), mask))
 
     def set_window_size(self, window_size: int | Sequence[int]) -> None:
-        """Change the size of the windows and the position as timm does, but not by a fixed `pretrained_window_size`."""
+        """Change the size of the windows as timm does.
+
+        The position changes, too, unless `pretrained_window_size` fixes the size by which timm scales offsets.
+        """
         new = int_pair("window_size", window_size, 1)
         if not any(getattr(self, "pretrained_window_size", ())):
             set_window(self.position, self.window_size, new)
@@ -92,7 +95,7 @@ class TimmRelativeSwinV2(TimmRelativeWindows, WindowAttentionV2):
     scale: float = 1.0
 
     def heads(self, projected: Projected) -> Projected:
-        """Normalise queries, times the scale, 100 at most, and keys."""
+        """Normalise queries and keys, and multiply the queries by the learned scale, 100 at most."""
         query, key, value = separate(projected)
         factor = self.logit_scale.clamp(max=math.log(100)).exp()
         return F.normalize(query, dim=-1) * factor, F.normalize(key, dim=-1), value

@@ -131,7 +131,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
 
 def _positions_in(position: object) -> list[Any]:
-    """Return a stretchable position and those inside of it, or in a wrapper such as PEFT's for `modules_to_save`."""
+    """Return the stretchable positions among a module and its parts, as in PEFT's wrapper for `modules_to_save`."""
     parts = position.modules() if isinstance(position, nn.Module) else [position]
     return [part for part in parts if is_stretchable(part)]
 

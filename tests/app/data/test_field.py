@@ -41,7 +41,7 @@ def padded_and_cropped(pixels, size, fill):
 @pytest.mark.parametrize("size", [(4, 7), (12, 20), (13, 21), (25, 33), (64, 5), (61, 150)], ids=str)
 @pytest.mark.parametrize("stored", [(30, 25), (12, 20), (7, 40), (1, 1)], ids=str)
 def test_field_keeps_the_scale_and_continues_the_image(stored, size, fill):
-    """The training had 12 x 20 px with a crop of 0.8, so the image is scaled to cover 15 x 25 px."""
+    """The training had images of 12 x 20 px and a `crop_pct` of 0.8, so an image is scaled to cover 15 x 25 px."""
     image = Image.fromarray(noise(*stored, 3))
     scale = max(15 / stored[0], 25 / stored[1])
     covering = image.resize((round(stored[1] * scale), round(stored[0] * scale)), Image.Resampling.BICUBIC)

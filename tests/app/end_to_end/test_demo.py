@@ -77,7 +77,7 @@ def wait_for(browser, *words):
 
 
 def upload(browser, path):
-    # The page shows its text before it has this element, longer so on a busy machine.
+    # The page shows its text before it has this element, and on a busy machine the element may come much later.
     end = time.monotonic() + SECONDS
     while not (found := browser.find_elements(By.CSS_SELECTOR, "input[type=file]")) and time.monotonic() < end:
         time.sleep(0.2)

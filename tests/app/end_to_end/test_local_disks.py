@@ -19,7 +19,10 @@ def in_own_folder(*arguments):
 
 
 def refused(photos, folder, *options, lost=()):
-    """Train with a copy of the images in each folder, the second without the lost ones; return what each prints."""
+    """Train in two processes, each with its own copy of the images, and return the text that each prints.
+
+    The second copy lacks the images in `lost`.
+    """
     for rank in range(2):
         train = shutil.copytree(photos, folder / f"machine{rank}" / "photos") / "train"
         # relvit warns of this image, which is in no class folder.

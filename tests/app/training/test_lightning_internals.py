@@ -1,4 +1,4 @@
-"""Private attributes of Lightning still tell when a validation is due, and what several processes must not do."""
+"""Private attributes of Lightning, which tell when a validation is due and which options several processes refuse."""
 
 import pytest
 from lightning import Trainer
@@ -37,7 +37,7 @@ def check(processes, norm, **options):
     ],
     ids=["batch norm with an activation", "clock"],
 )
-def test_what_only_several_processes_must_not_do(norm, options, message):
+def test_options_that_only_several_processes_refuse(norm, options, message):
     check(1, norm, **options)
     with pytest.raises(ValueError, match=message):
         check(2, norm, strategy="ddp", **options)

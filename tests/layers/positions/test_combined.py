@@ -1,4 +1,4 @@
-"""Several positions in one: terms of all, arguments by name, reach, weights, and what cannot be combined."""
+"""Combined positions ('lookhere+tables'): terms, arguments, reach, weights, and combinations that are refused."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def test_a_retrofit_has_tables_of_zeros_beside_the_bias():
         ({"bucketing": "piecewise", "rel_terms": "kv", **LOOKHERE_TABLES}, "bucketing is for tables alone"),
     ],
 )
-def test_refused(arguments, message):
+def test_combinations_that_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model("test_relvit", **arguments)
 

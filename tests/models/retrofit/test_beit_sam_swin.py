@@ -291,7 +291,7 @@ def test_images_that_do_not_divide_into_patches(case):
 @needs_timm("1.0.31")
 def test_stages_of_one_window_are_shifted_in_larger_images_only_with_always_partition():
     size, x = (24, 40), images(24, 40)
-    built = build("swin", img_size=size)(x)  # of 12 x 20 and 6 x 10 patches, in windows of 3 x 4
+    built = build("swin", img_size=size)(x)  # Its stages have 12 x 20 and 6 x 10 patches, in windows of 3 x 4.
     as_trained, partitioned = (
         imported(build("swin", img_size=(12, 16), always_partition=given))(x) for given in (False, True)
     )

@@ -115,7 +115,7 @@ MODELS = {
     ),
     "torchvision's Swin": (
         lambda: torchvision.models.SwinTransformer([4, 4], 12, [2], [2], [3, 3]),
-        "SwinTransformer cannot be retrofitted: it is a Swin Transformer, whose windows have as few tokens at every",
+        "SwinTransformer cannot be retrofitted: it is a Swin Transformer, whose windows have few tokens at every",
     ),
     "no positions": (lambda: build("beit", use_rel_pos_bias=False), r"blocks\.0\.attn has no relative positions"),
     "rotary SAM": (lambda: build("sam", use_rel_pos=False, use_rope=True), "build the model with its own"),
@@ -157,7 +157,7 @@ MODELS = {
         "attn_implementation is 'flex_attention'; allowed are 'eager', 'sdpa'",
     ),
     **{
-        family: (lambda family=family: hf_swin(family), "is a Swin Transformer, whose windows have as few tokens at")
+        family: (lambda family=family: hf_swin(family), "is a Swin Transformer, whose windows have few tokens at")
         for family in ("Swin", "Swinv2", "MaskFormerSwin", "DonutSwin")
     },
     "HF DINOv2": (

@@ -135,7 +135,7 @@ def test_tables_in_a_wrapper_have_their_rate_without_decay():
     assert [len(group["params"]) for group in groups if group["lr"] == 1] == [len(tables(backbone))]
 
 
-# timm's own distilled model cannot be traced with dynamic sizes, either.
+# 'deit distilled' is not among these cases, because timm's own distilled model cannot be traced with dynamic sizes.
 @pytest.mark.parametrize("case", ["dinov2", "siglip", "eva post-norm", "eva02", "rope mixed", "srelpos", "sam"])
 def test_symbolic_tracing_for_feature_extraction(case):
     if case == "eva02":

@@ -188,7 +188,7 @@ def test_single_precision_under_autocast_to_float16_stays_finite(difficulty):
     elif difficulty == "a low bias":
         terms.bias.rows[:, 0] = -1e4
     else:
-        # Products of squared coordinates and small numbers are usual, see PaPE.
+        # `ParabolicPosition2d` has such channels: squared coordinates of keys, and small numbers of queries.
         place = torch.arange(12.0).view(1, 1, 12, 1)
         terms = terms._replace(channels=Channels(1e-3 * place, 1e3 * place**2))
     inputs = leaves(*(part.float() for part in (q, k, v)), terms)

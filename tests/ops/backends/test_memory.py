@@ -74,7 +74,7 @@ def test_a_checkpoint_around_attention_keeps_its_own_inputs_alone(backend, layou
 
 @pytest.mark.parametrize("backend", ["lean", "tiled", "fused", "gathered"])
 def test_a_graph_without_backward_is_freed_with_its_output(backend):
-    """As where a model is evaluated outside of `torch.no_grad`."""
+    """A model that is evaluated outside of `torch.no_grad` makes such graphs."""
     q, k, v, terms, grid = draw_case(2, 3)
     kept = weakref.ref(v.requires_grad_())
     out = relative_attention(q, k, v, terms, grid, backend=backend)

@@ -286,7 +286,7 @@ def _as_latin_1(text: str) -> str:
 
 
 def _separator_hint(labels: Set[str], known: Mapping[str, int]) -> str:
-    """Return the end of a message about unknown labels if one of them is several classes with a separator between."""
+    """Return a hint for an error about unknown labels if a separator in one of them joins known classes, or else ''."""
     for separator in _SEPARATORS:
         for label in labels - known.keys():
             parts = list(filter(None, map(str.strip, label.split(separator))))

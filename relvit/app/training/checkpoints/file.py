@@ -186,8 +186,8 @@ def _wrong_part(content: dict[Any, Any]) -> str | None:
     for name in ("model", "data"):
         if not _are_arguments(description.get(name)):
             return f"{KEY}.{name}"
-    # The parser of `validate`, `test` and `predict` would import and build a class that a mapping names here: the type
-    # of `schedule` is `str | Callable`.
+    # The type of `schedule` is `str | Callable`, so the parser of `validate`, `test` and `predict` would import and
+    # build a class that a mapping names here, and a checkpoint could run any code.
     if not isinstance(description["model"].get("schedule", ""), str):
         return f"{KEY}.model.schedule"
     if not isinstance(description["data"].get("class_path"), str):

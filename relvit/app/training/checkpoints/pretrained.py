@@ -92,11 +92,11 @@ class Pretrained:
     def thresholds(self) -> list[float] | None:
         """The threshold of each class, where the images of the training have several labels each; otherwise None.
 
-        Checkpoints and folders of `relvit publish` name thresholds; of a model on the hub they are not read.
+        They are read from a checkpoint or from a folder of `relvit publish`, but not from a model on the hub.
         """
         if self._checkpoint is not None:
             return self._checkpoint.thresholds
-        # `_config` refuses a config.json that timm cannot read.
+        # Read `_config` before the file, because it refuses a config.json that timm cannot read.
         if self._file is not None or not self._timm_name.startswith(FOLDER) or self._config is None:
             return None
         folder = Path(self._timm_name.removeprefix(FOLDER))

@@ -111,8 +111,8 @@ class ClassificationLoss(KeepConstants):
         logits = logits.float()
         if not targets.is_floating_point():
             targets = soft_targets(targets, self.num_classes, self.smoothing)
-        # PyTorch computes binary cross-entropy in the dtype of the targets, and with precision bf16-true or 16-true
-        # soft targets have two bytes each.
+        # PyTorch computes binary cross-entropy in the dtype of the targets. With precision bf16-true or 16-true soft
+        # targets are in half precision, so convert them.
         targets = targets.float()
         if self.kind == "asl":
             return AsymmetricLossMultiLabel(weight=self.weights)(logits, targets)

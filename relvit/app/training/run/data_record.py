@@ -30,7 +30,8 @@ from relvit.app.utils.shown_text import printable, visible, visible_lines
 
 # If there is no folder for `unreadable.csv`, at most this number of unreadable images is printed.
 SHOWN = 5
-# Lightning's stages use these splits. A test evaluates the split that the data module says.
+# `SPLITS_OF_STAGE` maps stages of Lightning to the splits that they use. The stage 'test' is not in it, because the
+# data module's `evaluated_split` says which split a test uses.
 SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {"fit": SPLITS, "validate": ("val",), "predict": ("predict",)}
 
 
@@ -66,9 +67,10 @@ class DataRecord(Callback):
         return {split: len(files) for split, files in self.unreadable.items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse processes with different numbers of images, such as incomplete copies on the disks of machines.
+        """Refuse to run if processes have different numbers of images, as with an incomplete copy on a machine's disk.
 
-        Each process divides its own images, so some images would come twice, or processes would wait for others.
+        Each process takes its share of the images that it sees, so some images would be used twice, or a process would
+        wait for another process forever.
 
         Raises:
             ValueError: The number of images of a split differs.

@@ -1,4 +1,4 @@
-"""Hugging Face `transformers`: what retrofitted BEiTs and SAMs return and save as the original models do."""
+"""Make retrofitted BEiT and SAM models of Hugging Face `transformers` return outputs and save weights as before."""
 
 from __future__ import annotations
 

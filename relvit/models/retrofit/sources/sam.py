@@ -1,4 +1,4 @@
-"""Segment Anything's image encoders after `relvit.retrofit`, whatever library they are from: attention, any size."""
+"""Parts that retrofitted SAM image encoders of several libraries share: attention, patch embedding, any image size."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SamPatchEmbed(PatchSizes):
 
 
 class SamEncoder(OwnPositions):
-    """Mixin before the SAM image encoder of a library that refuses images of other sizes: SAM's own rule for them.
+    """Mixin before a SAM image encoder that refuses images of other sizes; it follows SAM's own rule for such images.
 
     SAM resizes the longer side of an image to the side of a square canvas, and pads the image below or to the right. So
     the absolute embedding is resized to the square canvas that holds the image, and cut to the image; if the longer

@@ -97,7 +97,7 @@ class RetrofittedBeit(GridInBias, Beit):
 def shift_mask(
     grid: Grid, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Make the mask of Swin's shifted windows, (windows, N, N): -100 where a roll has brought two parts together."""
+    """Make the mask of Swin's shifted windows, (windows, N, N): -100 for tokens that only the shift made neighbours."""
     # These booleans say which rows and columns the cyclic shift has moved across the border to the opposite side.
     rows, cols = (torch.arange(size, device=device) >= size - by for size, by in zip((*grid,)[:2], shift, strict=True))
     parts = (2 * rows[:, None] + cols)[None, :, :, None]
@@ -157,5 +157,5 @@ class RetrofittedSwinV2(SwinWindows, SwinTransformerV2):
     attention_classes: ClassVar[Exchange] = {WindowAttentionV2: TimmRelativeSwinV2}
 
     def no_weight_decay(self) -> set[str]:
-        """Return timm's names, among them the networks of positions."""
+        """Return timm's names, and the names of all parameters of position modules."""
         return super().no_weight_decay() | {name for name, _ in self.named_parameters() if ".position." in name}

@@ -56,14 +56,14 @@ class Pooling(NamedTuple):
 def whole_steps(
     key_grid: Grid, axis: int, queries: int, built_queries: int, built_keys: int, device: torch.device
 ) -> Tensor:
-    """Compute the row of a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
+    """Compute the index into a table for each pair of rows, or columns, of queries and keys: (queries, keys) int64.
 
-    The size of one step, and the row of the offset 0, depend on `built_queries` and `built_keys`: the rows, or columns,
-    of the queries and keys for which the attention was built. At that size timm's `cal_rel_pos_type` computes the same
-    rows of the table. At other sizes rows may be below 0, or beyond the table.
+    The size of one step, and the index of the offset 0, depend on `built_queries` and `built_keys`: the numbers of
+    rows, or columns, of the queries and keys for which the attention was built. At that size timm's `cal_rel_pos_type`
+    computes the same indices. At other sizes an index may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
-    # Lightning's precision 'bf16-true' makes bfloat16 PyTorch's default dtype, which holds no whole numbers above 256.
+    # Lightning's precision 'bf16-true' makes bfloat16 PyTorch's default dtype, which rounds whole numbers above 256.
     here, there = (torch.arange(size, device=device, dtype=torch.float32) for size in (queries, key_grid[axis]))
     offset = here[:, None] * query_step - there * key_step
     offset += (built_keys - 1) * key_step
@@ -115,7 +115,10 @@ class PooledOffsets(LayerTables):
         return torch.lerp(low, high, (index - below)[..., None].to(table.dtype))
 
     def stretch_ratio(self, axis: int, sizes: Size, finer: int) -> float | None:
-        """Return the factor of all offsets, where queries (0) or keys (1) are `finer`; None: tables stay."""
+        """Return the factor for all offsets; None: tables are not stretched.
+
+        `finer` is 0 if the grid of the queries is finer than the grid of the keys, or as fine, and otherwise 1.
+        """
         if self.trained_grid is None:
             return None
         trained = self.layer.sizes(self.layer.tokens_of(self.trained_grid))[finer][axis]

@@ -30,7 +30,7 @@ class TimmRelativeSam(SamAttention, TimmOwnRelative, Attention):
 
 
 class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
-    """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows as before, zeros around the image."""
+    """timm's `VisionTransformerSAM` after `relvit.retrofit`; blocks cut windows and pad with zeros as before."""
 
     num_prefix_tokens = 0
     block_classes: ClassVar[Classes] = (Block,)

@@ -50,7 +50,7 @@ class BeitTables(LayerTables):
         return reduce(torch.add, self.parameters())
 
     def __call__(self, grid: Grid) -> RelativeTerms:
-        """Return the bias between patches, the same for every grid of the trained size."""
+        """Return the bias between patches: the same table for every grid, unless `trained_grid` stretches it."""
         rows, columns = (2 * size - 1 for size in self.layer.bias_modules[0].window_size)
         # In transformers an offset is query minus key, in relvit key minus query, so reverse the table.
         table = self.table()[:-3].flip(0).T.unflatten(1, (rows, columns))
@@ -134,7 +134,7 @@ class TransformersBeitAttention(GridAttention):
 
     @property
     def proj(self) -> nn.Linear:
-        """A projection as wide as the tokens."""
+        """The projection of queries, of which `GridAttention` reads only the width, that of the tokens."""
         return getattr(self, self.projections[0])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ def test_a_validation_whose_best_checkpoint_was_not_written_is_repeated(tmp_path
 
 
 def test_the_loss_chooses_the_best_checkpoint_where_no_image_has_a_label(tmp_path):
-    """Mean average precision is NaN then; the first checkpoint stayed the best one whatever came later."""
+    """Mean average precision is NaN then. If it chose, the first checkpoint would always be the best."""
     data = SeveralLabels(8)
     data.labels[:] = False
     module, best = build(lr=1e-2, warmup_epochs=0.0, multi_label=True), RunCheckpoints(tmp_path, monitor="val/map")

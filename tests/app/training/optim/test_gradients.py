@@ -51,7 +51,7 @@ def test_each_step_takes_the_mean_of_the_batches_that_it_has(data, options, wind
             for (name, parameter), gradient in zip(net.named_parameters(), gradients, strict=True):
                 parameter -= lr * gradient
                 torch.testing.assert_close(weights[name], parameter, atol=1e-6, rtol=1e-4)
-                # The next step starts from the same weights.
+                # Start the next step from the weights of the training, so that rounding errors do not add up.
                 parameter.copy_(weights[name])
 
 
