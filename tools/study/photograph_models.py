@@ -115,12 +115,15 @@ class Part(NamedTuple):
         share: the part of an image's height and width, around its middle, from which crops are taken.
         tuned: the number of epochs of a fine-tuning; None: a training from scratch.
         images: the share of the training images.
+        optimizer, lr: an optimiser of timm and its learning rate; fine-tunings take half of the rate.
     """
 
     size: Size
     share: float = 1.0
     tuned: int | None = None
     images: float = 1.0
+    optimizer: str = "adamw"
+    lr: float = 1e-3
 
 
 class Test(NamedTuple):
@@ -192,6 +195,7 @@ def parts_of(setting: Setting) -> dict[str, Part]:
     field = (setting.fields[0],) * 2
     return {
         "scratch": Part(own),
+        "muon": Part(own, optimizer="muon", lr=2e-3),
         "field": Part(field, share=setting.fields[0] / setting.scaled),
         "larger": Part(larger, tuned=5, images=setting.tuned),
         "shape": Part(setting.rectangle, tuned=5, images=setting.tuned),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import timm.optim
 import torch
 from photograph_images import Images, middle, random_boxes, resampled
 from photograph_models import Model, Part, Run, Setting, Size, Test, base_of, models_of, parts_of, tests_of, tunings_of
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 
 import relvit
 from relvit.app.models import at_image_size
-from relvit.models import param_groups, set_reach
+from relvit.app.training import make_optimizer
+from relvit.models import set_reach
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-BATCH, LR, WEIGHT_DECAY, WARMUP, CLIP = 128, 1e-3, 0.05, 0.05, 1.0
+BATCH, WEIGHT_DECAY, WARMUP, CLIP = 128, 0.05, 0.05, 1.0
 # Batches of an evaluation have about this many pixels.
 EVALUATED_PIXELS = 2**22
 
@@ -100,10 +100,10 @@ def train(
     file.parent.mkdir(parents=True, exist_ok=True)
     model = create(setting, run, work).to(device)
     own = images_of(part, images)
-    lr = LR if part.tuned is None else LR / 2
+    lr = part.lr if part.tuned is None else part.lr / 2
     rate = 1.0 if part.tuned is None else tunings_of(setting)[run.model].rate
-    groups = param_groups(model, lr, rate, WEIGHT_DECAY)
-    optimizer = timm.optim.create_optimizer_v2(groups, "adamw", lr=lr, fused=True)
+    options = {"fused": True} if part.optimizer == "adamw" else {}
+    optimizer = make_optimizer(model, part.optimizer, lr, WEIGHT_DECAY, opt_kwargs=options, position_lr_scale=rate)
     steps = run.epochs * (len(own.labels) // batch_of(own))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step, steps))
     state: dict[str, Any] = {"epoch": 0, "minutes": 0.0}

@@ -1,4 +1,4 @@
-"""Train on photographs: from scratch, with a field of view that grows, and fine-tunings after `relvit.retrofit`.
+"""Train on photographs: from scratch (AdamW, Muon), with a field that grows, and fine-tunings after `relvit.retrofit`.
 
     python tools/study/photographs.py --pack build/imagenette.npz --images DIR            # DIR has train/* and val/*
     python tools/study/photographs.py --pack build/imagenette.npz --work build/photographs --seeds 0
@@ -40,6 +40,7 @@ LINES = Path(__file__).parents[2] / "docs" / "study" / "photographs"
 # Three fine-tunings of one plain model show how much the results of a fine-tuning vary.
 TUNING_SEEDS = (0, 1, 2)
 FIELD = ("learned", "rope-mixed-learned", "lookhere")
+MUON = ("learned", "kv-2-learned", "rope-mixed-learned", "lookhere")
 
 
 def runs_of(setting: Setting, seeds: Sequence[int]) -> list[Run]:
@@ -49,6 +50,7 @@ def runs_of(setting: Setting, seeds: Sequence[int]) -> list[Run]:
     runs = []
     for seed in seeds:
         runs += [Run("scratch", model, seed, setting.epochs) for model in models_of(setting)]
+        runs += [Run("muon", model, seed, setting.epochs) for model in MUON]
         runs += [Run("field", model, seed, setting.epochs) for model in (*FIELD, leading[1])]
     tuned = {name: part for name, part in parts.items() if part.tuned is not None}
     for seed, name, (model, tuning) in itertools.product(TUNING_SEEDS, tuned, tunings_of(setting).items()):
