@@ -3,8 +3,6 @@
 Each cell (one competitor at one size in one mode) adds a line of JSON to `--output`. In every round all competitors of
 a size and mode run once, in a freshly shuffled order: what slows the machine for a while slows all of them, and sample
 i of one cell pairs with sample i of another. `tools/benchmark_report.py` makes tables and a figure of the file.
-
-To measure a change, run the old and the new tree alternately (set PYTHONPATH), and compare the ratios to `plain`.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ class DepthwiseAFT(AFTConv2d):
 
 
 def aft_conv(kind: type[AFTConv2d], heads: int = DIM, kernel_size: int = 15, **options: Any) -> AFTConv2d:
-    """Build a layer of AFT-conv; filters have a gain of 1, as learned ones may, not the initial 0."""
+    """Build a layer of AFT-conv with filters of gain 1: with the initial gain 0, all entries of a filter are equal."""
     layer = kind(DIM, heads, kernel_size=kernel_size, **options)
     nn.init.ones_(layer.gamma)
     return layer
@@ -143,8 +141,7 @@ def build_model(name: str, size: int, **changes: Any) -> nn.Module:
     timm_name, options = MODELS[name]
     model = timm.create_model(timm_name, img_size=size, **{"num_classes": CLASSES, **options, **changes})
     for block in model.blocks:
-        # Remove the layer scale of the rope models: in timm, `init_values=None` does not replace these models' own
-        # value.
+        # In timm, `init_values=None` does not replace the rope models' own value, so remove their layer scale.
         block.gamma_1 = block.gamma_2 = None
     return model
 
@@ -195,8 +192,7 @@ class Cell:
         self.module, shape, others = competitor(setting.level, self.name, setting.size)
         self.module.to(setting.device).train(setting.mode == "train")
         if setting.compiled:
-            # Without `dynamic=False`, the second size would get kernels for all sizes, but the first size its own
-            # kernels.
+            # Without `dynamic=False`, only the first size would get kernels of its own.
             self.module = torch.compile(self.module, dynamic=False)
         x = torch.randn(setting.batch, *shape, device=setting.device)
         # Inside a network, a layer passes the gradient on to the layer below, but images need no gradient.
@@ -266,7 +262,7 @@ class Cell:
             torch.cuda.empty_cache()
 
     def prepare(self) -> None:
-        """Build, then call three times: against the cap (compilation included), for memory, and as in the rounds."""
+        """Build the module and run three steps: the first must not exceed `cap`, the second measures memory."""
         self.attempt(self.build)
         first = self.attempt(self.seconds_of_step)
         if first is not None and first > self.setting.cap:
@@ -309,11 +305,11 @@ def measure(setting: Setting, names: Sequence[str], end: float = math.inf) -> li
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Describe commit (of the relvit that is imported; '+dirty' with changes), versions and machine."""
+    """Describe the commit of the imported relvit ('+dirty' with changes), the versions and the machine."""
     questions = ("rev-parse HEAD", "status --porcelain -- . :!docs/benchmarks")
     root = Path(relvit.__file__).parents[1]
     ask = partial(subprocess.run, cwd=root, capture_output=True, text=True)
-    # A machine with a card may have a copy of the tree alone.
+    # A machine with a GPU may have a copy of the files without git.
     head, changes = (ask(["git", *words.split()]).stdout.strip() if shutil.which("git") else "" for words in questions)
     info = Path("/proc/cpuinfo")
     processors = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []

@@ -66,7 +66,7 @@ def prepare(archives: Path, root: Path, check_md5: bool = False, subset: bool = 
 
 
 def compare_md5(file: Path, expected: str) -> None:
-    """Raise an ArchiveError unless the file has the expected sum."""
+    """Raise an ArchiveError unless the file has the expected MD5 sum."""
     with reading(file, "md5 of") as stream:
         found = hashlib.file_digest(stream, "md5").hexdigest()
     if found != expected:
@@ -169,7 +169,7 @@ def write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, ar
 
 
 def complaints(root: Path) -> list[str]:
-    """Compare classes and images with the official numbers."""
+    """List where the numbers of classes and images differ from the official numbers, a text for each difference."""
     train, val = (
         {folder.name: len(os.listdir(folder)) for folder in sorted((root / split).iterdir()) if folder.is_dir()}
         for split in ("train", "val")

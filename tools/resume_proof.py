@@ -175,7 +175,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _table(made: Path) -> list[dict[str, str]]:
-    """Read the rows, without the times, which differ in any two runs."""
+    """Read the rows of metrics.csv without times and memory (`system/`), which differ in any two runs."""
     with open(made / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: cell for name, cell in row.items() if not name.startswith("system/")} for row in rows]

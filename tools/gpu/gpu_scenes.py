@@ -115,7 +115,7 @@ def draw_scenes(quick: bool) -> Iterator[Scene]:
 
 
 def draw_short_scenes() -> Iterator[Scene]:
-    """Yield what kernels divide in their own ways: wide and narrow grids, padding, windows, heads of several widths."""
+    """Yield scenes for divisions into tiles: wide and narrow grids, padding, windows, heads of several widths."""
     generator = torch.Generator().manual_seed(2)
     scene = partial(draw_scene, distance=(7, 7), letters=("kv",))
     # Kernels for all terms take a minute to compile, and every size of tiles needs other kernels.

@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps, write the summary after each, and print it at the end; return 1 where one failed.
 
     Raises:
-        ValueError: there is no card, and the sizes are not toy ones.
+        ValueError: there is no GPU, and `--toy` was not given.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(os.environ.get("OUT", "gpu_hour"))

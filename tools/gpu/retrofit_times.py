@@ -36,7 +36,7 @@ TOY_CASES = (("timm-beit", 48, 2), ("timm-sam", 48, 1))
 
 
 class FlexBeitAttention(BeitAttention):
-    """timm's `Attention` of BEiT, its bias by FlexAttention's score function with a captured table."""
+    """timm's `Attention` of BEiT with FlexAttention, whose score function looks the bias up in a captured table."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """Map (B, N, dim) tokens to the same shape; the first one is the class token."""

@@ -1,10 +1,11 @@
 """Time the kernels of the backend 'triton' by sizes of tiles: `python tools/gpu/tune.py --minutes 3`.
 
 For each kernel, at 64 x 64, 32 x 32 and 14 x 14 patches in bfloat16, the tool tries numbers of queries and keys in a
-tile, warps, stages, and tiles of few rows (`Blocks` of `relvit.ops.backends.triton.launch`), what the package takes now
-first. Processes beside each other compile them in the first half of the time; then each is checked against float64,
-forward and backward, and timed alone, without the processor's share. At the end there are the fastest per grid, and
-the lines of the table `BLOCKS` for this architecture. `--toy` rehearses this in Triton's interpreter on the CPU.
+tile, warps, stages, and tiles of few rows (`Blocks` of `relvit.ops.backends.triton.launch`). The sizes that the package
+takes now come first. Parallel processes compile the kernels in the first half of the time. Then each kernel is checked
+against float64, forward and backward, and timed alone, without the processor's share. At the end the tool prints the
+fastest sizes for each grid, and the lines of the table `BLOCKS` for this architecture. `--toy` does the same in
+Triton's interpreter on the CPU.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, check, time, and print.
 
     Raises:
-        ValueError: there is no card, and `--toy` was not given.
+        ValueError: there is no GPU, and `--toy` was not given.
         RuntimeError: the tiles that the package uses now fail, or their results are wrong.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -219,7 +219,7 @@ def resident(field: str) -> float:
 
 
 def settle(threads: int, device: str, dtype: str) -> None:
-    """Set how this process computes."""
+    """Set the number of threads, the default device and the default dtype of this process."""
     torch.set_num_threads(threads)
     torch.set_default_device(device)
     torch.set_default_dtype(getattr(torch, dtype))

@@ -105,7 +105,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def table_of_versions(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a row per run as Markdown."""
+    """Return a Markdown table of recorded runs, a row for each."""
     shown = [name for name in KNOWN if name not in ("plain", "sam")]
     lines = [f"| version, commit, PyTorch | plain | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
     for run in runs:

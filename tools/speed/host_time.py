@@ -46,7 +46,7 @@ def of_benchmark(name: str, layers: int) -> nn.Module:
 
 
 def sam(layers: int) -> nn.Module:
-    """Build SAM's encoder with a global layer after every two with windows."""
+    """Build SAM's encoder with a global layer after every two layers with windows."""
     reach = {"window_size": 2, "global_attn_indexes": tuple(range(2, layers, 3))}
     return timm.create_model("samvit_base_patch16", img_size=2 * SIZE, depth=layers, **reach, **TINY)
 
@@ -213,7 +213,7 @@ SHOWN += tuple(f"{name} retrofitted" for name in ("relpos", "sam", "beit", "swin
 
 
 def table_of_versions(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a row per run as Markdown."""
+    """Return a Markdown table of recorded runs, a row for each."""
     lines = [f"| version, commit | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
     for run in runs:
         rows = [run["models"].get(name) for name in SHOWN]

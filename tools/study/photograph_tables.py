@@ -25,7 +25,7 @@ BASES = ("learned", "plain")
 
 
 def accuracies(lines: Sequence[Line]) -> Accuracies:
-    """Collect the accuracies of all seeds; where a reach changes nothing, a model has those without it."""
+    """Collect the accuracies of all seeds; where a reach has no effect, its accuracies are those of 'trained'."""
     found: Accuracies = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for line in lines:
         of_part = found[f"{line['part']}, {line['epochs']} epochs"]
@@ -44,7 +44,7 @@ def text(seeds: dict[int, float], sign: str = "") -> str:
 
 
 def pairs(one: dict[int, float], other: dict[int, float], figure: Callable[[float, float], float]) -> dict[int, float]:
-    """Return a figure of the values of each seed that both have."""
+    """Apply `figure` to the two values of each seed that is in both dictionaries."""
     return {seed: figure(value, other[seed]) for seed, value in one.items() if seed in other}
 
 

@@ -115,7 +115,7 @@ def name_of(given: argparse.Namespace) -> str:
 
 
 def images_for(given: argparse.Namespace) -> dict[str, Images]:
-    """Read the images onto the device; with `--choose` every tenth one of training is tested, and no other is."""
+    """Read the images onto the device; with `--choose` every tenth training image becomes a test image instead."""
     if given.toy:
         images = {split: synthetic(count, 24, count) for split, count in (("train", 40), ("test", 20))}
     else:
@@ -130,7 +130,7 @@ def images_for(given: argparse.Namespace) -> dict[str, Images]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Pack images if there are some, then train and test the runs that were asked for and have no line."""
+    """Pack the images of `--images`; with `--work` or `--toy` train and test the runs that have no line of results."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

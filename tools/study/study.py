@@ -112,15 +112,15 @@ MODELS = {
 
 
 class Recipe(NamedTuple):
-    """Epochs, images and options of `relvit fit`; a split has the images of each class from a first to a last one."""
+    """Epochs, images and options of `relvit fit`; a split has a range of the images of each class."""
 
     epochs: int
     images: dict[str, tuple[str, int, int]]
     options: tuple[str, ...] = ()
 
 
-# The source folder, and the first and the last image of each class in the order of file names. Validation images are in
-# no other split.
+# These tables map each split to its source folder and to a range of the images of each class, in the order of file
+# names. Validation images are in no other split.
 PART = {"train": ("train", 0, 2000), "val": ("train", 2000, 2020), "test": ("test", 0, 400)}
 WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test", 0, 980)}
 SEVERAL = ("--data.train_sizes=[20,24,28,32,36,40,44]",)

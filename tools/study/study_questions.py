@@ -1,4 +1,4 @@
-"""Answer users' questions to the study, each by a table and a figure: own size, other sizes, a trained model."""
+"""Answer users' questions by the study, each by a table and a figure: own size, other sizes, a trained model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from photograph_tables import Accuracies, accuracies, pairs, text
 from study_lines import BASE, TRAINED, Estimate, Key, Line, at, grouped
 from study_tables import table
 
-# Accuracies in percent of the runs of a model.
+# `Values` maps each run of a model to its accuracy in percent.
 Values = dict[Key, float]
 # Models of the study on CIFAR-10 and of the study on photographs, by their names in tables and figures.
 MODELS = {
