@@ -13,7 +13,9 @@ from scripts import load
 
 import relvit  # noqa: F401  registers the models
 
-STUDY, LINES_OF, REPORT, FIELD_LOSS = map(load, ("study", "study_lines", "study_report", "field_loss"))
+STUDY, LINES_OF, REPORT, FIELD_LOSS, PHOTOGRAPHS = map(
+    load, ("study", "study_lines", "study_report", "field_loss", "photograph_models")
+)
 
 
 def line(model, seed, low, recipe="several"):
@@ -105,6 +107,8 @@ def test_the_page_answers_three_questions_with_means_errors_and_differences(repo
     assert "| kv, `max_distance` 2, and learned | +2.0 ± 2.0 | +3.0 |" in page
     assert "| kv, `max_distance` 2, and learned | 53.0 | 53.0 | 53.0 | 53.0 | 53.0 | 55.0 | 100.0 |" in page
     assert "| its own size, 112 px | as the rest | 2 | 50.0 ± 0.0 | +1.5 ± 0.5 |" in page
+    # No model of this row has a run.
+    assert "LookHere" not in page
 
 
 def test_the_tables_have_every_model_and_every_reach(reported):
@@ -137,6 +141,22 @@ def test_models_have_the_same_size_and_are_named_in_the_report():
     for of_patch in counts.values():
         assert max(of_patch) < 1.03 * min(of_patch)
     assert set(LINES_OF.SHOWN) <= set(STUDY.MODELS)
+
+
+def test_models_of_the_answers_start_as_the_plain_vit_does():
+    """Scales or a head near zero would slow the start, so that short trainings would not compare positions alone."""
+    declared = (STUDY.MODELS, PHOTOGRAPHS.models_of(PHOTOGRAPHS.SETTINGS["imagenette"]))
+    shown = zip(*REPORT.study_questions.MODELS.values(), strict=True)
+    pairs = [(models, name) for models, names in zip(declared, shown, strict=True) for name in names]
+    for model in [models[name] for models, name in pairs if name in models]:
+        net = timm.create_model(model.name, img_size=32, num_classes=10, **model.arguments)
+        assert not [name for name, _ in net.named_parameters() if "gamma" in name]
+        # Layers without a bias are part of a position.
+        layers = [layer for layer in (*net.blocks.modules(), net.head) if getattr(layer, "bias", None) is not None]
+        linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+        deviations = [float(layer.weight.detach().std()) for layer in linear]
+        assert deviations == pytest.approx([0.02] * len(linear), rel=0.1), model.name
+        assert not any(layer.bias.any() for layer in linear)
 
 
 def test_no_image_of_a_recipe_is_in_two_splits():

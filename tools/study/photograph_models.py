@@ -86,6 +86,10 @@ TOY = Setting(
 )
 
 
+# Arguments with which timm's model with a relative bias has the biases and the initial weights of timm's plain ViT.
+RELPOS_AS_VIT = {"rel_pos_type": "bias", "init_values": 0.0, "qkv_bias": True, "weight_init": ""}
+
+
 class Model(NamedTuple):
     """Name and arguments of a model of timm's registry."""
 
@@ -156,14 +160,20 @@ def models_of(setting: Setting) -> dict[str, Model]:
     return {
         "learned": Model("vit_tiny_patch16_224", of_timm | {"dynamic_img_size": True}),
         **{f"kv-{each}-learned": Model("relvit_tiny", learned | {"max_distance": each}) for each in setting.clips},
+        # In timm, the blocks of this model start with a LayerScale of 1e-5 and its head starts near zero. All other
+        # models but "relpos" start as the plain ViT does, so a short training does not compare positions alone.
         "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", of_timm | {"dynamic_img_size": True}),
+        "rope-mixed-learned-vit-start": Model("relvit_tiny", learned | {"rope": "mixed", "rel_terms": ""}),
         # LookHere needs four heads; all four are directed heads.
         "lookhere": Model("relvit_tiny", shape | {"position": "lookhere", "num_heads": 4}),
         "kv-2-lookhere": Model(
             "relvit_tiny", shape | {"position": "lookhere+tables", "max_distance": 2, "num_heads": 4}
         ),
         f"v-{clip}-learned": Model("relvit_tiny", learned | {"max_distance": clip, "rel_terms": "v"}),
+        # The blocks of this model start with a LayerScale of 1e-6, because `timm.create_model` ignores arguments that
+        # are None, and the other weights as PyTorch's layers do. The second model starts as the plain ViT does.
         "relpos": Model("vit_relpos_small_patch16_224", of_timm | {"rel_pos_type": "bias", "init_values": None}),
+        "relpos-vit-start": Model("vit_relpos_small_patch16_224", of_timm | RELPOS_AS_VIT),
         # This model has a narrower MLP, since its attention has more parameters.
         "pape-learned": Model("relvit_tiny", learned | {"position": "pape", "mlp_ratio": 3.2}),
         "fire-learned": Model("relvit_tiny", learned | {"position": "fire"}),

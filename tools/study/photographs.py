@@ -39,8 +39,9 @@ import relvit
 LINES = Path(__file__).parents[2] / "docs" / "study" / "photographs"
 # Three fine-tunings of one plain model show how much the results of a fine-tuning vary.
 TUNING_SEEDS = (0, 1, 2)
-FIELD = ("learned", "rope-mixed-learned", "lookhere")
-MUON = ("learned", "kv-2-learned", "rope-mixed-learned", "lookhere")
+ROPE = "rope-mixed-learned-vit-start"
+FIELD = ("learned", ROPE, "lookhere")
+MUON = ("learned", "kv-2-learned", ROPE, "lookhere")
 
 
 def runs_of(setting: Setting, seeds: Sequence[int]) -> list[Run]:

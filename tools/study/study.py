@@ -30,6 +30,7 @@ import timm
 import torch
 from lightning import Callback
 from lightning.fabric import Fabric
+from photograph_models import RELPOS_AS_VIT
 from study_lines import PROTOCOLS, read
 
 import relvit
@@ -65,7 +66,11 @@ MODELS = {
     "none": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "none"}),
     "learned": Model("vit_tiny_patch16_224", VIT | {"pos_embed": "learn"}),
     "axial": relative(rel_terms="", pos_embed="axial"),
+    # This model starts with a LayerScale of 1e-6, because `timm.create_model` ignores arguments that are None. timm's
+    # rotary models below start with one of 1e-5 and a head near zero. Either may slow a short training. The models
+    # "-vit-start" start as the plain ViT does.
     "relpos": Model("vit_relpos_small_patch16_224", TIMM | {"rel_pos_type": "bias", "init_values": None}),
+    "relpos-vit-start": Model("vit_relpos_small_patch16_224", TIMM | RELPOS_AS_VIT),
     "rope-axial": Model("vit_small_patch16_rope_224", ROPE),
     "rope-mixed": Model("vit_small_patch16_rope_mixed_224", ROPE),
     "rope-axial-augmented": Model(
@@ -93,6 +98,7 @@ MODELS = {
     "v-2-learned-start-0.1": relative(max_distance=2, rel_terms="v", pos_embed="learn", rel_init_std=0.1),
     # Other methods beside the same learned embedding, which timm's model names call "ape".
     "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
+    "rope-mixed-learned-vit-start": relative(rope="mixed", rel_terms="", pos_embed="learn"),
     "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
     # The four heads are directed and see 180 degrees each; no head sees all patches.
     "lookhere-180": relative(position="lookhere"),
@@ -131,7 +137,7 @@ RECIPES = {
     "long-several": Recipe(25, WHOLE, SEVERAL),
 }
 # timm builds these models for one size. Copies are evaluated at other sizes, but not trained at several.
-ONE_SIZE = ("relpos",)
+ONE_SIZE = ("relpos", "relpos-vit-start")
 SIZE = 32
 OPTIONS = f"""
 --data=ImageFolderData --data.img_size={SIZE} --data.batch_size=128 --data.num_workers=0 --data.cache=true

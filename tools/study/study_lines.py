@@ -154,7 +154,7 @@ def difference(one: Runs, other: Runs, figure: Figure, of_other: Figure | None =
     """Estimate `one` minus `other` from pairs of runs of the same seed and precision; None: there is no pair.
 
     Runs of one seed see the same images in the same order, so their difference varies less than the difference of two
-    means.     Unless `of_other` is given, the same figure is computed for `other`.
+    means. Unless `of_other` is given, the same figure is computed for `other`.
     """
     of_other = of_other or figure
     pairs = {key: figure(line) - of_other(other[key]) for key, line in one.items() if key in other}

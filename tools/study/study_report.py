@@ -25,7 +25,8 @@ Written by `python tools/study/study_report.py`.
 A table begins with a model without relative positions: accuracy in percent, mean over seeds ± standard error (none for
 one seed). Other rows are differences to it in points, paired by seed and precision. All sizes: the mean over log2(size)
 from 16 to 64 px. `resize` scales the image, `field` keeps the scale of objects: CIFAR-10's images are continued by
-reflection, photographs show more.
+reflection, photographs show more. `relpos` and `rope-*` without `-vit-start` begin with a LayerScale near zero, unlike
+the rest.
 
 # CIFAR-10
 
