@@ -15,7 +15,7 @@ from relvit.ops.backends import fused, gathered, lean, pair_bias, tiled, triton
 from relvit.ops.backends.axis_logits import axis_logits, grid_axes, joined_with_index
 from relvit.ops.backends.stock import switches
 from relvit.ops.checks import check_backend, check_kind
-from relvit.ops.grid import Grid, check_tokens
+from relvit.ops.grid import Grid, Remembered, check_tokens
 from relvit.ops.index_range import check_index_range
 from relvit.ops.inputs import (
     AttentionInputs,
@@ -219,8 +219,7 @@ class _Decision(NamedTuple):
 
 # These are the cached decisions. A key of the cache holds everything on which its decision depends, so that inputs of a
 # layer are checked only once for each size.
-_DECISIONS: dict[Any, _Decision] = {}
-_MOST_DECISIONS = 64
+_DECISIONS = Remembered()
 
 
 def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
@@ -238,11 +237,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
 
 
 def _remember(key: Any, decision: _Decision) -> _Decision:
-    if len(_DECISIONS) >= _MOST_DECISIONS:
-        _DECISIONS.clear()
-    if may_remember():
-        _DECISIONS[key] = decision
-    return decision
+    return _DECISIONS.add(key, decision) if may_remember() else decision
 
 
 def _decide(inputs: AttentionInputs, backend: str) -> _Decision:

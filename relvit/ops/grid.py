@@ -1,12 +1,13 @@
 """`Grid`, where each token of a sequence is in the image: factories with checks, padding masks, a cache for rasters."""
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from relvit.ops.checks import check_kind, check_shape, has_shape
 from relvit.ops.tracing import knows_values, may_remember
@@ -243,17 +244,49 @@ def without_padding(tokens: Tensor, valid: Tensor) -> Tensor:
     return tokens.masked_fill(~valid[:, None, :, None], 0.0)
 
 
+# These limits hold for each function whose results are remembered. An index for all pairs of N tokens takes 8 N^2
+# bytes, so the number of results alone would not bound their memory.
+MOST_RESULTS = 64
+MOST_BYTES = 2**27
+
+
+class Remembered(dict[Any, Any]):
+    """Results of earlier calls, which `add` forgets all at once when they become too many or take too much memory.
+
+    The newest result is kept however large it is, because all blocks of a model use it one after the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = 0
+
+    def add(self, key: Any, result: Any) -> Any:
+        """Keep a result, which may hold tensors, and return it."""
+        # Several tensors of a result may be views of the same memory, so take the set of their storages.
+        storages = {leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        added = sum(storage.nbytes() for storage in storages)
+        self._bytes += added
+        if len(self) >= MOST_RESULTS or self._bytes > MOST_BYTES:
+            self.clear()
+            self._bytes = added
+        self[key] = result
+        return result
+
+
 def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
     """Cache `make(grid, *arguments)`, which reads no `valid`, for grids without `coords`: blocks share the result."""
-    remembered = lru_cache(maxsize=64)(lambda _inference, *arguments: make(*arguments))
+    remembered = Remembered()
 
     @wraps(make)
     def call(grid: Grid, *arguments: object) -> Any:
         if grid.coords is not None or not may_remember():
             return make(grid, *arguments)
+        grid = grid._replace(valid=None)
         # PyTorch cannot save a tensor made in inference mode for backward, so results made in this mode are cached
         # separately.
-        return remembered(torch.is_inference_mode_enabled(), grid._replace(valid=None), *arguments)
+        key = (torch.is_inference_mode_enabled(), grid, *arguments)
+        made = remembered.get(key)
+        return remembered.add(key, make(grid, *arguments)) if made is None else made
 
     return call
 

@@ -1,11 +1,13 @@
 """Grids of tokens: raster order, coordinates, prefix tokens, padding."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
-from relvit.ops import key_mask, make_grid, num_tokens, patch_coords
-from relvit.ops.grid import keep_tokens
+from relvit.ops import Grid, grid, key_mask, make_grid, num_tokens, patch_coords
+from relvit.ops.grid import keep_tokens, once_per_raster
 
 
 def test_raster_order_is_row_by_row():
@@ -35,6 +37,28 @@ def test_indices_of_kept_patches_may_be_integers_of_any_width():
         kept, kept_grid = keep_tokens(tokens, grid, keep.to(dtype))
         assert torch.equal(kept, expected[0])
         assert torch.equal(kept_grid.coords, expected[1].coords)
+
+
+def test_results_for_many_grids_are_bounded_in_bytes_and_blocks_share_even_the_largest(monkeypatch):
+    monkeypatch.setattr(grid, "MOST_BYTES", 1000)
+    made = []
+
+    @once_per_raster
+    def make(grid):
+        result = torch.zeros(10 * grid.height)
+        made.append((weakref.ref(result), result.nbytes))
+        # A view takes no memory of its own.
+        return result, result.expand(100, -1)
+
+    for _ in range(24):
+        for height in (1, 2, 3, 4):
+            make(Grid(height, 5, valid=torch.ones(5 * height, dtype=torch.bool)))
+    assert len(made) == 4
+    for height in range(5, 30):
+        assert make(Grid(height, 5)) is make(Grid(height, 5))
+        alive = [size for result, size in made if result() is not None]
+        assert alive == [40 * height] or sum(alive) <= 1000
+    assert len(made) == 29
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from relvit.ops import AxisTables, RelativeTerms, attention, make_grid, relative_attention
+from relvit.ops import grid as grids
 from relvit.ops.attention import attend_projected
 from relvit.ops.backends import axis_logits, lean, stock
 from relvit.ops.backends.fused import one_hot
+from relvit.ops.grid import MOST_RESULTS, Remembered
 from relvit.ops.inputs import checked
 from relvit.utils.memory import allocations
 
@@ -91,7 +93,7 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("which", ["k", "v", "b", "kvb"])
 def test_what_inference_mode_has_made_serves_training(which, monkeypatch):
-    monkeypatch.setattr(attention, "_DECISIONS", {})
+    monkeypatch.setattr(attention, "_DECISIONS", Remembered())
     q, k, v, terms, grid = draw_case(3, 2, prefix=1, which=which)
     inputs = leaves(q, k, v, terms)
     with torch.inference_mode():
@@ -172,7 +174,7 @@ def test_a_packed_projection_whose_queries_or_tables_would_change_is_left_to_the
 def test_arguments_are_checked_again_where_a_shape_a_dtype_or_an_option_differs(monkeypatch):
     counted = []
     monkeypatch.setattr(attention, "checked", lambda inputs: counted.append(1) or checked(inputs))
-    monkeypatch.setattr(attention, "_DECISIONS", {})
+    monkeypatch.setattr(attention, "_DECISIONS", Remembered())
     q, k, v, terms, grid = draw_case(2, 3)
     for _ in range(3):
         relative_attention(q, k, v, terms, grid)
@@ -185,9 +187,17 @@ def test_arguments_are_checked_again_where_a_shape_a_dtype_or_an_option_differs(
         relative_attention(q, k, v, terms, grid, scale=float("inf"))
     relative_attention(q, k, v, terms, make_grid(3, 2))
     # The cache of decisions has a limited size.
+
+    def attend(width):
+        parts = (part[:1, :, :1].expand(1, 2, width, 5) for part in (q, k, v))
+        relative_attention(*parts, terms, make_grid(1, width), backend="lean")
+
     for width in range(1, 80):
-        relative_attention(*(part[:1, :, :1].expand(1, 2, width, 5) for part in (q, k, v)), terms, make_grid(1, width))
-    assert len(attention._DECISIONS) <= attention._MOST_DECISIONS
+        attend(width)
+    assert 1 < len(attention._DECISIONS) <= MOST_RESULTS
+    monkeypatch.setattr(grids, "MOST_BYTES", 1)
+    attend(80)
+    assert len(attention._DECISIONS) == 1
 
 
 def test_under_autocast_single_precision_is_lowered_as_stock_attention_lowers_it():
@@ -239,7 +249,7 @@ def test_a_decision_for_a_gpu_is_made_again_in_deterministic_mode():
 def test_nothing_is_remembered_while_a_cuda_graph_is_captured(monkeypatch):
     """Its tensors would hold nothing until the first replay, which may come after other graphs and calls."""
     q, k, v, terms, grid = draw_case(2, 3)
-    monkeypatch.setattr(attention, "_DECISIONS", {})
+    monkeypatch.setattr(attention, "_DECISIONS", Remembered())
     made = lambda: one_hot(make_grid(2, 3), axis_logits.grid_axes(grid), torch.float64, q.device)  # noqa: E731
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_initialized", lambda: True)
