@@ -1,5 +1,7 @@
 """The benchmark: ratios computed by hand, the count of memory, its rows and tables, refused arguments."""
 
+import re
+
 import pytest
 import torch
 from one_block import use_one_block
@@ -149,19 +151,35 @@ def test_rows(tmp_path):
     assert (last["commit"], last["status"], last["seconds"]) == ("abc", "over the cap of 0 s", [])
 
 
+# These parameters belong to a position, to the halting of a universal model, or to a mixer that is no attention.
+OWN = r"pos_embed|rope\.freqs|signals\.gain|blocks\.0\.attn\.((position|rel_pos)\..*|beta|gamma|kernel|u|v)"
+
+
 def test_competitors_are_built_alike(monkeypatch):
     use_one_block(monkeypatch)
+    shared = {}
     with torch.device("meta"):
         for name in benchmark.MODELS:
             model, shape, _ = benchmark.competitor("model", name, 32)
             assert (shape, model.num_classes) == ((3, 32, 32), 1000)
-            # An additional prefix token or layer scale would cost time in each block.
+            # An additional prefix token, layer scale, norm or bias would cost time in each block.
             assert (model.num_prefix_tokens, model.global_pool) == (0, "avg"), name
-            keys = [key.removesuffix("attn.gamma") for key, _ in model.named_parameters()]
-            assert not any("ls1" in key or "gamma" in key for key in keys), name
+            keys = [key for key, _ in model.named_parameters() if not re.fullmatch(OWN, key)]
+            shared[name] = {key.replace("qk_v", "qkv") for key in keys}
+            assert shared[name] == shared["plain"], name
     for name in benchmark.AFTS:
         layer, shape, others = benchmark.competitor("aft", name, 64)
         assert layer(torch.zeros(1, *shape), *others).shape == (1, 16, 384)
+
+
+@pytest.mark.parametrize("level", ["layer", "aft", "lsh"])
+def test_layers_have_biases_and_pass_the_gradient_on(level):
+    for name in benchmark.COMPETITORS[level].keys() - peers.CLASSES.keys():
+        setting = benchmark.Setting(level, 32, "train", 1, "cpu", "float32", False, 1, 60.0, 0)
+        cell = benchmark.Cell(name, setting)
+        cell.build()
+        assert cell.inputs[0].requires_grad
+        assert all(part.bias is not None for part in cell.module.modules() if isinstance(part, torch.nn.Linear)), name
 
 
 def test_failures_are_recorded_and_stop_no_other(monkeypatch, tmp_path):

@@ -56,8 +56,12 @@ def beit(layers: int) -> nn.Module:
 
 
 def swin(layers: int) -> nn.Module:
-    """Build one stage of Swin, with shifted windows of 2 x 2 patches in every second layer."""
+    """Build one stage of Swin, with shifted windows of 2 x 2 patches in every second layer.
+
+    There is no stochastic depth, which timm's class has by default: it would add the same operations to both models.
+    """
     stage = {"depths": (layers,), "num_heads": (TINY["num_heads"],), "embed_dim": TINY["embed_dim"]}
+    stage["drop_path_rate"] = 0.0
     return SwinTransformer(SIZE, patch_size=8, window_size=2, num_classes=TINY["num_classes"], **stage)
 
 

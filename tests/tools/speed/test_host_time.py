@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scripts import ROOT, load
+from timm.layers import DropPath
 from torch import nn
 
 from relvit.ops.attention import BACKENDS
@@ -29,6 +30,11 @@ def test_one_layer_and_one_round_print_all_figures(capsys):
         assert all(float(cell) > 0 for cell in (*cells[:2], *cells[3:7]))
     assert rows["plain"][-1] == "+0"
     assert rows["plain"][3:5] == ["1.00", "1.00"]
+
+
+@pytest.mark.parametrize("name", ["relpos", "sam", "beit", "swin"])
+def test_sources_have_no_stochastic_depth(name):
+    assert not any(isinstance(part, DropPath) for part in tool.KNOWN[name].build(2).modules())
 
 
 def test_a_baseline_is_compared_with_its_own():
