@@ -164,6 +164,7 @@ def models_of(setting: Setting) -> dict[str, Model]:
         # models but "relpos" start as the plain ViT does, so a short training does not compare positions alone.
         "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", of_timm | {"dynamic_img_size": True}),
         "rope-mixed-learned-vit-start": Model("relvit_tiny", learned | {"rope": "mixed", "rel_terms": ""}),
+        "kv-2-rope-mixed-learned": Model("relvit_tiny", learned | {"rope": "mixed", "max_distance": 2}),
         # LookHere needs four heads; all four are directed heads.
         "lookhere": Model("relvit_tiny", shape | {"position": "lookhere", "num_heads": 4}),
         "kv-2-lookhere": Model(

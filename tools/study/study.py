@@ -99,6 +99,10 @@ MODELS = {
     # Other methods beside the same learned embedding, which timm's model names call "ape".
     "rope-mixed-learned": Model("vit_small_patch16_rope_mixed_ape_224", VIT),
     "rope-mixed-learned-vit-start": relative(rope="mixed", rel_terms="", pos_embed="learn"),
+    "kv-2-rope-mixed-learned": relative(max_distance=2, rope="mixed", pos_embed="learn", rel_init_std=0.1),
+    "v-2-rope-mixed-learned": relative(
+        max_distance=2, rope="mixed", rel_terms="v", pos_embed="learn", rel_init_std=0.1
+    ),
     "rope-axial-learned": Model("vit_small_patch16_rope_ape_224", VIT),
     # The four heads are directed and see 180 degrees each; no head sees all patches.
     "lookhere-180": relative(position="lookhere"),
