@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
@@ -12,6 +13,10 @@ from relvit.ops.checks import check_model
 
 # By default the learning rate of the trainable parameters of relative positions is multiplied by this number.
 POSITION_LR_SCALE = 10.0
+
+# The module of a parameter `kernel` stores its parametrized tensor as `parametrizations.kernel.original`, or as several
+# tensors, `original0`, `original1` and so on.
+STORED = re.compile(r"parametrizations\.([^.]+)\.original\d*$")
 
 
 def param_groups(
@@ -64,6 +69,8 @@ def param_groups(
     for path, part in model.named_modules():
         if hasattr(part, "no_weight_decay"):
             undecayed |= {f"{path}.{name}" if path else name for name in part.no_weight_decay()}
+    # `torch.nn.utils.parametrize`, for a weight norm for example, stores a tensor under names of another form.
+    undecayed |= {name for name, _ in model.named_parameters() if STORED.sub(r"\1", name) in undecayed}
     given["no_weight_decay_list"] = undecayed
     if layer_decay is None:
         groups = param_groups_weight_decay(model, **given)

@@ -100,6 +100,19 @@ def test_names_without_decay_that_a_user_gives_join_those_of_the_model(layer_dec
     assert decays[id(model.blocks[0].mlp.fc1.weight)] == 0.05
 
 
+def test_parametrized_tables_have_no_decay_either():
+    model = small(position="low-rank", pos_embed="learn")
+    nn.utils.parametrizations.weight_norm(model, "pos_embed")
+    nn.utils.parametrizations.weight_norm(model.blocks[0].attn.position, "query")
+    nn.utils.parametrizations.orthogonal(model.blocks[1].attn.position, "key")
+    nn.utils.parametrizations.weight_norm(model.blocks[0].attn.qkv)
+    groups = param_groups(model, 0.01)
+    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    stored = {name: decays[id(p)] for name, p in model.named_parameters() if "parametrizations." in name}
+    assert len(stored) == 7
+    assert stored == {name: 0.05 if ".qkv." in name else 0.0 for name in stored}
+
+
 def test_positions_that_do_not_learn_have_no_rate():
     for model in (small(position="slopes"), small().requires_grad_(False), timm.create_model("test_vit")):
         plain = param_groups(model, 0.01, position_lr_scale=1)
