@@ -52,6 +52,9 @@ def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
 
 
 def plus_minus(results: Mapping[str, Any], name: str, text: str = "{:.4f}") -> str:
-    """Format a result by `text`, with its standard error if it has one, such as '0.8125 ± 0.0121'."""
-    error = results.get(f"{name}_se")
-    return text.format(results[name]) + ("" if error is None else f" ± {error:.4f}")
+    """Format a result by `text`, with its standard error if it has one, such as '0.8125 ± 0.0121'.
+
+    A JSON file has null, which is None here, in the place of NaN.
+    """
+    value, error = results[name], results.get(f"{name}_se")
+    return text.format(math.nan if value is None else value) + ("" if error is None else f" ± {error:.4f}")

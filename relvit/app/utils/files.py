@@ -6,11 +6,12 @@ import csv
 import ctypes
 import errno
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -231,9 +232,18 @@ def write_csv(path: str | os.PathLike[str], header: Sequence[str], rows: Iterabl
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file, see `atomic_write`."""
+    """Write a JSON file, see `atomic_write`. NaN and infinity become null, because JSON has no such numbers."""
+    text = json.dumps(_with_nulls(without_secrets(value)), indent=2, allow_nan=False)
     with atomic_write(path) as part:
-        part.write_text(json.dumps(without_secrets(value), indent=2) + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8")
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_nulls(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(text: str | bytes) -> Any:

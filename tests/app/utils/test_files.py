@@ -8,9 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from relvit.app.cli.outputs import output_files
+from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, check_output, from_here, write_json
 
 
@@ -122,6 +124,15 @@ def test_wherever_the_process_is_killed_a_folder_has_the_old_files_or_the_new_on
 def test_the_folder_of_a_file_is_made(tmp_path):
     write_json(tmp_path / "a" / "b" / "report.json", [1])
     assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == [1]
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path):
+    values = {"val/map": float("nan"), "rows": [(np.float64("inf"), 1, True, None, "NaN")]}
+    write_json(tmp_path / "a.json", values)
+    expected = {"val/map": None, "rows": [[None, 1, True, None, "NaN"]]}
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == expected
+    # The model card shows nan for both.
+    assert plus_minus(expected, "val/map") == plus_minus(values, "val/map") == "nan"
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(tmp_path, monkeypatch):
