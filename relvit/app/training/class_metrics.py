@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 
 class ClassMetrics(NamedTuple):
@@ -98,7 +99,8 @@ def multi_label_metrics(
             between the lowest probability that reaches it and the next lower probability (0 if there is none).
     """
     probabilities, labels = np.asarray(probabilities), np.asarray(labels).astype(bool, copy=False)
-    curves = [_curve(*column) for column in zip(probabilities.T.astype(np.float64), labels.T, strict=True)]
+    # Convert one class at a time, because a copy of all probabilities may take gigabytes.
+    curves = [_curve(scores.astype(np.float64), own) for scores, own in zip(probabilities.T, labels.T, strict=True)]
     chosen = np.array([best for _, best in curves] if thresholds is None else thresholds)
     predicted = probabilities >= chosen
     right, count, guesses = (predicted & labels).sum(0), labels.sum(0), predicted.sum(0)
@@ -124,6 +126,8 @@ def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
 class MultiLabelScores(Metric):
     """Mean average precision 'map' and mean F1 'f1' of an epoch, exact on any number of devices.
 
+    The probabilities and labels of all images of the epoch are kept in the memory of the CPU.
+
     Attributes:
         thresholds: One threshold for each class. None lets `multi_label_metrics` choose the thresholds.
         classes: The metrics of each class, after `compute`.
@@ -132,7 +136,8 @@ class MultiLabelScores(Metric):
     full_state_update: bool | None = False
 
     def __init__(self, thresholds: Sequence[float] | None = None) -> None:
-        super().__init__()
+        # torchmetrics' option `compute_on_cpu` fails with NCCL, which gathers only tensors on GPUs.
+        super().__init__(dist_sync_fn=self._gather)
         self.thresholds: Sequence[float] | None = thresholds
         self.classes: MultiLabelMetrics | None = None
         for name in ("probabilities", "labels"):
@@ -141,13 +146,16 @@ class MultiLabelScores(Metric):
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the logits and labels of a batch, both (B, classes)."""
         # Also add empty batches, so that every process has states to gather.
-        self.probabilities.append(logits.float().sigmoid())
-        self.labels.append(labels.view(logits.shape).to(torch.uint8))
+        self.probabilities.append(logits.float().sigmoid().cpu())
+        self.labels.append(labels.view(logits.shape).to(torch.uint8).cpu())
 
     def compute(self) -> dict[str, float]:
         """Return 'map' and 'f1', which are NaN without images."""
         if not len(self.labels):
             return dict.fromkeys(("map", "f1"), np.nan)
-        probabilities, labels = (dim_zero_cat(state).cpu().numpy() for state in (self.probabilities, self.labels))
-        self.classes = multi_label_metrics(probabilities, labels.astype(bool), self.thresholds)
+        probabilities, labels = (dim_zero_cat(state).numpy() for state in (self.probabilities, self.labels))
+        self.classes = multi_label_metrics(probabilities, labels, self.thresholds)
         return self.classes.means()
+
+    def _gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        return [part.cpu() for part in gather_all_tensors(state.to(self.device), group)]

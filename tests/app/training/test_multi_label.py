@@ -1,11 +1,14 @@
 """Multi-label metrics compared with scikit-learn and brute force; thresholds in checkpoints and resumed trainings."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_training import SeveralLabels, build, record_steps, train
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relvit.app.training import load_classifier
 from relvit.app.training.checkpoints.upgrades import KEY
@@ -72,6 +75,22 @@ def test_the_metric_of_batches_is_that_of_all_images(scored):
     assert metric.compute() == pytest.approx(expected.means())
     np.testing.assert_array_equal(metric.classes.threshold, expected.threshold)
     assert np.isnan(list(MultiLabelScores().compute().values())).all()
+
+
+def test_the_metric_takes_no_memory_of_a_gpu():
+    """A validation of many images and thousands of classes would otherwise fill the memory of the GPU."""
+    metric = MultiLabelScores()
+    with FakeTensorMode():
+        metric.update(torch.empty(4, 3, device="cuda"), torch.ones(4, 3, device="cuda", dtype=torch.bool))
+    assert {state.device.type for state in (*metric.probabilities, *metric.labels)} == {"cpu"}
+
+
+def test_the_metrics_need_no_second_copy_of_the_probabilities():
+    probabilities = np.random.default_rng(0).random((2000, 200), dtype=np.float32)
+    tracemalloc.start()
+    multi_label_metrics(probabilities, probabilities > 0.7)
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * probabilities.nbytes
+    tracemalloc.stop()
 
 
 def test_classes_above_their_thresholds():
