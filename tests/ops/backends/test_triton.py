@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from relvit.ops import Channels, make_grid, relative_attention
+from relvit.ops import Channels, choose, make_grid, relative_attention
 from relvit.ops.backends import triton
 from relvit.ops.inputs import AttentionInputs, checked
 from relvit.utils.old_torch import BUILDS_KERNELS
@@ -108,6 +108,41 @@ def test_refused_devices_dtypes_and_transforms(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="takes float16, bfloat16 and float32, not"):
         relative_attention(q, k, v, terms, grid, backend="triton")
+
+
+def choice_on_a_gpu(monkeypatch, capability=(8, 0), hip=None):
+    """Return what `choose` takes for a joint bias on a GPU that is not there, and the refusal of the kernels."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    triton._failure_of_triton.cache_clear()
+    *tensors, grid = draw_case(2, 3, which="b", layout="joint", dim=16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = lambda part: mode.from_tensor(part.half()).to("cuda")  # noqa: E731
+        inputs = AttentionInputs(*tree_map_only(torch.Tensor, fake, tensors), grid)
+        return choose(*inputs[:5]).backend, triton.refusal(checked(inputs))
+
+
+@pytest.mark.skipif(not BUILDS_KERNELS, reason="PyTorch >= 2.9")
+def test_auto_leaves_the_kernels_out_where_they_cannot_run(monkeypatch):
+    """A T4 has too little shared memory, AMD's GPUs know no PTX, and slim containers have no C compiler."""
+    from triton.runtime import driver
+
+    active = MagicMock()
+    monkeypatch.setattr(driver, "_active", active)
+    assert choice_on_a_gpu(monkeypatch) == ("triton", None)
+    backend, reason = choice_on_a_gpu(monkeypatch, capability=(7, 5))
+    assert backend == "fused"
+    assert reason.startswith("needs a GPU of compute capability 8.0 (Ampere) or newer, the query's has 7.5")
+    backend, reason = choice_on_a_gpu(monkeypatch, capability=(9, 4), hip="6.4")
+    assert backend == "fused"
+    assert "only NVIDIA's GPUs know" in reason
+    active.get_current_target.side_effect = RuntimeError("Failed to find C compiler.\nPlease specify")
+    backend, reason = choice_on_a_gpu(monkeypatch)
+    assert backend == "fused"
+    assert reason.startswith("cannot start Triton (RuntimeError: Failed to find C compiler.); it needs a C compiler")
+    triton._failure_of_triton.cache_clear()
 
 
 def test_channels_count_as_head_dimensions_before_and_after_they_are_appended(monkeypatch):

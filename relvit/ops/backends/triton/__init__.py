@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from relvit.ops.tracing import without_autocast
 from relvit.utils.old_torch import BUILDS_KERNELS
 
 LARGEST_DIM = 128
+# Older GPUs have less shared memory than some tiles take, and no bfloat16.
+LEAST_CAPABILITY = (8, 0)
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
@@ -69,6 +72,8 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     interpreted = query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if (device or query.device.type) != "cuda" and not interpreted:
         return f"needs a GPU, the query is on {query.device} (its tests set TRITON_INTERPRET=1): use 'auto'"
+    if not interpreted and torch.version.hip is not None:
+        return "has instructions that only NVIDIA's GPUs know, this PyTorch is for AMD's: use 'auto'"
     if not (interpreted or BUILDS_KERNELS):
         return f"needs PyTorch 2.9, which brings Triton 3.5, got PyTorch {torch.__version__}: use 'auto'"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -85,7 +90,33 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
         return "takes no attn_mask and no is_causal (padding goes into the grid's `valid`): use 'fused'"
     if inputs.dropout_p:
         return f"has no dropout on attention weights, got dropout_p={inputs.dropout_p}: use 'fused'"
-    return _refusal_of_joint_tables(inputs)
+    return _refusal_of_joint_tables(inputs) or _refusal_of_gpu(query)
+
+
+def _refusal_of_gpu(query: Tensor) -> str | None:
+    # The query may be a fake tensor on a GPU that is not there; then PyTorch has not initialised CUDA.
+    if not (query.is_cuda and torch.cuda.is_initialized()):
+        return None
+    if (capability := torch.cuda.get_device_capability(query.device)) < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        return f"needs a GPU of compute capability {least} (Ampere) or newer, the query's has {found}: use 'auto'"
+    return _failure_of_triton()
+
+
+@cache
+def _failure_of_triton() -> str | None:
+    """Return why Triton cannot start: it compiles its launcher in C, and many containers have no C compiler."""
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200]
+        return (
+            f"cannot start Triton ({type(error).__name__}: {reason}); it needs a C compiler and Python's header files, "
+            "such as Debian's packages gcc and python3-dev: install them, or use 'auto'"
+        )
+    return None
 
 
 def _refusal_of_joint_tables(inputs: AttentionInputs) -> str | None:
