@@ -58,7 +58,8 @@ def cost(model: nn.Module) -> Cost:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mixers = [block.attn for block in model.blocks]
     if not all(isinstance(mixer, RelativeAttention | AFTSimple | LSHAttention) for mixer in mixers):
-        own = sum(mixer.get_parameter(name).numel() for mixer in mixers for name in mixer.no_weight_decay())
+        exempt = [name for name in model.no_weight_decay() if ".attn." in name]
+        own = sum(model.get_parameter(name).numel() for name in exempt)
         return Cost(parameters, count_macs(model, model.patch_embed.img_size), own, 0)
     patches = model.patch_embed.num_patches
     tokens = patches + model.num_prefix_tokens

@@ -9,10 +9,9 @@ import timm
 import torch
 
 import relvit
-from relvit import layers, models, ops
-from relvit.families import aft, reformer, reversible, transformer_xl, universal
+from relvit import families, layers, models, ops
 
-PACKAGES = (ops, layers, models, aft, reformer, reversible, transformer_xl, universal)
+PACKAGES = (ops, layers, models, *(getattr(families, name) for name in families.__all__))
 # The examples use these modules without importing them.
 LIBRARIES = {"torch": torch, "timm": timm, "relvit": relvit, "partial": partial}
 PUBLIC = {name: getattr(package, name) for package in PACKAGES for name in package.__all__}

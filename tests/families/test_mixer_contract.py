@@ -3,14 +3,33 @@
 from functools import partial
 
 import pytest
+import timm
 import torch
 from draws import draw
+from vits import FAMILIES
 
 from relvit.families.aft import AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from relvit.families.reformer import LSHAttention
 from relvit.layers import MixerBlock, RelativeAttention, RelativePosition2d
-from relvit.layers.mixer import Mixer
-from relvit.ops import make_grid
+from relvit.layers.mixer import Mixer, count_parameters
+from relvit.ops import key_mask, make_grid
+from relvit.ops.checks import check_heads
+
+
+class Mean(Mixer):
+    """The mean of all tokens: a mixer without parameters, heads, projections and an order of tokens."""
+
+    def __init__(self, dim, num_heads, *, qkv_bias=False, proj_bias=True, proj_drop=0.0, device=None, dtype=None):
+        super().__init__()
+        check_heads(dim, num_heads)
+
+    def forward(self, x, grid, attn_mask=None, is_causal=False):
+        self.refuse_mask(attn_mask)
+        if is_causal:
+            raise ValueError("Mean takes no is_causal")
+        valid = x.new_ones(1, x.shape[1]) if grid.valid is None else key_mask(grid).to(x.dtype)
+        return ((valid / valid.sum(1, keepdim=True))[:, None] @ x).expand_as(x)
+
 
 DIM, HEADS = 12, 3
 FACTORS = {"grid_size": (5, 4), "prefix": 1, "bias_dim": 4}
@@ -21,7 +40,12 @@ MIXERS = {
     "AFT-local": partial(AFTLocal, window=(1, 2), **FACTORS),
     "AFT-conv": partial(AFTConv2d, kernel_size=(3, 5)),
     "LSH": partial(LSHAttention, bucket_size=3, rounds=2),
+    "mean": Mean,
 }
+# A mixer that a family has registered, and that needs no arguments of its own here, is added without a row.
+KINDS = {type(timm.create_model(name, device="meta", depth=1).blocks[0].attn) for name in FAMILIES}
+KINDS -= {getattr(made, "func", made) for made in MIXERS.values()}
+MIXERS |= {kind.__name__: kind for kind in sorted(KINDS, key=str)}
 GRID = make_grid(5, 4, prefix=1)
 X = draw(torch.Generator().manual_seed(1), 2, 21, DIM)
 each_mixer = pytest.mark.parametrize("name", MIXERS)
@@ -30,11 +54,20 @@ each_mixer = pytest.mark.parametrize("name", MIXERS)
 def build(name, **options):
     torch.manual_seed(0)
     mixer = MIXERS[name](DIM, HEADS, qkv_bias=True, **options)
-    if name in ("attention", "LSH"):
+    if hasattr(mixer, "position"):
         mixer.position = RelativePosition2d(DIM // HEADS, HEADS, rel_terms="b", max_distance=2)
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return mixer.double().eval()
+
+
+def refusal_of_causality(mixer):
+    """Return the text of the error of a mixer without an order of tokens; '' if the mixer has one."""
+    try:
+        mixer(X, GRID, is_causal=True)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @each_mixer
@@ -63,10 +96,13 @@ def test_padding_and_dropped_patches_are_as_if_they_were_not_there(name):
 
 
 @each_mixer
-def test_causal_tokens_see_earlier_ones_alone(name):
+def test_causal_tokens_see_earlier_ones_alone_or_is_causal_is_refused(name):
     # Changing later tokens could move earlier ones to other chunks of LSH attention, so use one bucket.
     mixer = build(name, **({"bucket_size": 11} if name == "LSH" else {}))
     changed = torch.cat((X[:, :9], X[:, 9:] + 1), dim=1)
+    if said := refusal_of_causality(mixer):
+        assert "takes no is_causal" in said
+        return
     one, other = (mixer(x, GRID, is_causal=True) for x in (X, changed))
     torch.testing.assert_close(one[:, :9], other[:, :9], rtol=0, atol=1e-12)
     assert (one[:, 9:] - other[:, 9:]).abs().max() > 1e-3
@@ -79,7 +115,8 @@ def test_half_precision_and_devices(name):
     expected = mixer(X, GRID).detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = mixer.float()(X.float(), GRID)
-    assert out.dtype == torch.bfloat16
+    # Autocast computes products in half precision; a mixer without parameters may have none.
+    assert out.dtype == torch.bfloat16 or not list(mixer.parameters())
     for half in (out, mixer.bfloat16()(X.bfloat16(), GRID)):
         assert (half.double() - expected).norm() < 0.1 * expected.norm()
     with torch.device("meta"):
@@ -105,7 +142,7 @@ def test_drop_in_for_attention_in_a_block(name):
 @each_mixer
 def test_norms_and_dropout_of_attention_given_to_a_block_are_the_mixers_or_refused(name):
     block = partial(MixerBlock, DIM, HEADS, mixer=MIXERS[name], qk_norm=True, scale_attn_norm=True, attn_drop=0.5)
-    if name.startswith("AFT"):
+    if not hasattr(build(name), "attn_drop"):
         with pytest.raises(TypeError, match="argument 'attn_drop'"):
             block()
         return
@@ -116,12 +153,12 @@ def test_norms_and_dropout_of_attention_given_to_a_block_are_the_mixers_or_refus
 
 @each_mixer
 def test_plans_say_what_is_computed(name):
-    plan = build(name).plan("blocks.0.attn", GRID, training=True)
-    attention = name in ("attention", "LSH")
-    assert plan.terms == ("b" if attention else "")
+    mixer = build(name)
+    plan = mixer.plan("blocks.0.attn", GRID, training=True)
+    assert plan.terms == ("b" if hasattr(mixer, "position") else "")
     assert plan.backend == ("reference" if name == "attention" else "")
-    assert plan.parameters > 0
-    assert plan.width == (4, 4) if name != "attention" else plan.width[1] > 4
+    assert plan.parameters == count_parameters(getattr(mixer, "position", mixer))
+    assert plan.width == (mixer.head_dim,) * 2 if name != "attention" else plan.width[1] > mixer.head_dim
     bias = build(name).learned_bias(GRID)
     expected = {"AFT-full": (21, 21), "AFT-local": (21, 21), "AFT-conv": (3, 3, 5)}.get(name)
     assert (bias if bias is None else tuple(bias.shape)) == expected

@@ -7,7 +7,7 @@ import torch
 from own_positions import MVITS, mvit
 from retrofit_cases import build, images, retrofitted
 from torch import nn
-from vits import small
+from vits import FAMILIES, small
 
 import relvit
 from relvit.families.transformer_xl import set_bands
@@ -24,7 +24,6 @@ RELVIT = {
     "of tokens": {"position": "pape"},
     "reversible": {"reversible": True},
 }
-FAMILIES = ("test_relvit_aft", "test_relvit_lsh", "test_relvit_universal")
 RETROFITTED = ("qk_norm", "eva02", "grouped", "naflex", "relpos", "relpos mlp", "beit", "sam", "swinv2")
 
 

@@ -9,7 +9,7 @@ import torch
 from draws import draw_case
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from vits import SMALL, images, small
+from vits import FAMILIES, SMALL, images, small
 
 import relvit
 from relvit.ops import attention, choose
@@ -117,9 +117,13 @@ def test_a_backend_chosen_by_name_is_the_reason():
     assert [plan.reason == "chosen by name" for plan in relvit.explain(model)] == [False, True, False]
 
 
-@pytest.mark.parametrize("name", ["test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_other_families(name):
-    assert relvit.explain(timm.create_model(name, **SMALL))[0].parameters > 0
+    """A plan counts the parameters of the position, or of the whole mixer if it takes no position."""
+    model = timm.create_model(name, **SMALL)
+    mixer, plan = model.blocks[0].attn, relvit.explain(model)[0]
+    counted = getattr(mixer, "position", mixer).parameters()
+    assert (plan.layer, plan.parameters) == ("blocks.0.attn", sum(parameter.numel() for parameter in counted))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,7 @@ import torch
 from own_positions import mvit
 from retrofit_cases import build, retrofitted
 from timm.layers import PatchDropoutWithIndices
-from vits import images, small
+from vits import FAMILIES, images, small
 
 import relvit
 
@@ -52,7 +52,7 @@ def test_a_masked_encoder_is_the_whole_one_under_a_mask_of_keys(case):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-9 * scale, msg=name)
 
 
-@pytest.mark.parametrize("name", ["test_relvit", "test_relvit_aft", "test_relvit_lsh", "test_relvit_universal"])
+@pytest.mark.parametrize("name", ["test_relvit", *FAMILIES])
 def test_it_is_what_patch_dropout_drops(name):
     model = small(name, patch_drop_rate=0.5, class_token=True, pos_embed="axial").double()
     kept = []

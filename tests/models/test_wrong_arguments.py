@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from timm.models.vision_transformer import Block, VisionTransformer
-from vits import SMALL, images, small
+from vits import FAMILIES, SMALL, images, small
 
 import relvit
 from relvit.families.transformer_xl import set_bands
 from relvit.models import GridVisionTransformer, attention_rollout, logit_inputs, param_groups, set_reach
 
-FAMILIES = ["relvit_tiny", "relvit_aft_conv_small", "relvit_lsh_small", "relvit_universal_small"]
+EVERY = ["test_relvit", *FAMILIES]
 WRONG = {
     "num_heads": (5, "num_heads must divide dim 12, got 5"),
     "embed_dim": (0, "embed_dim must be 1 or more, got 0"),
@@ -51,7 +51,7 @@ def test_numbers(name):
         small("relvit_tiny", **{name: given})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_family_checks_its_numbers_and_inputs(family):
     with pytest.raises(ValueError, match="num_heads must divide dim 12, got 5"):
         small(family, num_heads=5)
@@ -136,7 +136,7 @@ def test_images_of_a_stem_whose_number_of_channels_is_not_known():
         model(images(channels=4)[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize(
     ("name", "given", "error", "message"),
     [

@@ -93,11 +93,22 @@ class Decay(Mixer):
         return self.pairs @ x
 
 
-def test_a_mixer_without_a_function_of_its_own_is_counted_as_pytorch_does():
+class Mean(Mixer):
+    """A mixer without parameters and products."""
+
+    def __init__(self, dim, num_heads, **_):
+        super().__init__()
+
+    def forward(self, x, grid, attn_mask=None, is_causal=False):
+        return x.mean(dim=1, keepdim=True).expand_as(x)
+
+
+@pytest.mark.parametrize(("mixer", "parameters", "macs"), [(Decay, 24 * 24, 24 * 24 * 12), (Mean, 0, 0)])
+def test_a_mixer_without_a_function_of_its_own_is_counted_as_pytorch_does(mixer, parameters, macs):
     sizes = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
-    cost = model_table.cost(GridVisionTransformer(**sizes, block_fn=partial(MixerBlock, mixer=Decay)))
-    assert cost.macs == 24 * 192 * 12 + 2 * (24 * 24 * 12 + 24 * 2 * 12 * 48) + 12 * 5
-    assert cost.relative_parameters == 2 * 24 * 24
+    cost = model_table.cost(GridVisionTransformer(**sizes, block_fn=partial(MixerBlock, mixer=mixer)))
+    assert cost.macs == 24 * 192 * 12 + 2 * (macs + 24 * 2 * 12 * 48) + 12 * 5
+    assert cost.relative_parameters == 2 * parameters
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ import resource
 import pytest
 import timm
 import torch
+from vits import class_of
 
 from relvit.app.models import build_model, described_model, model_arguments
+from relvit.families.aft import AFTVisionTransformer
 from relvit.layers import SlopePosition2d
+from relvit.models import GridVisionTransformer, RelVisionTransformer
 
 
 def test_builds_relvit_and_timm_models_with_the_datas_sizes():
@@ -31,10 +34,14 @@ def test_a_model_whose_function_declares_no_class_gets_the_size_of_the_images():
 
 
 def test_every_registered_relvit_model_knows_its_arguments():
-    for name in timm.list_models("*relvit_aft*"):
-        assert {"mixer", "kernel_size", "window", "bias_dim", "drop_path_rate"} <= model_arguments(name)
-    for name in timm.list_models("*relvit*", exclude_filters="*_aft*"):
-        assert {"rel_terms", "max_distance", "img_size", "embed_dim", "drop_path_rate"} <= model_arguments(name)
+    own = {
+        AFTVisionTransformer: {"mixer", "kernel_size", "window", "bias_dim"},
+        RelVisionTransformer: {"rel_terms", "max_distance"},
+        GridVisionTransformer: {"pos_embed", "reversible", "img_size", "embed_dim", "drop_path_rate"},
+    }
+    for name in timm.list_models("*relvit*"):
+        for model_class, arguments in own.items():
+            assert arguments <= model_arguments(name) or not issubclass(class_of(name), model_class), name
 
 
 @pytest.mark.parametrize(

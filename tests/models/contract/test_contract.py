@@ -6,15 +6,20 @@ import timm
 import torch
 from timm_versions import since
 from torch import nn
-from vits import ATTENTION_FREE, NAMES, UNIVERSAL, assert_same, bias_for, images, precision, small, twins
+from vits import assert_same, bias_for, class_of, images, precision, small, twins
 
 from relvit.models.entry_points import FIXED
 
 
-@pytest.fixture(scope="module", params=[*NAMES, *ATTENTION_FREE, *UNIVERSAL])
+@pytest.fixture(scope="module", params=timm.list_models("*relvit*"))
 def registered(request):
     """Return a registered name, and its model with one block."""
     return request.param, timm.create_model(request.param, depth=1, device="meta")
+
+
+def test_every_class_has_a_small_model_for_tests():
+    classes = [{class_of(name) for name in timm.list_models(pattern)} for pattern in ("relvit_*", "test_relvit*")]
+    assert classes[0] == classes[1]
 
 
 def test_default_cfgs_describe_the_model_that_they_build(registered):

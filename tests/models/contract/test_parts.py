@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from timm.models import create_feature_extractor
-from vits import assert_same, images, small
+from vits import FAMILIES, assert_same, images, small
 
 import relvit
 from relvit.models.depth import lack
@@ -27,6 +27,8 @@ PARTS = {
     "universal": {"name": "test_relvit_universal", "class_token": True, "halting": ""},
     "halting": {"name": "test_relvit_universal", "class_token": True, "halting": "act"},
 }
+NAMED = {part.get("name") for part in PARTS.values()}
+PARTS |= {name: {"name": name} for name in FAMILIES if name not in NAMED}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -15,8 +15,8 @@ def class_of(name):
 
 
 NAMES = [name for name in timm.list_models("*relvit*") if class_of(name) is relvit.RelVisionTransformer]
-UNIVERSAL = timm.list_models("*relvit_universal*")
-ATTENTION_FREE = timm.list_models("*relvit_aft*")
+# These are the small models of all other classes: tests of what every family promises take a new family from here.
+FAMILIES = [name for name in timm.list_models("test_relvit*") if name not in NAMES]
 SMALL = {"img_size": (24, 16), "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 2, "num_classes": 5}
 # These arguments of timm's class correspond to relvit's defaults.
 DEFAULTS = {"class_token": False, "global_pool": "avg", "pos_embed": "", "dynamic_img_size": True}
