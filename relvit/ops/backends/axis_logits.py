@@ -211,17 +211,12 @@ def axis_logits(query: Tensor, table: Tensor, index: Tensor) -> Tensor:
         # because `torch.onnx.export(dynamo=False)` writes the sizes of computed tensors as constants.
         per_entry = query @ table.transpose(-2, -1)
         return gather(per_entry, index.expand(query.shape[0], query.shape[1], -1, -1))
-    per_entry = _entry_logits(query, table)
+    per_entry = entry_logits(query, table)
     return gather(per_entry, index.transpose(0, 1).expand(*per_entry.shape[:-1], -1)).transpose(0, 1)
 
 
 def entry_logits(query: Tensor, table: Tensor) -> Tensor:
-    """Multiply queries by all vectors of a joined table: (B, heads, N, entries)."""
-    return _entry_logits(query, table).transpose(0, 1)
-
-
-def _entry_logits(query: Tensor, table: Tensor) -> Tensor:
-    """Compute `entry_logits` in the order in memory, (heads, B, N, entries)."""
+    """Multiply queries by all vectors of a joined table: (heads, B, N, entries), the order in memory."""
     # A product per head reads queries in the projection's memory layout: neither forward nor backward copies them.
     by_head = query.permute(1, 0, 2, 3).flatten(1, 2)
     per_entry = torch.bmm(by_head, table.expand(query.shape[1], -1, -1).transpose(-2, -1))

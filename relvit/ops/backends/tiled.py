@@ -97,7 +97,8 @@ def _query_logits(inputs: AttentionInputs, axes: Axes) -> tuple[Tensor | None, T
         # If the grid has at least as many rows and columns as the tables have entries, keep logits by table entry until
         # backward: they take no more memory than logits by row and column, except for the joined table's zero rows.
         if 2 * sum(reach) + 2 <= index.shape[-1]:
-            return entry_logits(query, join_tables(terms.key, reach, query.dtype)), index
+            by_entry = entry_logits(query, join_tables(terms.key, reach, query.dtype))
+            return by_entry.transpose(0, 1), index
     return query_logits(inputs, axes), None
 
 

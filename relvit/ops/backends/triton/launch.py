@@ -152,7 +152,7 @@ class Attention(torch.autograd.Function):
         operands = Operands(*tensors)
         query, value, bias = operands.query, operands.value, operands.bias
         ctx.tables = [None if table is None else table.dtype for table in operands[5:8]]
-        vectors = {name: _with_unit_stride(getattr(operands, name)) for name in ("query", "key", "value", "position")}
+        vectors = {name: with_unit_stride(getattr(operands, name)) for name in ("query", "key", "value", "position")}
         tables = {name: getattr(operands, name) for name in ("key_table", "value_table")}
         tables = {name: None if table is None else table.to(query.dtype).contiguous() for name, table in tables.items()}
         operands = operands._replace(**vectors, **tables, bias=None if bias is None else bias.float().contiguous())
@@ -176,7 +176,7 @@ class Attention(torch.autograd.Function):
         launch = ctx.launch._replace(operands=operands, kernel=backward_queries)
         prefix, height, width = launch.grid
         of_key, of_value = launch.variant.entries
-        grad = _with_unit_stride(grad.to(query.dtype))
+        grad = with_unit_stride(grad.to(query.dtype))
         grads = [None if tensor is None else new_tokens(tensor, tensor.shape[-1]) for tensor in operands[:4]]
         grad_query, grad_key, grad_value, grad_position = grads
         means = torch.empty_like(lse)
@@ -279,7 +279,7 @@ class Launch(NamedTuple):
             self.kernel[(programs,)](*pointers, *strides, *sizes, **named, **options)
 
 
-def _with_unit_stride(tensor: Tensor | None) -> Tensor | None:
+def with_unit_stride(tensor: Tensor | None) -> Tensor | None:
     """Copy a tensor unless its last axis is contiguous in memory."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 

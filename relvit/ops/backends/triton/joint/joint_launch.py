@@ -18,25 +18,15 @@ from relvit.ops.backends.triton.joint.joint_backward import joint_backward_keys,
 from relvit.ops.backends.triton.joint.joint_forward import joint_forward
 from relvit.ops.backends.triton.joint.offsets import by_entry, layout
 from relvit.ops.backends.triton.joint.table_gradient import joint_backward_table
+from relvit.ops.backends.triton.launch import LOG2_E, Blocks, with_unit_stride
 from relvit.ops.checks import check_backward
 from relvit.ops.grid import Grid, key_mask, num_tokens
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
-LOG2_E = math.log2(math.e)
 # For the gradient of the table, samples are divided among Triton programs, until each multiprocessor of the GPU has up
 # to this number of programs.
 PROGRAMS = 4
-
-
-class Blocks(NamedTuple):
-    """Sizes of a kernel's tiles: queries, keys, warps, and stages of the pipeline of loads."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
 
 # Each key names the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90). The values are
 # the largest tiles that `tools/gpu/kernels.py` compiles without spilled registers, also with Triton 3.6.
@@ -211,7 +201,7 @@ class JointAttention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, inputs: AttentionInputs, *tensors: Tensor) -> Tensor:
         query, key, value, table = tensors
         # Kernels only read vectors whose last axis is contiguous in memory, so copy all others.
-        query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
+        query, key, value = (with_unit_stride(tensor) for tensor in (query, key, value))
         valid = key_mask(inputs.key_grid)
         if valid is not None:
             valid = valid.to(torch.uint8).expand(query.shape[0], -1)
@@ -233,7 +223,7 @@ class JointAttention(torch.autograd.Function):
         *operands, table, out, lse = ctx.saved_tensors
         launch = ctx.launch._replace(operands=Operands(*operands))
         query, key, value = operands[:3]
-        grad = _with_unit_stride(grad.to(query.dtype))
+        grad = with_unit_stride(grad.to(query.dtype))
         grad_query, grad_key, grad_value = (new_tokens(tensor, tensor.shape[-1]) for tensor in (query, key, value))
         means = torch.empty_like(lse)
         launch.run(joint_backward_queries, (grad, out, grad_query), (lse, means))
@@ -256,8 +246,3 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
         # multiple of 16 rather than 8, which costs no further product.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)
-
-
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Copy a tensor unless its last axis is contiguous in memory."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
