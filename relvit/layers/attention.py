@@ -115,12 +115,12 @@ def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
     return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _does_nothing(part: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a norm or a dropout is a module without effect and without hooks."""
+def _does_nothing(part: nn.Module | None) -> bool:
+    """Return whether a norm or a dropout is None, or a module without effect and without hooks."""
     kind = type(part)
     if kind is nn.Identity or (kind is nn.Dropout and (not part.training or part.p == 0)):
         return not part._forward_hooks and not part._forward_pre_hooks
-    return False
+    return part is None
 
 
 class GridAttention(Mixer):
@@ -192,7 +192,7 @@ class GridAttention(Mixer):
 
     def heads(self, projected: Projected) -> Projected:
         """Normalise queries and keys, if there are norms."""
-        query_norm, key_norm = self._modules["q_norm"], self._modules["k_norm"]
+        query_norm, key_norm = self._modules.get("q_norm"), self._modules.get("k_norm")
         if _does_nothing(query_norm) and _does_nothing(key_norm):
             return projected
         query, key, value = separate(projected)

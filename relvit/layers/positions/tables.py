@@ -150,6 +150,10 @@ class LayerTables:
     def trained_grid(self, size: tuple[int, int] | None) -> None:
         self.layer.trained_grid = size
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the tables: by default those for rows and for columns, as SAM and MViTv2 name them."""
+        return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
+
 
 class SamTables(LayerTables):
     """Position of Segment Anything's attention after `relvit.retrofit`.
@@ -162,10 +166,6 @@ class SamTables(LayerTables):
             columns of patches in the image or window in training. As in SAM, a table is interpolated if its number of
             rows is not the number of offsets in `table_grid`.
     """
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield both tables."""
-        return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
 
     def __call__(self, grid: Grid) -> RelativeTerms:
         """Return the tables as terms: the same for every grid, unless `trained_grid` is set and they are stretched."""

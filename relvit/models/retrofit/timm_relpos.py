@@ -43,10 +43,6 @@ class TimmRelativeRelPos(TimmOwnRelative, RelPosAttention):
 class TimmRelativeBeit(TimmOwnRelative, BeitAttention):
     """timm's `Attention` of BEiT after a retrofit, see `TimmRelativeAttention`."""
 
-    def heads(self, projected: Projected) -> Projected:
-        """Return queries, keys and values unchanged: timm's layer has no norms."""
-        return projected
-
     def forward(self, x: Tensor, shared_rel_pos_bias: GridArgument) -> Tensor:
         """Map (B, N, dim) tokens to (B, N, dim); timm's blocks pass on the grid in place of the shared bias."""
         return super().forward(x, attn_mask=shared_rel_pos_bias)
@@ -80,10 +76,6 @@ class TimmRelativeWindows(TimmOwnRelative):
 
 class TimmRelativeSwin(TimmRelativeWindows, WindowAttention):
     """timm's `WindowAttention` of Swin after a retrofit, see `TimmRelativeAttention`."""
-
-    def heads(self, projected: Projected) -> Projected:
-        """Return queries, keys and values unchanged: timm's layer has no norms."""
-        return projected
 
     def reset_parameters(self) -> None:
         """Do nothing: timm's method initialises the table, which the position module has taken over."""

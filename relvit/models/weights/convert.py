@@ -335,7 +335,7 @@ def _convert_term(state: dict[str, Tensor], name: str, module: RelativePosition2
     for part, table in given.items():
         for index, axis in enumerate(axes[part]):
             dim = table.dim() - width - len(axes[part]) + index
-            table = _to_distance(table, dim, module.max_distance[axis], f"{name}_{part}", module.bucketing)
+            table = to_distance(table, dim, module.max_distance[axis], f"{name}_{part}", module.bucketing)
         given[part] = table
     if module.layout == "joint" and "rows" in given and "cols" in given:
         rows, cols = (_at_least(given.pop(part), next(module.parameters())) for part in ("rows", "cols"))
@@ -357,7 +357,7 @@ def _at_least(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, like.dtype))
 
 
-def _to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:
+def to_distance(table: Tensor, dim: int, distance: int, name: str, bucketing: str) -> Tensor:
     """Return the rows for offsets -distance ... distance along `dim`; the outermost row repeats beyond the table."""
     reach = (table.shape[dim] - 1) // 2
     if reach == distance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -83,10 +83,6 @@ class PooledOffsets(LayerTables):
 
     needs_tokens: ClassVar[bool] = True
     layer: MultiScaleRelative
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield both tables."""
-        return iter((self.layer.rel_pos_h, self.layer.rel_pos_w))
 
     def terms(self, query: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
         """Compute the logits of pooled queries (B, heads, Nq, head_dim) for each row and column of the pooled keys."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from timm.models.vision_transformer_sam import Attention, Block, VisionTransformerSAM
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from relvit.models.retrofit.source import Classes, Exchange, OwnPositions, Whole
 from relvit.models.retrofit.sources.sam import SamAttention
 from relvit.models.retrofit.timm_attention import GridArgument
 from relvit.models.retrofit.timm_relpos import TimmOwnRelative
+from relvit.models.weights.convert import to_distance
 from relvit.ops import Grid
 
 TABLES = ("rel_pos_h", "rel_pos_w")
@@ -44,12 +44,9 @@ class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
         adapted = dict(state)
         for path, attn in self.named_attentions(self):
             for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in TABLES):
-                if key in adapted and len(adapted[key]) != len(own):
-                    # The given table is of a model for images of another size, so it is longer or shorter. Offsets
-                    # beyond the given table use its outermost row.
-                    given, most = len(adapted[key]) // 2, len(own) // 2
-                    offsets = torch.arange(-most, most + 1, device=adapted[key].device).clamp(-given, given)
-                    adapted[key] = adapted[key][offsets + given]
+                # The table of a model for images of another size is longer or shorter.
+                if key in adapted:
+                    adapted[key] = to_distance(adapted[key], 0, len(own) // 2, key, "clip")
         return adapted
 
     def open_to_all_sizes(self) -> None:
