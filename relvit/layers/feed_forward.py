@@ -8,6 +8,7 @@ import torch
 from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
+from relvit.ops.checks import integer
 from relvit.ops.recompute import recomputed
 from relvit.ops.tracing import is_exporting
 
@@ -19,10 +20,7 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
     """Raise unless `mlp_chunk` is None or a number of tokens, and the MLP is known to work on each token alone."""
     if mlp_chunk is None:
         return
-    if isinstance(mlp_chunk, bool) or not isinstance(mlp_chunk, int):
-        raise TypeError(f"mlp_chunk must be a number of tokens or None, got {mlp_chunk!r}")
-    if mlp_chunk < 1:
-        raise ValueError(f"mlp_chunk must be at least 1 token, got {mlp_chunk}")
+    integer("mlp_chunk", mlp_chunk, 1)
     if not isinstance(mlp, PER_TOKEN) or not isinstance(getattr(mlp, "gate", None), nn.Identity | None):
         known = ", ".join(cls.__name__ for cls in PER_TOKEN)
         raise ValueError(

@@ -96,3 +96,13 @@ def int_pair(name: str, given: int | Sequence[int], least: int | None) -> tuple[
         if least is not None and number < least:
             raise ValueError(f"{name} must be at least {least}, got {given!r}")
     return int(pair[0]), int(pair[1])
+
+
+def integer(name: str, given: int, least: int) -> int:
+    """Return an integer of Python or NumPy; raise TypeError for anything else, and ValueError below `least`."""
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise TypeError(f"{name} must be an integer, got {given!r}")
+    if given < least:
+        raise ValueError(f"{name} must be at least {least}, got {given}")
+    # `int` would turn a symbolic integer of a graph into a constant.
+    return given if isinstance(given, int) else int(given)

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from functools import wraps
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from relvit.ops.checks import check_kind, check_shape, has_shape
+from relvit.ops.checks import check_kind, check_shape, has_shape, integer
 from relvit.ops.tracing import knows_values, may_remember
 from relvit.utils.old_torch import compiled_replace
 
@@ -292,14 +291,7 @@ def once_per_raster(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_sizes(height: int, width: int, prefix: int) -> list[int]:
-    sizes = []
-    for name, size, least in (("height", height, 1), ("width", width, 1), ("prefix", prefix, 0)):
-        if isinstance(size, bool) or not isinstance(size, Integral):
-            raise TypeError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
-        if size < least:
-            raise ValueError(f"{name} must be at least {least}, got {size}")
-        sizes.append(size if isinstance(size, int) else int(size))
-    return sizes
+    return [integer("height", height, 1), integer("width", width, 1), integer("prefix", prefix, 0)]
 
 
 def _check_integers(name: str, coords: Tensor) -> None:

@@ -96,8 +96,8 @@ def mixes_tokens(*args, bias, norm_layer, **kwargs):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"mlp_chunk": 0}, ValueError, "mlp_chunk must be at least 1 token, got 0"),
-        ({"mlp_chunk": 2.0}, TypeError, "mlp_chunk must be a number of tokens or None, got 2.0"),
+        ({"mlp_chunk": 0}, ValueError, "mlp_chunk must be at least 1, got 0"),
+        ({"mlp_chunk": 2.0}, TypeError, "mlp_chunk must be an integer, got 2.0"),
         ({"mlp_chunk": 8, "mlp_layer": mixes_tokens}, ValueError, "GlobalResponseNormMlp may .* take Mlp, "),
     ],
     ids=["0", "2.0", "mixes"],

@@ -65,7 +65,7 @@ def test_results_for_many_grids_are_bounded_in_bytes_and_blocks_share_even_the_l
     ("arguments", "error", "message"),
     [
         ({"height": 0, "width": 3}, ValueError, "height must be at least 1, got 0"),
-        ({"height": 2.0, "width": 3}, TypeError, "height must be an int, got 2.0 of type float"),
+        ({"height": 2.0, "width": 3}, TypeError, "height must be an integer, got 2.0"),
         ({"height": 2, "width": 3, "coords": [[0, 0]]}, TypeError, "coords must be a tensor, got list"),
         ({"height": 2, "width": 3, "valid": [True] * 6}, TypeError, "valid must be a tensor, got list"),
         ({"height": 2, "width": 3, "prefix": -1}, ValueError, "prefix must be at least 0, got -1"),
@@ -79,7 +79,7 @@ def test_results_for_many_grids_are_bounded_in_bytes_and_blocks_share_even_the_l
         ({"height": 2, "width": 3, "coords": torch.tensor([[-1, 0]])}, ValueError, "rows from -1 to -1"),
         ({"height": 2, "width": 3, "valid": torch.ones(5, dtype=torch.bool)}, ValueError, r"shape \(6,\).*got \(5,\)"),
         ({"height": 2, "width": 3, "valid": torch.ones(6)}, TypeError, "boolean"),
-        ({"height": 2, "width": True}, TypeError, "width must be an int, got True of type bool"),
+        ({"height": 2, "width": True}, TypeError, "width must be an integer, got True"),
         ({"height": 2, "width": 3, "coords": torch.zeros(2, dtype=int)}, ValueError, r"\(B, P, 2\), got \(2,\)"),
         ({"height": 2, "width": 3, "coords": torch.zeros(2, 2).bool()}, TypeError, "hold integers, got dtype .*bool"),
         ({"height": 2, "width": 3, "valid": torch.ones(1, 2, 6).bool()}, ValueError, r"\(B, 6\), .* got \(1, 2, 6\)"),

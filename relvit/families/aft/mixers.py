@@ -22,7 +22,7 @@ from relvit.families.aft.operations import (
 from relvit.layers.interpolate import resample_embedding
 from relvit.layers.mixer import Mixer
 from relvit.ops import Grid
-from relvit.ops.checks import check_backend, check_heads, int_pair
+from relvit.ops.checks import check_backend, check_heads, int_pair, integer
 from relvit.ops.tracing import without_autocast
 from relvit.utils.constants import KeepConstants
 
@@ -133,8 +133,7 @@ class AFTFull(AFTSimple):
         **kwargs: object,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        if bias_dim < 1:
-            raise ValueError(f"bias_dim must be at least 1, got {bias_dim}")
+        bias_dim = integer("bias_dim", bias_dim, 1)
         rows, cols = int_pair("grid_size", grid_size, 1)
         self.grid_size: tuple[int, int] = (rows, cols)
         self.prefix = prefix

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from relvit.families.reformer.operation import check_bias_alone, lsh_attention, 
 from relvit.layers.mixer import LayerPlan, Mixer, count_parameters
 from relvit.layers.positions.base import needs_tokens
 from relvit.ops import Grid, RelativeTerms
-from relvit.ops.checks import check_heads
+from relvit.ops.checks import check_heads, integer
 from relvit.utils.constants import KeepConstants
 
 # This is the largest number of buckets. With 32 tokens per bucket, the default, a sequence of 32,768 tokens reaches
@@ -100,13 +99,11 @@ class LSHAttention(Mixer, KeepConstants):
         """Set the number of tokens per bucket and of hashing rounds, at any time, because no parameters depend on them.
 
         Raises:
-            ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
+            TypeError, ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
         """
-        for name, number in (("bucket_size", bucket_size), ("rounds", rounds)):
-            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-                raise ValueError(f"{name} must be an integer, at least 1, got {number!r}")
-        self.bucket_size: int = int(bucket_size)
-        shape, device = (int(rounds), self.head_dim, MOST_BUCKETS // 2), self.proj.weight.device
+        bucket_size, rounds = integer("bucket_size", bucket_size, 1), integer("rounds", rounds, 1)
+        self.bucket_size: int = bucket_size
+        shape, device = (rounds, self.head_dim, MOST_BUCKETS // 2), self.proj.weight.device
         rotations = torch.empty(shape, device=device, dtype=torch.float32)
         self.register_buffer("rotations", rotations, persistent=False)
         self.init_non_persistent_buffers()

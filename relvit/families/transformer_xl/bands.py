@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from relvit.layers.positions.base import needs_extent
 from relvit.models.depth import lack
 from relvit.models.entry_points import record_arguments
 from relvit.ops import Grid, num_tokens, patch_coords
-from relvit.ops.checks import check_model, int_pair
+from relvit.ops.checks import check_model, int_pair, integer
 
 # `LACKS` says why a model that computes in bands cannot do these things; `relvit.models.lack` lists the keys.
 LACKS = {
@@ -49,12 +48,12 @@ class Bands(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, rows: int | None, memory_rows: int | None = None) -> Bands:
         """Return the bands of a model; for errors see `set_bands`."""
-        _check_rows("band_rows", rows, 1)
-        _check_rows("memory_rows", memory_rows)
         if rows is None:
             raise ValueError(f"memory_rows={memory_rows!r} is for images in bands: give band_rows too")
+        memory_rows = None if memory_rows is None else integer("memory_rows", memory_rows, 0)
+        bands = cls(integer("band_rows", rows, 1), memory_rows)
         check_bands(model)
-        return cls(int(rows), None if memory_rows is None else int(memory_rows))
+        return bands
 
     def features(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """Compute the normalised tokens (B, N, embed_dim) of images (B, in_chans, height, width)."""
@@ -132,8 +131,8 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         `model` itself.
 
     Raises:
-        ValueError: A number is out of range, or the model cannot compute in bands (the message says why). The model is
-            not changed then.
+        TypeError, ValueError: A number is no integer or out of range, or the model cannot compute in bands (the message
+            says why). The model is not changed then.
     """
     bands = None
     if (band_rows, memory_rows) != (None, None):
@@ -145,11 +144,6 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
             part.recurrence = part.own_recurrence = bands
             record_arguments(part, band_rows=bands and bands.rows, memory_rows=bands and bands.memory_rows)
     return model
-
-
-def _check_rows(name: str, given: object, least: int = 0) -> None:
-    if given is not None and (not isinstance(given, Integral) or isinstance(given, bool) or given < least):
-        raise ValueError(f"{name} must be an integer, {least} or more, or None, got {given!r}")
 
 
 def check_bands(model: nn.Module) -> None:
@@ -229,14 +223,15 @@ def forward_segment(
         Tokens (B, N, embed_dim) after the last norm, and the memory for the next segment.
 
     Raises:
-        TypeError: `start` is not a pair, or does not hold integers.
+        TypeError: `start` is not a pair of integers, or `memory_rows` is not an integer.
         ValueError: The model cannot compute in bands, or `memory` is not a memory, or is one of another model or of
             another number of images.
     """
     check_bands(model)
     _check_reach(model)
     _check_images(images)
-    _check_rows("memory_rows", memory_rows)
+    if memory_rows is not None:
+        memory_rows = integer("memory_rows", memory_rows, 0)
     if memory is not None and not isinstance(memory, Memory):
         raise ValueError(f"memory must be the second value that forward_segment returned, got {type(memory).__name__}")
     if start is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from functools import partial
-from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from relvit.models.entry_points import default_cfgs_of, entry_point, record_argu
 from relvit.models.relative_vit import BASE, SMALL, TEST, TINY, RelVisionTransformer
 from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops import Grid
+from relvit.ops.checks import integer
 from relvit.ops.grid import keep_patches
 from relvit.ops.tracing import is_eager
 from relvit.utils.messages import check_choice
@@ -165,9 +165,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     def set_steps(self, steps: int) -> None:
         """Choose the number of steps, which may differ from the training's; with halting it is the highest number."""
-        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-            raise ValueError(f"the number of steps (depth) must be an integer, 1 or more, got {steps!r}")
-        self.steps: int = int(steps)
+        self.steps: int = integer("the number of steps (depth)", steps, 1)
         first = self.feature_info[0]
         self.feature_info: list[dict[str, Any]] = [{**first, "index": step} for step in range(self.steps)]
         record_arguments(self, depth=self.steps)

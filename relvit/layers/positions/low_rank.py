@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from relvit.layers.positions.axial import look_up
 from relvit.layers.positions.base import Position
 from relvit.ops import Channels, Grid, RelativeTerms
-from relvit.ops.checks import check_shape, int_pair
+from relvit.ops.checks import check_shape, int_pair, integer
 from relvit.ops.grid import batched_coords
 
 
@@ -39,7 +39,7 @@ class LowRankPosition2d(Position):
     Raises:
         ValueError: `rank` or a side of `grid_size` is below 1, or `init_std` is negative; in `terms`, a padded batch of
             images that differ in size has more rows or columns than the factors.
-        TypeError: `grid_size` does not hold integers.
+        TypeError: `rank` is not an integer, or `grid_size` does not hold integers.
     """
 
     needs_extent = True
@@ -56,7 +56,7 @@ class LowRankPosition2d(Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
-        _check_rank(rank)
+        rank = integer("rank", rank, 1)
         shape = (*int_pair("grid_size", grid_size, 1), num_heads, rank)
         self.query: nn.Parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.key: nn.Parameter = nn.Parameter(torch.empty_like(self.query))
@@ -126,21 +126,16 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
         Young 1936).
 
     Raises:
-        ValueError: `bias` has another shape, or `rank` is below 1.
+        TypeError, ValueError: `bias` has another shape, or `rank` is not an integer, or is below 1.
     """
     check_shape("bias", bias, ("heads", "Nq", "Nk"))
-    _check_rank(rank)
+    rank = integer("rank", rank, 1)
     left, values, right = torch.linalg.svd(bias.to(torch.float64), full_matrices=False)
     roots = values[:, None, :rank].sqrt()
     query, key = left[..., :rank] * roots, right.mT[..., :rank] * roots
     lost, whole = values[:, rank:].norm(dim=-1), values.norm(dim=-1)
     error = torch.where(whole > 0, lost / whole, 0.0)
     return Channels(query[None].to(bias.dtype), key[None].to(bias.dtype)), error
-
-
-def _check_rank(rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
 
 
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from relvit.layers.positions.base import Position, initialise, is_stretched
 from relvit.ops import Channels, Grid, RelativeTerms
+from relvit.ops.checks import integer
 from relvit.ops.grid import batched_coords
 
 
@@ -41,6 +42,7 @@ class ParabolicPosition2d(Position):
 
     Raises:
         ValueError: `parabolas` is below 1, or `init_std` is negative.
+        TypeError: `parabolas` is not an integer.
     """
 
     needs_tokens = True
@@ -56,11 +58,10 @@ class ParabolicPosition2d(Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(init_std)
-        if parabolas < 1:
-            raise ValueError(f"parabolas must be at least 1, got {parabolas}")
+        number = integer("parabolas", parabolas, 1)
         self.scale: float = head_dim**-0.5
-        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads, parabolas, 2, device=device, dtype=dtype))
-        dim, features = num_heads * head_dim, 2 * num_heads * parabolas
+        self.directions: nn.Parameter = nn.Parameter(torch.empty(num_heads, number, 2, device=device, dtype=dtype))
+        dim, features = num_heads * head_dim, 2 * num_heads * number
         self.coefficients: nn.Linear = nn.Linear(dim, features, bias=False, device=device, dtype=dtype)
         self.init_weights()
 

@@ -6,7 +6,7 @@ import torch
 
 from relvit.layers.positions.base import Position, axis_offsets
 from relvit.ops import AxisTables, Grid, JointTable, RelativeTerms
-from relvit.ops.checks import int_pair
+from relvit.ops.checks import int_pair, integer
 from relvit.utils.messages import check_choice
 
 DISTANCES = ("manhattan", "euclidean")
@@ -53,8 +53,7 @@ class SlopePosition2d(Position):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        num_heads = integer("num_heads", num_heads, 1)
         check_choice("distance", distance, DISTANCES)
         self.distance = distance
         self.max_distance: tuple[int, int] | None = (

@@ -69,8 +69,8 @@ class ScaledByTokens(RelativePosition2d):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bucket_size": 0}, "bucket_size must be an integer, at least 1, got 0"),
-        ({"rounds": 0}, "rounds must be an integer, at least 1, got 0"),
+        ({"bucket_size": 0}, "bucket_size must be at least 1, got 0"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"position": ParabolicPosition2d(4, 3)}, "LSH attention takes no position .*, got ParabolicPosition2d"),
         ({"position": ScaledByTokens(4, 3, rel_terms="b")}, "no position that depends on tokens .* got ScaledByTokens"),
         ({"position": RelativePosition2d(4, 3)}, "alone, got relative terms on key and value: build models with"),

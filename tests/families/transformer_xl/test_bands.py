@@ -209,9 +209,8 @@ def fire_inside_of_another(*sizes, **like):
 
 
 REFUSED = [
-    (lambda: build(band_rows=0), "band_rows must be an integer, 1 or more, or None, got 0"),
-    (lambda: build(band_rows=(2, 2)), r"band_rows must be an integer, .* got \(2, 2\)"),
-    (lambda: build(band_rows=2, memory_rows=-1), "memory_rows must be an integer, 0 or more, or None, got -1"),
+    (lambda: build(band_rows=0), "band_rows must be at least 1, got 0"),
+    (lambda: build(band_rows=2, memory_rows=-1), "memory_rows must be at least 0, got -1"),
     (lambda: build(memory_rows=2), "memory_rows=2 is for images in bands: give band_rows too"),
     (lambda: build(band_rows=2, class_token=True), "cannot compute in bands: its class token or registers are in no"),
     (lambda: build(band_rows=2, pos_embed="learn"), "its absolute embedding depends on the height of the image"),
@@ -259,6 +258,8 @@ def test_refusals(call, message):
 def test_the_start_is_a_row_and_a_column_of_which_only_differences_count():
     with pytest.raises(TypeError, match=r"start must be \(row, column\) of the segment's first patch, got 3"):
         forward_segment(build(), photos(), start=3)
+    with pytest.raises(TypeError, match=r"band_rows must be an integer, got \(2, 2\)"):
+        build(band_rows=(2, 2))
     model = build()
     shifted = []
     for row, column in ((0, 0), (-5, -9)):

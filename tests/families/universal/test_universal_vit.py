@@ -312,7 +312,7 @@ def test_errors_of_calls():
     for call in (lambda: model.ponder(doubles()), model.set_training_losses):
         with pytest.raises(ValueError, match="without halting='act'"):
             call()
-    with pytest.raises(ValueError, match=r"number of steps \(depth\) must be an integer, 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"number of steps \(depth\) must be at least 1, got 0"):
         model.set_steps(0)
     model.set_steps(np.int64(3))
     assert type(model.steps) is int

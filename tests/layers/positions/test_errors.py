@@ -32,8 +32,10 @@ REFUSED = [
     (TransformerXLPosition2d, {"max_distance": -1}, "max_distance .*at least 0, got -1"),
     (ContinuousPosition2d, {"mode": "swim"}, "mode .*'cr', 'swin'.*did you mean 'swin'"),
     (ContinuousPosition2d, {"window": 1}, "window .*at least 2, got 1"),
+    (ParabolicPosition2d, {"parabolas": "50"}, "parabolas must be an integer, got '50'"),
     (ParabolicPosition2d, {"parabolas": 0}, "parabolas .*at least 1, got 0"),
     (LowRankPosition2d, {"rank": 0}, "rank .*at least 1, got 0"),
+    (LowRankPosition2d, {"rank": 2.5}, "rank must be an integer, got 2.5"),
     (LowRankPosition2d, {"grid_size": 0}, "grid_size .*at least 1, got 0"),
     (LookHerePosition2d, {"num_heads": 3}, "num_heads must be at least 4 .*got 3: .* num_heads=4, or .* relvit_small"),
     (
@@ -56,7 +58,7 @@ REFUSED = [
         r"widths .*'concat', got widths=\(4, 4\) .*: leave widths out",
     ),
 ]
-WRONG_TYPE = ("hold integers", "True or False", "got int")
+WRONG_TYPE = ("hold integers", "be an integer", "True or False", "got int")
 
 
 @pytest.mark.parametrize(("position", "given", "message"), REFUSED, ids=[str(row[1]) for row in REFUSED])
