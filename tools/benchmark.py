@@ -93,7 +93,7 @@ AFTS = PLAIN | {
     "aft_local": lambda side: AFTLocal(DIM, grid_size=side, window=4),
     "aft_simple": lambda side: AFTSimple(DIM),
 }
-# LSH attention by its number of rounds of hashing, beside attention to all tokens with one bias per offset.
+# LSH attention with 1, 2 and 4 rounds of hashing is compared with attention to all tokens with the same bias.
 LSH = PLAIN | {
     "relvit_bias": lambda side: relative_attention("auto", "b"),
     **{f"lsh_{rounds}": lambda side, rounds=rounds: lsh_attention(rounds) for rounds in (1, 2, 4)},

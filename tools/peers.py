@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-# Name of a layer here -> the module that it needs.
+# This dictionary maps the name of each layer here to the module that it needs.
 MODULES = {"irpe": "irpe", "pape": "pape"}
 
 

@@ -146,9 +146,9 @@ def logit_inputs(model: nn.Module, images: Tensor) -> dict[str, AttentionInputs]
         images: (B, in_chans, height, width), normalised for the model.
 
     Returns:
-        Name of each layer -> the arguments that the layer passes to `relvit.ops.relative_attention`: queries, keys and
-        values (B, heads, N, head_dim), terms, grid and options. If a block runs several times, these are the arguments
-        of its last run.
+        A dictionary from the name of each layer to the arguments that the layer passes to
+        `relvit.ops.relative_attention`: queries, keys and values (B, heads, N, head_dim), terms, grid and options. If a
+        block runs several times, these are the arguments of its last run.
 
     Raises:
         TypeError: `model` is not a module, or has no attention with relative positions.

@@ -15,7 +15,7 @@ class Depth:
     """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
 
     Attributes:
-        lacks: what a model with this `depth_plan` cannot do -> the reason; `lack` lists the keys.
+        lacks: maps what a model with this `depth_plan` cannot do to the reason; `lack` lists the keys.
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}

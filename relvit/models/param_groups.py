@@ -1,4 +1,4 @@
-"""Parameter groups of an optimiser: timm's groups, with a separate learning rate for relative positions."""
+"""Parameter groups of an optimiser: timm's weight decay, none for tables; relative positions learn at another rate."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class Recurrence(Protocol):
     """Protocol of a model's `recurrence`, an object without parameters.
 
     Attributes:
-        lacks: what a model with this recurrence cannot do -> the reason; `relvit.models.lack` lists the keys.
+        lacks: maps what a model with this recurrence cannot do to the reason; `relvit.models.lack` lists the keys.
         undo: the call after which the model computes whole images, for messages.
     """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 # WebP of this quality packs Imagenette, 160 px for training and 224 px for tests, into less than 60 MB.
 QUALITY = 50
-# Aspect ratios of random crops lie between these factors of the ratio of the images that they make.
+# A random crop has the aspect ratio of the resulting image, times a random factor between these two numbers.
 RATIOS = (3 / 4, 4 / 3)
 
 

@@ -1,4 +1,4 @@
-"""Run a command that is a function: the arguments of the function are the command's options."""
+"""Run a command that is a function, whose arguments are the options; `relvit_start.COMMANDS` lists the commands."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
 
     Args:
         typed: the option that the user typed, such as '--model.learningrate'.
-        names: each name of an option that a message may show -> the full name of the option.
+        names: maps each name of an option that a message may show to the full name of the option.
     """
     group, _, last = typed.rpartition(".")
     last = last.lstrip("-").replace("-", "_")

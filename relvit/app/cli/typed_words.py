@@ -174,7 +174,7 @@ class Arguments(NamedTuple):
     Attributes:
         words: one word for each option: '--name=value', or '--name' if the option has no value.
         values: the last value of each option; a list if the option takes several positional arguments.
-        typed: name of an option in the parser -> the name that the user typed, if they differ.
+        typed: maps the parser's name of an option to the name that the user typed, if they differ.
     """
 
     words: list[str]

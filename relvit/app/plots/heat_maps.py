@@ -74,7 +74,7 @@ def plot_tables(tables: Mapping[str, Mapping[str, np.ndarray]], title: str) -> F
 
 
 def _draw_table(axes: Axes, name: str, table: np.ndarray, row: int, most: float) -> dict[float, int]:
-    """Draw the table of one layer between the heights `row` and `row` + 1, and return ticks: height -> label."""
+    """Draw the table of one layer between the heights `row` and `row` + 1, and return the label of each height."""
     heads, offsets = table.shape[:2]
     reach, half = (offsets - 1) // 2, table.shape[-1] / 2
     along = "dy (patches)" if name.endswith("rows") else "dx (patches)"

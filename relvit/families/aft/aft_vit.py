@@ -164,7 +164,7 @@ def checkpoint_filter_fn(
     Args:
         state_dict, model: see `relvit.models.checkpoint_filter_fn`.
         log: whether to warn of tensors that are left out.
-        in_part: a dictionary that this function fills: name of a tensor of which only a part is loaded -> a
+        in_part: a dictionary to which this function adds each tensor of which only a part is loaded, with a
             description of the part.
 
     Returns, raises: see `relvit.models.checkpoint_filter_fn`.

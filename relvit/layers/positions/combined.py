@@ -28,7 +28,7 @@ class CombinedPosition2d(Position):
 
     Args:
         head_dim, num_heads: see `Position`.
-        makers: name of each position -> its class, or a function that makes the position; both are called with the
+        makers: maps the name of each position to its class, or to a function that makes it; both are called with the
             arguments that `Position` describes.
         layer: (index, depth), passed to the positions that have an argument `layer`, see `LookHerePosition2d`.
 

@@ -33,7 +33,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
         block_classes: classes of blocks that the retrofit knows; it refuses all others.
         container: name of the module that holds the blocks; Swin has one for each stage.
         in_block: path of the attention within a block.
-        attention_classes: attention of the original model -> the class that it becomes.
+        attention_classes: maps each attention class of the original model to the class that it becomes.
         patch_embed_classes: classes of patch embeddings that return, or can be set to return, their patches as a grid.
         absolute: names of the absolute embeddings among the parameters.
         own_positions: whether the original model has relative positions, which are kept.
@@ -151,7 +151,7 @@ class OwnPositions(Retrofitted):
         A tensor requires gradients if a tensor from which it is computed does.
 
         Args:
-            shapes: names of these tensors -> tensors of the original shapes on the meta device.
+            shapes: maps the names of these tensors to tensors of the original shapes on the meta device.
 
         Raises:
             ValueError: a tensor cannot be computed, such as an absolute embedding that `abs_pos='drop'` has removed.

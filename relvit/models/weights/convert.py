@@ -1,4 +1,4 @@
-"""Convert checkpoints of plain ViTs, DeiT, JAX archives and other relative tables; other classes: `transfer.py`."""
+"""Convert checkpoints: plain ViTs, DeiT, JAX, tables of another clip distance; other classes: `transfer.py`."""
 
 import logging
 import math

@@ -55,8 +55,8 @@ class TransferReport:
         loaded: names of the model's tensors that were loaded, also resized or in part.
         resized: names of the loaded tensors that have another shape in the checkpoint, such as absolute embeddings,
             tables and patch embeddings.
-        in_part: name of a tensor of which only a part was loaded -> a description of the part; the rest is as
-            initialised.
+        in_part: maps each tensor of which only a part was loaded to a description of the part; the rest of the tensor
+            is as initialised.
         new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised.
         skipped: names of the checkpoint's tensors that were not used for any tensor of the model.
         reordered: whether the classifier's rows were put into the order of the model's classes.

@@ -1,1 +1,1 @@
-"""Commands other than `fit`: a file each, with options and output; `relvit.app.evaluation` does the work."""
+"""Commands other than `fit`, a file each, listed in `relvit_start.py`; `relvit.app.evaluation` does the work."""

@@ -1,4 +1,4 @@
-"""Calibration on held-out images: a temperature (Guo et al. 2017), or the thresholds of several labels."""
+"""Fit a temperature (Guo et al. 2017) or thresholds to held-out images; `class_metrics.py`: calibration error."""
 
 from __future__ import annotations
 

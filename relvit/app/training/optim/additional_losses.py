@@ -18,9 +18,9 @@ def check_losses(
 
     Args:
         given: The arguments of `ImageClassifier`.
-        defaults: Option of a loss, see `loss_options` -> its default.
+        defaults: Maps each option of a loss, see `loss_options`, to the option's default.
         net: The network.
-        models: Name of a loss -> a description of the models that return this loss.
+        models: Maps the name of each loss to a description of the models that return this loss.
 
     Raises:
         ValueError: An option is given for a loss that the network does not return.

@@ -1,4 +1,4 @@
-"""Learning rate schedule: linear warm-up and cosine decay per optimiser step, for the devices of a training."""
+"""Learning rate: scaled by the batch size of all devices; linear warm-up and cosine decay per optimiser step."""
 
 from __future__ import annotations
 

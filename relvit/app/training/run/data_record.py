@@ -52,8 +52,8 @@ class DataRecord(Callback):
     Attributes:
         digests: The digests of the images of train and val; empty outside a training and in other processes than the
             main one.
-        unreadable: Split -> path of an unreadable image -> the reason, for all images that have been reported; empty in
-            other processes than the main one.
+        unreadable: For each split, a dictionary from the path of each unreadable image that has been reported to the
+            reason; empty in other processes than the main one.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Write `run.json` in a run's folder: command, seed, versions, devices and git commit of every session of the run."""
+"""Write `run.json`, which relvit reads only to add a session: command, seed, versions, devices and git commit."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class SamEncoder(OwnPositions):
     counted in patches, and offsets beyond a table use the table's outermost entry.
 
     Attributes:
-        patch_embed_classes: class of the original patch embedding -> the class that it becomes.
+        patch_embed_classes: maps the class of the original patch embedding to the class that it becomes.
     """
 
     num_prefix_tokens = 0

@@ -213,7 +213,7 @@ class TransformersBeit(TransformersModel):
     """Mixin before `transformers`' vision models with the joint tables of BEiT.
 
     Attributes:
-        bias_classes: class of the modules that hold tables -> the class that they become.
+        bias_classes: maps the class of the modules that hold tables to the class that they become.
     """
 
     num_prefix_tokens = 1
