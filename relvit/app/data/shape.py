@@ -65,18 +65,17 @@ class ImageShape:
         """Return a batch without images."""
         return torch.empty(0, channels, *self.img_size)
 
-    def check_model(self, net: nn.Module, in_chans: int, trained_size: int | Sequence[int] | None = None) -> None:
+    def check_model(self, net: nn.Module, in_chans: int) -> None:
         """Run a model on one batch of this shape, before a long run starts; the model does not change.
 
         Args:
             net: a model of timm or relvit.
             in_chans: channels of the images.
-            trained_size: the size that the model was built for, for the error message.
 
         Raises:
             ValueError: the model cannot take such images; the message holds the reason, and what to do.
         """
-        check_image_size(net, self.img_size, in_chans, trained_size)
+        check_image_size(net, self.img_size, in_chans)
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class NativeShapes(ImageShape):
             "grid_size": (1, 1),
         }
 
-    def check_model(self, net: nn.Module, in_chans: int, trained_size: int | Sequence[int] | None = None) -> None:
+    def check_model(self, net: nn.Module, in_chans: int) -> None:
         cfg = getattr(net, "pretrained_cfg", None) or {}
         name = cfg.get("architecture") or type(net).__name__
         embed = getattr(net, "patch_embed", None) or getattr(net, "embeds", None)
