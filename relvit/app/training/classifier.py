@@ -171,8 +171,7 @@ class ImageClassifier(BaseClassifier):
         check_arguments(self.hparams)
         # Loading the weights sets `self.pretrained` to None, so that a second training does not load them again.
         self.pretrained = None if pretrained is None else Pretrained(pretrained)
-        # If no model is given, the file of pretrained weights names it. Checkpoints have to name the model, too,
-        # because this file may get lost.
+        # The file of pretrained weights may name the model, but it may get lost, so checkpoints name the model, too.
         built = architecture_to_build(model, model_kwargs, retrofit, self.pretrained)
         # Checkpoints and loggers record the addresses of weights, so remove passwords and signatures from the
         # addresses.
@@ -288,6 +287,7 @@ class ImageClassifier(BaseClassifier):
             self.pretrained = None
         self.plan = make_plan(self.trainer, hparams.lr, hparams.lr_base_batch, hparams.warmup_epochs)
         self.progress.check_layout(self.trainer)
+        self.progress.restore_loaders(self.trainer)
         rates = (self.plan.lr, hparams.weight_decay, hparams.layer_decay)
         optimizer = make_optimizer(self.net, hparams.opt, *rates, hparams.opt_kwargs, hparams.position_lr_scale)
         check_epsilon(self.trainer, optimizer)

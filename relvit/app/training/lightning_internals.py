@@ -6,6 +6,8 @@ exception is `_start_method` of strategies, which `run/processes.py` reads only 
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning import Trainer
 
 
@@ -18,6 +20,17 @@ def validation_due(trainer: Trainer) -> bool:
     # The argument is the data fetcher, which Lightning reads only if a training step fetches its batches itself, as
     # relvit's does not. So pass None.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)
+
+
+def restore_loaders(trainer: Trainer, states: list[Any]) -> None:
+    """Load the states of a checkpoint into the training loaders that have a `state_dict`, and iterate over them anew.
+
+    Lightning itself loads the states only into loaders that are set up when its loops begin, but a schedule needs the
+    number of batches, and so the loaders, before.
+    """
+    loop = trainer.fit_loop
+    loop._combined_loader._load_state_dicts(states)
+    iter(loop._data_fetcher)
 
 
 def validates_by_clock(trainer: Trainer) -> bool:

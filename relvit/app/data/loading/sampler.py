@@ -91,6 +91,16 @@ def training_position(trainer: Trainer) -> tuple[int, int]:
     epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
     if epochs.started == epochs.processed:
         return epochs.processed, 0
-    if done < trainer.num_training_batches:
+    if not all_batches_done(trainer):
         done -= done % trainer.accumulate_grad_batches
     return epochs.processed, done
+
+
+def all_batches_done(trainer: Trainer) -> bool:
+    """Return whether all batches of the current epoch are done."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done = progress.current.processed
+    if math.isfinite(trainer.num_training_batches):
+        return done >= trainer.num_training_batches
+    # Data without a length announce their last batch when it is loaded, so this batch must be processed, too.
+    return progress.is_last_batch and 0 < done == progress.current.ready

@@ -14,6 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from relvit.app.data.loading.sampler import all_batches_done
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.checkpoints.file import EPOCH_NAME, check_disk_space
 from relvit.app.training.optim.gradients import NonFiniteLossError
@@ -159,8 +160,7 @@ class RunCheckpoints(Checkpoint):
         self._stop_after_signal(trainer)
         trainer.save_checkpoint(self.last_path)
         # `epoch.ckpt` must be from a complete epoch, but a limit of steps may have ended the training within the epoch.
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        if trainer.is_global_zero and done >= trainer.num_training_batches:
+        if trainer.is_global_zero and all_batches_done(trainer):
             link_or_copy(self.last_path, self.last_path.with_name(EPOCH_NAME))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

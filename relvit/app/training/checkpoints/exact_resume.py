@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
-from relvit.app.data.loading.sampler import training_position
+from relvit.app.data.loading.sampler import all_batches_done, training_position
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.app.training.lightning_internals import validation_due
+from relvit.app.training.lightning_internals import restore_loaders, validation_due
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
 # A checkpoint holds the `ResumePoint` under this key.
@@ -34,15 +35,17 @@ class ResumePoint(NamedTuple):
     Attributes:
         epoch: The epoch that is under way or about to begin.
         batch: The number of batches of this epoch that each device has done.
-        layout: Four numbers: batches of an epoch on each device, images in a batch, batches in an optimiser step, and
-            devices.
+        layout: Four numbers: batches of an epoch on each device (0 for data without a length), images in a batch,
+            batches in an optimiser step, and devices.
         validated: Whether a validation was complete at this point; False also if no validation is due here.
+        last: Whether the epoch has no further batch.
     """
 
     epoch: int
     batch: int
     layout: list[int]
     validated: bool
+    last: bool = False
 
     @classmethod
     def of(cls, trainer: Trainer, validated_at: tuple[int, int] | None, ended_epoch: int | None) -> ResumePoint:
@@ -52,7 +55,7 @@ class ResumePoint(NamedTuple):
             # All batches of an epoch are done, so `training_position` returns the next epoch. But the validation at the
             # end of the epoch may not be complete, so the epoch is still under way.
             done = epoch - 1, trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return cls(*done, _layout(trainer), done == validated_at)
+        return cls(*done, _layout(trainer), done == validated_at, done[1] > 0 and all_batches_done(trainer))
 
 
 class Progress:
@@ -66,6 +69,8 @@ class Progress:
         self._resumed: ResumePoint | None = None
         # These are the arguments of the classifier that wrote the checkpoint.
         self._arguments: Mapping[str, Any] = {}
+        # These are the states of the training loaders in the checkpoint, if the loaders have a `state_dict`.
+        self._loader_states: list[Any] = []
 
     def note_validation(self, trainer: Trainer) -> None:
         """Note that a validation is complete."""
@@ -89,6 +94,7 @@ class Progress:
             return False
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
         self._arguments = checkpoint.get(KEY, {}).get("model", {})
+        self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         _set_counters(checkpoint, point)
         self._validated_at = (point.epoch, point.batch) if point.validated else None
         self._ended_epoch = point.epoch - 1
@@ -115,7 +121,10 @@ class Progress:
         if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
             return
         if point.batch == 0:
-            (steps, images), (steps_now, images_now) = _steps(then), _steps(now)
+            # The number of steps is 0 if it is not known, for data without a length.
+            (steps, images), (steps_now, images_now) = (
+                (count or "an unknown number of", size) for count, size in (_steps(then), _steps(now))
+            )
             raise ValueError(
                 f"the checkpoint is from a training of {steps} optimiser steps in an epoch, of {images} images each; "
                 f"here an epoch has {steps_now}, of {images_now} images each: go on with the same images, and with a "
@@ -123,12 +132,19 @@ class Progress:
             )
         names = ("batches", "images in a batch", "batches in an optimiser step", "devices")
         text, text_now = (
-            ", ".join(f"{count} {name}" for count, name in zip(layout, names, strict=True)) for layout in (then, now)
+            ", ".join(f"{count or 'unknown'} {name}" for count, name in zip(layout, names, strict=True))
+            for layout in (then, now)
         )
         raise ValueError(
             f"the checkpoint is from within an epoch of {text}, here it has {text_now}: go on with the same images, "
             "batch size, accumulation and devices, or from a checkpoint of an epoch's end"
         )
+
+    def restore_loaders(self, trainer: Trainer) -> None:
+        """Let training loaders with a `state_dict`, which have been set up, go on where the checkpoint was."""
+        states, self._loader_states = self._loader_states, []
+        if states:
+            restore_loaders(trainer, states)
 
     def resume(self, module: LightningModule) -> None:
         """Let a trainer, whose loops are about to run, continue at the point of the checkpoint that `load` has read."""
@@ -146,7 +162,13 @@ class Progress:
             # `restarting` tells Lightning that the epoch was interrupted; this epoch begins anew, so set it to False.
             loop.restarting = False
             return
-        loop.batch_progress.is_last_batch = point.batch >= trainer.num_training_batches
+        loop.batch_progress.is_last_batch = last = point.last or point.batch >= trainer.num_training_batches
+        loader = trainer.train_dataloader
+        if not (last or math.isfinite(trainer.num_training_batches) or hasattr(loader, "load_state_dict")):
+            rank_zero_warn(
+                f"the checkpoint is from within an epoch, and the training loader, {type(loader).__name__}, begins "
+                "with its first images again, since it has no length and no state_dict"
+            )
         if validation_due(trainer):
             # The loop begins with the validation that is due, and then counts the optimiser step before the validation
             # a second time. So subtract one step from the counter.
@@ -215,8 +237,8 @@ def _steps(layout: list[int]) -> tuple[int, int]:
 
 
 def _layout(trainer: Trainer) -> list[int]:
-    batches, accumulated = int(trainer.num_training_batches), trainer.accumulate_grad_batches
-    return [batches, batch_size_of(trainer), accumulated, trainer.world_size]
+    batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+    return [int(batches) if math.isfinite(batches) else 0, batch_size_of(trainer), accumulated, trainer.world_size]
 
 
 def _complete(counter: dict[str, int], count: int) -> None:

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from lightning import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 # A `Schedule` is a function that is called as `warmup_cosine` is: `schedule(step, total=..., warmup=..., floor=...)`.
 Schedule = Callable[..., float]
 DEFAULT = "relvit.app.training.warmup_cosine"
 # Print a note if `lr_base_batch` reduces the learning rate to an eighth (1 / SMALL) of the option `lr`, or less.
 SMALL = 8
+LENGTH = "--trainer.limit_train_batches, the number of batches of an epoch"
 
 
 def warmup_cosine(step: int, total: int, warmup: int, floor: float) -> float:
@@ -116,6 +117,12 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
     if not math.isfinite(steps):
         raise ValueError("the cosine schedule needs an end: give --trainer.max_epochs or --trainer.max_steps")
+    if steps < 0:
+        # Lightning returns `max_steps`, which is -1 if it is not given, for data without a length.
+        raise ValueError(
+            f"the data has no length, so the steps of max_epochs {trainer.max_epochs} cannot be counted: give "
+            f"--trainer.max_steps, or {LENGTH}"
+        )
     warmup = steps_of(trainer, "warmup_epochs", warmup_epochs)
     batch = batch_size_of(trainer) * accumulated * trainer.world_size
     scaled = lr * batch / base_batch if base_batch else lr
@@ -128,7 +135,9 @@ def steps_of(trainer: Trainer, name: str, epochs: float) -> int:
         return 0
     batches = trainer.num_training_batches
     if not math.isfinite(batches):
-        raise ValueError(f"the data has no length, so the steps of {name} {epochs:g} cannot be counted: give {name} 0")
+        raise ValueError(
+            f"the data has no length, so the steps of {name} {epochs:g} cannot be counted: give {name} 0, or {LENGTH}"
+        )
     # Round up, because the last step of an epoch counts as a step, even if it has fewer batches.
     return round(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
 
@@ -144,7 +153,8 @@ def batch_size_of(trainer: Trainer) -> int:
             raise ValueError(
                 f"the training images come from a {name} of loaders: give one loader, such as a DataLoader"
             )
-        if isinstance(loader, Dataset):
+        # A pipeline such as webdataset's WebLoader makes batches, although it is an `IterableDataset`.
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ValueError(
                 f"the training images come from a dataset, {name}: give a loader, such as DataLoader(dataset, 64, "
                 "shuffle=True)"

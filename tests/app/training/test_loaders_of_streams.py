@@ -1,0 +1,147 @@
+"""Training loaders without a length, such as streams, and loaders with a state: schedule, checkpoints, resume."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from small_training import Noise, Record, assert_close, build, record_steps, train
+from torch.utils.data import DataLoader, IterableDataset
+
+from relvit.app.training import RunCheckpoints
+
+
+class Streamed(IterableDataset):
+    """The images of `Noise`, one after the other."""
+
+    def __iter__(self):
+        data = Noise()
+        return zip(data.images, data.labels, strict=True)
+
+
+class NoLength(Noise):
+    """Six batches in each epoch, the last one smaller, whose number only shows when they are used up."""
+
+    def train_dataloader(self):
+        return DataLoader(Streamed(), batch_size=4)
+
+
+class Pipeline(IterableDataset):
+    """A loader that is a dataset, too, as webdataset's `WebLoader` is."""
+
+    def __iter__(self):
+        return iter(DataLoader(Streamed(), batch_size=4))
+
+
+class Stateful:
+    """A loader of six batches that goes on after the batch of its state, as torchdata's `StatefulDataLoader` does."""
+
+    batch_size = 4
+
+    def __init__(self):
+        self.done = 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        first, self.done = self.done % 6, self.done % 6
+        for batch in itertools.islice(Noise().train_dataloader(), first, None):
+            self.done += 1
+            yield batch
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+class WithState(Noise):
+    def train_dataloader(self):
+        return Stateful()
+
+
+def classifier():
+    return build(warmup_epochs=0, ema_decay=0.5)
+
+
+def save(folder):
+    """Return callbacks that write a checkpoint at each validation, as best.ckpt is written, and at each epoch's end."""
+
+    def on_validation_end(trainer, _):
+        trainer.save_checkpoint(folder / f"validated {trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(trainer, _):
+        trainer.save_checkpoint(folder / f"epoch {trainer.global_step}.ckpt")
+
+    return [LambdaCallback(on_validation_end=on_validation_end, on_train_epoch_end=on_train_epoch_end)]
+
+
+def save_steps(folder):
+    """Return a callback that writes a checkpoint after each batch."""
+
+    def on_train_batch_end(trainer, *_):
+        trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+
+    return [LambdaCallback(on_train_batch_end=on_train_batch_end)]
+
+
+def test_epochs_of_unknown_length_have_no_schedule():
+    """All steps would have the rate `min_lr`, since Lightning takes the number of steps as -1."""
+    with pytest.raises(ValueError, match=r"max_epochs 2 cannot be counted: give --trainer.max_steps, or --.*train_bat"):
+        train(classifier(), NoLength(), max_epochs=2)
+    with pytest.raises(ValueError, match=r"warmup_epochs 1 .*: give warmup_epochs 0, or --trainer.limit_train_batches"):
+        train(build(warmup_epochs=1), NoLength(), max_steps=9)
+    module = build(warmup_epochs=1)
+    record = Record(module)
+    train(module, NoLength(), max_epochs=2, limit_train_batches=4)
+    assert [round(rate * 1e3, 2) for rate in record.rates[:5]] == [0.2, 0.4, 0.6, 0.8, 1.0]
+
+
+def test_a_training_without_a_length_goes_on_as_without_a_break(tmp_path):
+    # The second step of each epoch has two batches.
+    options = {"max_steps": 4, "accumulate_grad_batches": 4}
+    whole = classifier()
+    train(whole, NoLength(), **options, callbacks=save(tmp_path))
+    for name in ("validated 2", "epoch 2"):
+        resumed, batches = classifier(), []
+        record_steps(resumed, lambda _, index, batches=batches: batches.append(index))
+        train(resumed, NoLength(), tmp_path / f"{name}.ckpt", **options)
+        assert batches == [*range(6)]
+        assert_close(resumed.state_dict(), whole.state_dict())
+        assert_close(resumed.average.net.state_dict(), whole.average.net.state_dict())
+
+
+def test_the_last_whole_epoch_of_a_stream_has_its_checkpoint(tmp_path):
+    train(classifier(), NoLength(), max_steps=8, enable_checkpointing=True, callbacks=[RunCheckpoints(tmp_path)])
+    points = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("epoch", "last")]
+    assert [point["global_step"] for point in points] == [6, 8]
+
+
+def test_a_stream_that_begins_again_within_an_epoch_warns(tmp_path):
+    train(classifier(), NoLength(), max_steps=8, callbacks=save_steps(tmp_path))
+    with pytest.warns(UserWarning, match="the training loader, DataLoader, begins with its first images again"):
+        train(classifier(), NoLength(), tmp_path / "2.ckpt", max_steps=8)
+
+
+def test_a_loader_with_a_state_goes_on_after_the_last_batch(tmp_path):
+    """Lightning restores the state too late, since the schedule needs the length of the loader before."""
+    whole = classifier()
+    train(whole, WithState(), max_epochs=2, callbacks=save_steps(tmp_path))
+    for step in (2, 8):
+        resumed = classifier()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*begins with its first images again")
+            train(resumed, WithState(), tmp_path / f"{step}.ckpt", max_epochs=2)
+        assert_close(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_pipeline_needs_a_batch_size():
+    class Pipelines(Noise):
+        def train_dataloader(self):
+            return Pipeline()
+
+    with pytest.raises(ValueError, match="the training loader, Pipeline, does not say its batch_size: give it the att"):
+        train(classifier(), Pipelines(), max_steps=2)
