@@ -145,7 +145,8 @@ class BaseClassifier(EpochMetrics):
     def _evaluate(self, metrics: MetricCollection, batch: tuple[ImageBatch, Tensor]) -> Tensor:
         images, labels = self.labelled(batch)
         logits = self.logits(images, self.mirror)
-        self.count_evaluated(metrics, evaluation_loss(logits, labels), logits, labels)
+        own = self.without_copies(len(labels))
+        self.count_evaluated(metrics, evaluation_loss(logits[:own], labels[:own]), logits[:own], labels[:own])
         return logits
 
 

@@ -15,6 +15,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
+from relvit.app.data.loading.eval_shards import images_without_copies
 from relvit.app.training.checkpoints.exact_resume import is_last_of_epoch
 from relvit.app.training.labels import Labels
 
@@ -70,6 +71,8 @@ class EpochMetrics(LightningModule):
     val_metrics: MetricCollection
     test_metrics: MetricCollection
     evaluated_images: int = 0
+    # This is the number of images that this process has seen in the validation or test, with copies.
+    _seen: int = 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EpochMetrics:
         """Convert metrics with the module, but keep their sums in float32 where the weights become two-byte numbers."""
@@ -132,12 +135,21 @@ class EpochMetrics(LightningModule):
         count_batch(metrics, loss, logits, labels)
         self._images.update(len(labels))
 
+    def without_copies(self, count: int) -> int:
+        """Return how many of the next images of a validation or test are no copies, see `images_without_copies`."""
+        loader = self.trainer.test_dataloaders if self.trainer.testing else self.trainer.val_dataloaders
+        known, begin = images_without_copies(loader), self._seen
+        self._seen += count
+        return count if known is None else max(0, min(count, known - begin))
+
     def on_validation_epoch_start(self) -> None:
+        self._seen = 0
         self._images.reset()
         self.val_metrics.reset()
         self.labels.choose_thresholds(self.val_metrics, choose=self._is_fitting)
 
     def on_test_epoch_start(self) -> None:
+        self._seen = 0
         self._images.reset()
         self.test_metrics.reset()
         self.labels.choose_thresholds(self.test_metrics, choose=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from small_training import NAMES, Noise, NoiseImages, assert_close, build, train
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import relvit
 from relvit.app.data import DatasetData
@@ -203,3 +203,35 @@ def test_a_subclass_may_have_another_optimiser_and_goes_on_with_it(subclass, rat
     trainer = train(resumed, NoiseImages(8), tmp_path / "half.ckpt", max_epochs=3)
     assert_close(resumed.state_dict(), whole.state_dict())
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+
+
+class ShardWithCopies(Noise):
+    """The 23 images of `Noise`, divided among three processes as Lightning divides a user's own loader."""
+
+    def __init__(self, rank, **options):
+        super().__init__()
+        self.rank, self.options = rank, options
+
+    def val_dataloader(self):
+        dataset = TensorDataset(self.images, self.labels)
+        sampler = DistributedSampler(dataset, 3, self.rank, **self.options)
+        return DataLoader(dataset, batch_size=4, sampler=sampler)
+
+    test_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": True}])
+def test_copies_that_make_the_shards_of_an_evaluation_equal_do_not_count(options):
+    """`DistributedSampler` gives each of the three processes eight images, although there are 23."""
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, use_distributed_sampler=False)
+    module, right = build(), []
+    for run in (trainer.validate, trainer.test):
+        losses = []
+        for rank in range(3):
+            metrics = run(module, ShardWithCopies(rank, **options), verbose=False)[0]
+            losses += [metrics[name] for name in metrics if name.endswith("loss")] * module.evaluated_images
+        assert len(losses) == 23
+        right.append(sum(losses) / 23)
+    data = Noise()
+    whole = torch.nn.functional.cross_entropy(module.eval()(data.images), data.labels)
+    assert right == pytest.approx([float(whole)] * 2)

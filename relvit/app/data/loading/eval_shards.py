@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def shard(count: int, rank: int, processes: int) -> range:
@@ -15,6 +15,16 @@ def shard(count: int, rank: int, processes: int) -> range:
 def rank_of(index: int, processes: int) -> int:
     """Return the process that has the image of an index, see `shard`."""
     return index % processes
+
+
+def images_without_copies(loader: Any) -> int | None:
+    """Return the number of images of this process before the copies that `DistributedSampler` appends to its shard.
+
+    Lightning gives this sampler to a user's own loader. None: the loader has no such sampler.
+    """
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = next((each for each in samplers if isinstance(each, DistributedSampler)), None)
+    return None if found is None else len(shard(len(found.dataset), found.rank, found.num_replicas))
 
 
 class EvalShardLoader:
