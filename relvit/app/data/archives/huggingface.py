@@ -35,6 +35,10 @@ class RowImage(StoredImage):
     index: int
     key: str
 
+    @property
+    def shared(self) -> Any:
+        return self.rows
+
     def read(self) -> bytes:
         """Read the encoded image from the row, or from the file on disk that the row names."""
         value = self.rows[self.index][self.column] or {"bytes": None, "path": None}

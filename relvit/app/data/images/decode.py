@@ -10,6 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -98,6 +99,11 @@ class StoredImage(ABC):
     """
 
     __slots__ = ()
+
+    @property
+    def shared(self) -> Any:
+        """A large object that all images of the dataset hold, such as an opened table; None: there is none."""
+        return None
 
     @abstractmethod
     def read(self) -> bytes:

@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 
 from relvit.app.data.class_labels import Label, target_of
-from relvit.app.data.images.decode import ImageSource, UnreadableImageError, load_rgb
+from relvit.app.data.images.decode import ImageSource, StoredImage, UnreadableImageError, load_rgb
+from relvit.app.data.images.packed_list import PackedList
 from relvit.app.data.loading.loader import SignalSafeDataLoader
 from relvit.app.utils.files import from_here
 
@@ -31,7 +32,10 @@ class LabelledFiles(Dataset[Any]):
     """
 
     def __init__(self, samples: Sequence[tuple[ImageSource, Label]], transform: v2.Compose, num_classes: int) -> None:
-        self.samples: list[tuple[ImageSource, Label]] = list(samples)
+        shared = (image.shared for image, _ in samples if isinstance(image, StoredImage) and image.shared is not None)
+        self.samples: Sequence[tuple[ImageSource, Label]] = PackedList(
+            samples, {id(each): each for each in shared}.values()
+        )
         self.transform = transform
         self.num_classes = num_classes
 

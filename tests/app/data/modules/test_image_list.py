@@ -57,7 +57,7 @@ def test_the_automatic_split_is_stratified_and_goes_by_the_written_paths(root, t
     assert sorted(ImageListData(data.train, val_fraction=0.3, split_seed=1, **AS_STORED).held_out()) != sorted(held_out)
     # The list of val images that a run writes can be the argument for val.
     again = write(root / "val.csv", [(path, data.class_names[label]) for path, label in held_out])
-    assert ImageListData(data.train, again, **AS_STORED).dataset("val").samples == data.dataset("val").samples
+    assert [*ImageListData(data.train, again, **AS_STORED).dataset("val").samples] == [*data.dataset("val").samples]
 
 
 def test_val_and_test_lists(root):
