@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.models.naflexvit import create_attention_mask, global_pool_naflex
 from torch import Tensor, nn
 
+from relvit.layers.patch_embed import base_layer
 from relvit.models.depth import lack
 from relvit.ops import Grid, grid_from_naflex
 from relvit.utils.messages import listing
@@ -20,8 +20,8 @@ NAMES = ("patches", "patch_coord", "patch_valid")
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
     """Embed the patches of a batch, add prefix tokens and absolute embeddings, and make the grid of the tokens.
 
-    The patch embedding is applied as a linear layer. Absolute embeddings are resampled to the rows and columns of each
-    image, as if the image were not in a batch.
+    The convolution of the patch embedding takes the patches of each image as one row. Absolute embeddings are resampled
+    to the rows and columns of each image, as if the image were not in a batch.
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
@@ -43,18 +43,18 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     if batch.get("attn_mask") is not None:
         raise ValueError("a native batch must hold no attn_mask: give it to the model as an argument of this name")
     patches, coord, valid = (batch[name] for name in NAMES)
-    weight = _projection(model).weight
-    # The pixels of a patch are in the order (height, width, C), so bring the weight into this order.
-    weight = weight.permute(0, 2, 3, 1).flatten(1)
+    channels, (height, width) = _projection(model).in_channels, model.patch_embed.patch_size
     # Set the padding to zero, because it may hold NaN, and NaN times an attention weight of zero would be NaN.
     patches = patches.flatten(2).masked_fill(~valid[..., None], 0)
-    if patches.shape[2] != weight.shape[1]:
-        (height, width), values = model.patch_embed.patch_size, weight.shape[1]
+    if patches.shape[2] != (values := height * width * channels):
         raise ValueError(
             f"patches have {patches.shape[2]} values each, the model takes {values}: cut patches of "
-            f"{height} x {width} px with {values // (height * width)} channels"
+            f"{height} x {width} px with {channels} channels"
         )
-    x = model.patch_embed.norm(F.linear(patches, weight, model.patch_embed.proj.bias))
+    # Call the projection as a module, so that its hooks and adapters such as LoRA's run: each sample's patches are an
+    # image of one row of patches, (B, C, height, N width).
+    row = patches.unflatten(2, (height, width, channels)).permute(0, 4, 2, 1, 3).flatten(3)
+    x = model.patch_embed.norm(model.patch_embed.proj(row).flatten(2).transpose(1, 2))
     prefix = model.num_prefix_tokens
     if "grid_size" in batch:
         grid = Grid(*batch["grid_size"], prefix, coord, valid)
@@ -79,7 +79,8 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
 def _projection(model: nn.Module) -> nn.Conv2d:
     """Return the convolution that embeds patches; refuse models that are made for grids of one size."""
     embed, name = model.patch_embed, type(model).__name__
-    if not isinstance(getattr(embed, "proj", None), nn.Conv2d):
+    projection = base_layer(getattr(embed, "proj", None))
+    if not isinstance(projection, nn.Conv2d):
         raise ValueError(
             f"{name} takes no native images: its patch embedding {type(embed).__name__} has no convolution `proj`; "
             "give images of one size"
@@ -90,7 +91,7 @@ def _projection(model: nn.Module) -> nn.Conv2d:
         raise ValueError(f"{name} takes no native images: it has a distillation token; give images of one size")
     if model.pos_embed is not None and model.training and model.pos_drop.p > 0:
         raise ValueError(f"{name} takes no native images in training with pos_drop_rate {model.pos_drop.p}: give 0")
-    return embed.proj
+    return projection
 
 
 def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """In a native batch each image has the same logits and gradients as alone at its own size."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -60,6 +61,29 @@ def test_a_retrofitted_model():
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    compare(model)
+
+
+class Adapted(torch.nn.Module):
+    """An adapter of the form of PEFT's: the layer is `base_layer`, and the adapter adds to its output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.added = layer, copy.deepcopy(layer)
+
+    def forward(self, x):
+        return self.base_layer(x) + 3 * self.added(x)
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda _module, _inputs, out: 2 * out.tanh())
+    return layer
+
+
+@pytest.mark.parametrize("change", [hooked, Adapted])
+def test_hooks_and_adapters_of_the_projection_are_run(change):
+    model = small(patch_size=PATCH, img_size=(24, 12), depth=1)
+    model.patch_embed.proj = change(model.patch_embed.proj)
     compare(model)
 
 
