@@ -10,7 +10,8 @@ from timm.models import DefaultCfg
 from torch import Tensor, nn
 
 from relvit.layers import RelativeAttention, RelativeBlock
-from relvit.layers.positions.by_name import numbered, position_factory
+from relvit.layers.positions import POSITIONS
+from relvit.layers.positions.by_name import accepts, numbered, position_factory
 from relvit.layers.positions.rope import TEMPERATURES, RotaryEmbedding2d
 from relvit.models.base import GridVisionTransformer
 from relvit.models.entry_points import check_arguments, default_cfgs_of, entry_point
@@ -188,9 +189,13 @@ def complete_arguments(own: dict[str, Any], given: dict[str, Any]) -> dict[str, 
     """Return the arguments of a call, completed with the arguments of the model of this name.
 
     If the call chooses another position, the named model's `max_distance` is left out, because the chosen position has
-    its own default for it, or no such argument.
+    its own default for it, or no such argument. Positions combined as 'lookhere+tables' keep it for the tables, unless
+    it would also clip another position of the combination, such as 'slopes'.
     """
-    if "position" in given and given["position"] != own.get("position", "tables"):
+    default = own.get("position", "tables")
+    chosen = given.get("position", default)
+    names = chosen.split("+") if isinstance(chosen, str) else []
+    if [name for name in names if name in POSITIONS and accepts(name, "max_distance")] != [default]:
         own = {name: value for name, value in own.items() if name != "max_distance"}
     return own | given
 

@@ -255,6 +255,10 @@ def test_a_clip_distance_of_a_name_is_not_for_another_position():
     assert slopes.max_distance is None
     tables = timm.create_model("relvit_learn_tiny", position="tables", depth=1, device="meta").blocks[0].attn.position
     assert tables.max_distance == (2, 2)
+    both = timm.create_model("relvit_learn_tiny", position="lookhere+tables", num_heads=4, depth=1, device="meta")
+    assert both.blocks[0].attn.position.tables.max_distance == (2, 2)
+    both = timm.create_model("relvit_learn_tiny", position="slopes+tables", depth=1, device="meta")
+    assert both.blocks[0].attn.position.slopes.max_distance is None
 
 
 def test_all_registered_models_are_in_the_list():
