@@ -254,6 +254,9 @@ class RelativeAttention(GridAttention, Attention):
     Parameters and options are the same as in `timm.layers.Attention`, so timm's weights load; a position module is
     added. Tables are multiplied by queries after `q_norm` and by keys after `k_norm`.
 
+    For other projections override `project` in a subclass. A `forward` of your own has to call `attend`: otherwise
+    `rope`, `trained_keys` and `window`, which a model or `relvit.models.set_reach` sets on the layer, have no effect.
+
     Examples:
         >>> position = RelativePosition2d(head_dim=64, num_heads=3, rel_terms="kv", max_distance=3)
         >>> attention = RelativeAttention(192, num_heads=3, position=position)
