@@ -172,7 +172,7 @@ def attend_projected(
         of_prefix = None if prefix_bias is None else prefix_bias.shape
         signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)
         key = (backend, scale, grid, bucketing, switches(contents[0]), of_mask, of_prefix, signs)
-        decision = _DECISIONS.get(key)
+        decision = _DECISIONS.find(key)
     elif type(terms.bias) is not JointTable:
         return None
     if decision is None:
@@ -231,7 +231,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
         key = (backend, inputs.position_query is inputs.query, signature(inputs), switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
-    if (decision := _DECISIONS.get(key)) is None:
+    if (decision := _DECISIONS.find(key)) is None:
         decision = _remember(key, _decide(checked(inputs), backend))
     return decision
 

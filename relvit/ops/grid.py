@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from relvit.ops.checks import check_kind, check_shape, has_shape, integer
-from relvit.ops.tracing import knows_values, may_remember
+from relvit.ops.tracing import is_capturing, knows_values, may_remember
 from relvit.utils.old_torch import compiled_replace
 
 
@@ -258,6 +258,15 @@ class Remembered(dict[Any, Any]):
     def __init__(self) -> None:
         super().__init__()
         self._bytes = 0
+        self._captured: dict[int, Any] = {}
+
+    def find(self, key: Any) -> Any:
+        """Return a result, or None; a result that is found while a CUDA graph is captured is never freed."""
+        result = self.get(key)
+        if result is not None and is_capturing():
+            # Replays read the tensors of this result where they are, so PyTorch must not give their memory to others.
+            self._captured[id(result)] = result
+        return result
 
     def add(self, key: Any, result: Any) -> Any:
         """Keep a result, which may hold tensors, and return it."""

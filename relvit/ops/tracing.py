@@ -81,7 +81,12 @@ def may_remember() -> bool:
     """
     if not is_eager() or type(torch.empty(0)) is not Tensor:
         return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return not is_capturing()
+
+
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is captured, whose replays read the memory of all tensors that it reads now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def trains_in_graph() -> bool:

@@ -1,5 +1,7 @@
 """The backend `lean`: random inputs, packed projections, memory, autocast, cached decisions, GPU kernels."""
 
+import weakref
+
 import pytest
 import torch
 from draws import assert_right_or_refused, assert_same, draw_case, leaves, relative_error, with_tables
@@ -261,6 +263,22 @@ def test_nothing_is_remembered_while_a_cuda_graph_is_captured(monkeypatch):
     assert len(attention._DECISIONS) == 1
     assert made() is made()
     assert made() is not captured[1]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_replays_of_a_cuda_graph_find_the_plan_after_many_other_sizes(captured, monkeypatch):
+    q, k, v, terms, grid = draw_case(2, 3)
+    decisions = Remembered()
+    monkeypatch.setattr(attention, "_DECISIONS", decisions)
+    relative_attention(q, k, v, terms, grid)
+    alive = [weakref.ref(decision.plan.hot) for decision in decisions.values()]
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: captured)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        relative_attention(q, k, v, terms, grid)
+    for size in range(MOST_RESULTS):
+        decisions.add(size, torch.empty(0))
+    assert [hot() is not None for hot in alive] == [captured]
 
 
 @pytest.mark.parametrize(
