@@ -20,6 +20,7 @@ from relvit.app.data.images.folders import find_images
 from relvit.app.evaluation.deploy.int8 import quantise
 from relvit.app.evaluation.exported_description import EXTRA_FILE, KEY, describe
 from relvit.app.evaluation.predictor import Predictor, check_predictor
+from relvit.app.models import patch_size_of
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import EXPORTED, check_output, disk_errors_name, move_complete
@@ -193,7 +194,7 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
     in_windows = any(getattr(layer, "block_window", None) for layer in net.modules())
     if in_windows or lack(net, "sizes") or not _takes_any_size(net):
         return [(2, channels, height, width), (3, channels, height, width)], dynamic
-    patch = _patch_of(net)
+    patch = patch_size_of(net)
     if any(side % p or side < 2 * p for side, p in zip((height, width), patch, strict=True)):
         whole = [max(2, math.ceil(side / p)) * p for side, p in zip((height, width), patch, strict=True)]
         raise ValueError(
@@ -208,10 +209,6 @@ def _shapes(predictor: Predictor) -> tuple[list[tuple[int, ...]], dict[int, Any]
 
 def _takes_any_size(net: nn.Module) -> bool:
     return isinstance(net, NaFlexVit) or getattr(net, "dynamic_img_size", False)
-
-
-def _patch_of(net: nn.Module) -> tuple[int, int]:
-    return (net.embeds if isinstance(net, NaFlexVit) else net.patch_embed).patch_size
 
 
 class _Exported(nn.Module):
@@ -234,7 +231,7 @@ def _patch_to_check(net: nn.Module) -> tuple[int, int] | None:
     """Return the patch of a model of any size whose ONNX graph would not refuse incomplete patches by itself."""
     embed = getattr(net, "patch_embed", None)
     checks = isinstance(embed, AnySizePatchEmbed) or getattr(embed, "dynamic_img_pad", False)
-    return _patch_of(net) if _takes_any_size(net) and not checks else None
+    return patch_size_of(net) if _takes_any_size(net) and not checks else None
 
 
 def _program(
