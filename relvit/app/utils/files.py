@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,8 +90,6 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     part = _part_of(folder)
     with disk_errors_name(path, part):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A killed process may have left its folder, and in containers every process can have the same number.
-        shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
             yield part
@@ -130,7 +129,11 @@ def move_complete(part: Path, path: Path) -> None:
 
 
 def _part_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Return a new name each time: in containers, and on machines that share a disk, processes have equal numbers.
+
+    `remove_parts` reads the number of the process.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.part")
 
 
 def _sync(path: Path) -> None:
@@ -207,10 +210,13 @@ def has_links(folder: Path) -> bool:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the temporary files that `atomic_write` has left in a folder where its process was killed."""
+    """Remove the temporary files that `atomic_write` has left in a folder where its process was killed.
+
+    This process must not be writing to the folder: files of its own number are those of an earlier container.
+    """
     for part in folder.glob(".*.part"):
         process = part.name.split(".")[-2]
-        if process.isdigit() and int(process) != os.getpid() and not _is_alive(int(process)):
+        if process.isdigit() and (int(process) == os.getpid() or not _is_alive(int(process))):
             part.unlink(missing_ok=True)
 
 

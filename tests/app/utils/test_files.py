@@ -13,7 +13,15 @@ import pytest
 
 from relvit.app.cli.outputs import output_files
 from relvit.app.evaluation.standard_error import plus_minus
-from relvit.app.utils.files import absolute, atomic_folder, canonical_paths, check_output, from_here, write_json
+from relvit.app.utils.files import (
+    absolute,
+    atomic_folder,
+    atomic_write,
+    canonical_paths,
+    check_output,
+    from_here,
+    write_json,
+)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +152,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(tmp_path,
             check()
 
 
-def test_the_folder_of_a_killed_process_of_the_same_number_is_replaced(tmp_path):
-    """In containers every process can have the same number."""
-    left = tmp_path / f".folder.{os.getpid()}.part"
-    left.mkdir()
-    (left / "half").touch()
-    with atomic_folder(tmp_path / "folder") as part:
-        (part / "whole").touch()
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "whole"]
+def test_processes_of_the_same_number_write_the_same_file_or_folder(tmp_path):
+    """Processes in containers, or on machines that share a disk, may have equal numbers; here it is one process."""
+    with atomic_write(tmp_path / "file") as one, atomic_folder(tmp_path / "folder") as first:
+        one.write_text("one")
+        (first / "one").touch()
+        with atomic_write(tmp_path / "file") as two, atomic_folder(tmp_path / "folder") as second:
+            two.write_text("two")
+            (second / "two").touch()
+        assert (tmp_path / "file").read_text() == "two"
+        assert [path.name for path in (tmp_path / "folder").iterdir()] == ["two"]
+    assert (tmp_path / "file").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "one", "two"]
 
 
 def test_a_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
