@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
@@ -67,8 +68,8 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
     """Check a trainer's options of devices, set them to the processes of torchrun or srun, and return `launched()`.
 
     Raises:
-        ValueError: This machine does not have the devices, or the strategy divides the weights among devices, or gives
-            each process a copy of the run's objects.
+        ValueError: This machine does not have the devices, or a task of srun does not see them; or the strategy divides
+            the weights among devices, or gives each process a copy of the run's objects.
     """
     check_devices(options["accelerator"], options["devices"])
     check_strategy(options["strategy"])
@@ -82,6 +83,13 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
             "the command again for each device"
         )
     launch = launched()
+    seen = torch.cuda.device_count() if options["accelerator"] != "cpu" else 0
+    if launch is not None and launch.by == "srun" and 0 < seen < launch.per_node:
+        raise ValueError(
+            f"srun has started {launch.per_node} tasks on each machine, but this task sees {seen} of the GPUs: give "
+            f"--gpus-per-node {launch.per_node} in the place of --gpus-per-task, or add --gpu-bind=none, so that every "
+            "task sees all GPUs of its machine"
+        )
     if launch is None and options["num_nodes"] > 1:
         # Before there is a trainer, Lightning takes the first process of each machine for the main process. But only
         # one process may make or lock the run's folder.

@@ -88,6 +88,17 @@ def test_the_first_process_of_another_machine_is_not_the_main_process(surroundin
     assert rank_zero_only.rank == rank
 
 
+def test_a_task_of_srun_that_sees_its_own_gpu_alone(surroundings, monkeypatch):
+    """Lightning would say that gpu [0, 1, 2, 3, 4, 5, 6, 7] is requested, but that the machine only has [0]."""
+    surroundings(JOB | STEP)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    options = {"accelerator": "auto", "devices": "auto", "num_nodes": 1, "strategy": "auto", "plugins": None}
+    with pytest.raises(ValueError, match=r"8 tasks .* but this task sees 1 of .*--gpus-per-node 8 in the"):
+        set_devices(dict(options))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert set_devices(options) == Launch("srun", 16, 2)
+
+
 def test_tasks_that_are_not_equally_many_on_each_machine(surroundings):
     surroundings(JOB | STEP | {"SLURM_STEP_TASKS_PER_NODE": "9,7"})
     with pytest.raises(ValueError, match="16 tasks on 2 machines, not the same number on each: give --ntasks-per-node"):
