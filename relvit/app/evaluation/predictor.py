@@ -114,11 +114,6 @@ class Predictor:
                 f"{ckpt_path} has {len(self.class_names)} class names but {self.classifier.hparams.num_classes} model "
                 "outputs: take another checkpoint"
             )
-        if len(self.mean) not in (1, 3):
-            raise ValueError(
-                f"{ckpt_path} was trained on images of {len(self.mean)} channels; only 1 or 3 can be read: take "
-                "another checkpoint"
-            )
         if note := checkpoint.assumed_transforms():
             warnings.warn(f"{note}. If yours differ, set `transform`", stacklevel=3)
         self.reach = reach
@@ -293,6 +288,14 @@ class Predictor:
         """Compute the pooled features before the classifier, float32 (B, num_features), of a batch of `batches`."""
         return self.classifier.features(pixels).cpu()
 
+    def check_channels(self) -> None:
+        """Refuse to read images for a model of other channels than 1 or 3, which only takes tensors."""
+        if len(self.mean) not in (1, 3):
+            raise ValueError(
+                f"the model takes images of {len(self.mean)} channels; only 1 or 3 can be read: give batches of "
+                "tensors, normalised as in the training, to `probabilities` or `features`"
+            )
+
     def batches(
         self,
         items: Sequence[ImageInput],
@@ -309,6 +312,7 @@ class Predictor:
             unreadable: a dictionary to which path and reason of each unreadable file are added; the file is then left
                 out. None: an unreadable file raises an error.
         """
+        self.check_channels()
         dataset = InputImages(items, len(self.mean), self.transform)
         if unreadable is None:
             loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.shape.collate)

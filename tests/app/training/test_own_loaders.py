@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_training import NAMES, Noise, NoiseImages, assert_close, build, train
+from small_training import KWARGS, NAMES, Noise, NoiseImages, assert_close, build, train, train_and_save
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import relvit
@@ -118,6 +118,25 @@ def test_data_of_other_classes_are_refused(names, arguments, message):
         trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
         with pytest.raises(ValueError, match=message):
             getattr(trainer, run)(build(**arguments), data)
+
+
+class SixChannels(Noise):
+    class_names, mean, std, crop_pct = NAMES, 0.5, 0.5, 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.images = torch.randn(23, 6, 8, 12)
+
+
+def test_a_model_of_multispectral_images_takes_tensors(tmp_path):
+    module, data = ImageClassifier("test_relvit", 7, 6, (8, 12), model_kwargs=KWARGS), SixChannels()
+    train_and_save(tmp_path / "own.ckpt", module, data, max_epochs=1)
+    clf = relvit.load(tmp_path / "own.ckpt")
+    with torch.no_grad():
+        torch.testing.assert_close(clf.probabilities(data.images), module.eval()(data.images).softmax(-1))
+    assert clf.features(data.images).shape == (23, clf.num_features)
+    with pytest.raises(ValueError, match="takes images of 6 channels; only 1 or 3 can be read: give batches"):
+        clf.predict(data.images[0])
 
 
 class InArrays(Noise):

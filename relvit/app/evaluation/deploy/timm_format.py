@@ -81,6 +81,8 @@ def publish_model(
     else:
         check_folder(to)
     predictor = Predictor(ckpt_path)
+    # The model card shows how to predict an image file.
+    predictor.check_channels()
     rows = read_curve(predictor.checkpoint.path, curve)
     with TemporaryDirectory() if hub else atomic_folder(to) as folder:
         save_folder(predictor, folder, license)

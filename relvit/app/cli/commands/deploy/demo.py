@@ -57,6 +57,7 @@ def demo(
             hint = "--port 0 takes a free one" if of_port else "give an address of this machine, or 0.0.0.0 for all"
             raise UsageError(f"cannot listen at host {host}, port {port}: {error}; {hint}") from error
         predictor = Predictor(ckpt_path, reach=reach).to(find_device(device))
+        predictor.check_channels()
         app = build_app(Viewer(predictor, max_pixels), max_mb, host, max_total_mb)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         who = "only this machine" if host in LOCAL else "everyone who can reach this machine, without a password,"
