@@ -32,7 +32,7 @@ from relvit.app.cli.typed_words import (
     SYNONYMS,
 )
 from relvit.app.data.images.folders import LIST_ENDINGS
-from relvit.app.data.registry import data_modules
+from relvit.app.data.registry import data_modules, file_note
 from relvit.app.models import model_arguments
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.shown_text import cut
@@ -310,7 +310,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             # code that has not run before.
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
-            return f"--{name}{place}: {value}: {cut(reason)}"
+            return f"--{name}{place}: {value}: {cut(reason)}{file_note(module)}"
     several = item_type(hint) is not None and not takes_one(hint)
     if several and isinstance(value, str | int | float) and accepts(hint, f"[{value}]"):
         return f"--{name}{place} must be a list in brackets, '[{value}]', got {cut(value)}"

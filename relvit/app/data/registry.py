@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import relvit.app.data
 from relvit.app.data.modules.base import ImageData
@@ -64,11 +65,17 @@ def _find(name: str) -> type[ImageData] | str:
     if (found := imported_data_module(name)) is not None:
         return found
     if not hasattr(loaded, last):
-        return f": module {module!r} has no {last!r}{did_you_mean(last, vars(loaded))}"
+        return f": module {module!r} has no {last!r}{did_you_mean(last, vars(loaded))}{file_note(module)}"
     value = getattr(loaded, last)
     if isinstance(value, type) and value in data_modules():
         return f": give {class_path_of(value)}, the module that defines it"
     return ": it must be a subclass of relvit.app.data.ImageData that defines all abstract methods"
+
+
+def file_note(module: str) -> str:
+    """Name the file of an imported module: an installed module comes before a user's file of the same name."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return f"; that module is {file}" if file else ""
 
 
 def class_path_of(cls: type[ImageData]) -> str:

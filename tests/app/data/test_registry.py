@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import yaml
 
 from relvit.app.data import DigitsData
 from relvit.app.data.registry import class_path_of, imported_data_module, named_data_module
@@ -39,3 +40,10 @@ def test_why_a_name_is_no_data_module(name, message, tmp_path, monkeypatch):
     assert named_data_module("own_data.Mine").__name__ == "Mine"
     assert named_data_module("relvit.app.data.DigitsData") is DigitsData
     monkeypatch.delitem(sys.modules, "own_data")
+
+
+def test_the_file_of_an_installed_module_of_the_same_name_as_a_users_is_told(fails):
+    note = f"; that module is {yaml.__file__}"
+    assert f"module 'yaml' has no attribute 'Mine'{note}" in fails(["fit", "--data=yaml.Mine"])
+    with pytest.raises(ValueError, match=f"module 'yaml' has no 'Mine'{note}"):
+        named_data_module("yaml.Mine")
