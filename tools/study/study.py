@@ -136,6 +136,7 @@ WHOLE = {"train": ("train", 0, 5000), "val": ("test", 980, 1000), "test": ("test
 SEVERAL = ("--data.train_sizes=[20,24,28,32,36,40,44]",)
 RECIPES = {
     "one": Recipe(8, PART),
+    "muon": Recipe(8, PART, ("--model.opt=muon", "--model.lr=2e-3")),
     "several": Recipe(8, PART, SEVERAL),
     "long": Recipe(25, WHOLE),
     "long-several": Recipe(25, WHOLE, SEVERAL),

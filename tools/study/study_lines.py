@@ -28,6 +28,7 @@ PATCH_2 = "-patch-2"
 PROTOCOLS = ("resize", "field")
 RECIPES = {
     "one": "8 epochs, trained at 32 px",
+    "muon": "8 epochs by Muon, trained at 32 px",
     "several": "8 epochs, trained at 20 to 44 px",
     "long": "25 epochs of all images, trained at 32 px",
     "long-several": "25 epochs of all images, trained at 20 to 44 px",

@@ -32,6 +32,7 @@ ALONE = "learned alone"
 RECIPES = {
     "CIFAR-10, 8 x 8 patches, 8 epochs": "one",
     "the same, 25 epochs": "long",
+    "8 epochs by Muon": "muon",
     "CIFAR-10, 16 x 16, 8 epochs": "one, patches of 2 px",
 }
 PHOTOGRAPHS = "Imagenette, 14 x 14, 20 epochs"
