@@ -16,17 +16,18 @@ from relvit.ops.tracing import is_exporting
 PER_TOKEN = (Mlp, GluMlp, SwiGLU, GatedMlp)
 
 
-def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> None:
-    """Raise unless `mlp_chunk` is None or a number of tokens, and the MLP is known to work on each token alone."""
+def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> int | None:
+    """Return `mlp_chunk`, None or a number of tokens, if the MLP is known to work on each token alone; else raise."""
     if mlp_chunk is None:
-        return
-    integer("mlp_chunk", mlp_chunk, 1)
+        return None
+    mlp_chunk = integer("mlp_chunk", mlp_chunk, 1)
     if not isinstance(mlp, PER_TOKEN) or not isinstance(getattr(mlp, "gate", None), nn.Identity | None):
         known = ", ".join(cls.__name__ for cls in PER_TOKEN)
         raise ValueError(
             f"mlp_chunk splits the tokens, and {type(mlp).__name__} may mix them: as mlp_layer take {known} without a "
             "gate_layer, or a subclass, or leave out mlp_chunk"
         )
+    return mlp_chunk
 
 
 def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> Tensor:

@@ -298,8 +298,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
             check_divisible(embed.img_size, embed.patch_size)
         self.depth_plan: Depth = self.depth_for({"reversible": reversible})
         for block in self.blocks:
-            check_chunk(mlp_chunk, block.mlp)
-            block.mlp_chunk = mlp_chunk
+            block.mlp_chunk = check_chunk(mlp_chunk, block.mlp)
         if patch_drop_rate > 0:
             # timm's `PatchDropout` does not return the indices of the kept patches, which the grid needs.
             self.patch_drop: nn.Module = PatchDropoutWithIndices(

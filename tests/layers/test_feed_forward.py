@@ -1,5 +1,6 @@
 """Chunked feed-forward: outputs, gradients and random numbers are the same as without chunks; memory is bounded."""
 
+import numpy as np
 import pytest
 import torch
 from timm.layers import GatedMlp, GlobalResponseNormMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
@@ -22,7 +23,8 @@ def build(kind=Mlp, **options):
 )
 def test_numbers_and_gradients_are_those_of_one_piece(kind, chunk):
     norm, mlp, x = build(kind)
-    check_chunk(chunk, mlp)
+    # A number of NumPy becomes an int, because `Tensor.split` takes no other.
+    chunk = check_chunk(np.int64(chunk), mlp)
     found = []
     for out in (chunked_mlp(norm, mlp, x, chunk), mlp(norm(x))):
         found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters(), *mlp.parameters()])])
