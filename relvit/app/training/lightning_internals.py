@@ -6,9 +6,11 @@ exception is `_start_method` of strategies, which `run/processes.py` reads only 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from lightning import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 
 def validation_due(trainer: Trainer) -> bool:
@@ -31,6 +33,49 @@ def restore_loaders(trainer: Trainer, states: list[Any]) -> None:
     loop = trainer.fit_loop
     loop._combined_loader._load_state_dicts(states)
     iter(loop._data_fetcher)
+
+
+class _RecordingFetcher(_PrefetchDataFetcher):
+    """Lightning's fetcher of batches, which also keeps the states of loaders before each of the last batches.
+
+    Of data without a length, Lightning loads each batch while the batch before is trained on, and several batches may
+    make an optimiser step. So in both cases a loader is ahead of what a resumed training has to begin with.
+    """
+
+    def record(self, kept: int) -> None:
+        """Begin to record, and keep the states of this number of batches."""
+        self.states, self.kept = {}, kept
+
+    def reset(self) -> None:
+        super().reset()
+        self.states = {}
+
+    def __iter__(self) -> Any:
+        states = self.combined_loader._state_dicts()
+        super().__iter__()
+        self.states[0] = deepcopy(states)
+        return self
+
+    def __next__(self) -> Any:
+        if states := self.combined_loader._state_dicts():
+            # A loader may go on to change the dictionary that it has returned.
+            self.states[self.fetched] = deepcopy(states)
+            self.states.pop(self.fetched - self.kept, None)
+        return super().__next__()
+
+
+def record_loaders(trainer: Trainer) -> None:
+    """Let the training loop, which has been set up, keep the states that `loader_states` returns."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if type(fetcher) is _PrefetchDataFetcher:
+        # A new fetcher would need a new iterator, and the loaders would lose the batch that is already loaded.
+        fetcher.__class__ = _RecordingFetcher
+        fetcher.record(trainer.accumulate_grad_batches + 2)
+
+
+def loader_states(trainer: Trainer, batch: int) -> list[Any] | None:
+    """Return the states of the training loaders after this number of batches of the epoch; None: those of now."""
+    return getattr(trainer.fit_loop._data_fetcher, "states", {}).get(batch)
 
 
 def validates_by_clock(trainer: Trainer) -> bool:

@@ -40,13 +40,16 @@ class Stateful:
     batch_size = 4
 
     def __init__(self):
-        self.done = 0
+        self.done = self.first = 0
 
     def __len__(self):
         return 6
 
     def __iter__(self):
-        first, self.done = self.done % 6, self.done % 6
+        self.done, self.first = self.first, 0
+        return self.batches(self.done)
+
+    def batches(self, first):
         for batch in itertools.islice(Noise().train_dataloader(), first, None):
             self.done += 1
             yield batch
@@ -55,12 +58,24 @@ class Stateful:
         return {"done": self.done}
 
     def load_state_dict(self, state):
-        self.done = state["done"]
+        self.first = state["done"] % 6
 
 
 class WithState(Noise):
     def train_dataloader(self):
         return Stateful()
+
+
+class Unsized(Stateful):
+    """Such a loader without a length; Lightning loads each of its batches while the batch before is trained on."""
+
+    def __len__(self):
+        raise TypeError("no length")
+
+
+class WithoutLength(Noise):
+    def train_dataloader(self):
+        return Unsized()
 
 
 def classifier():
@@ -135,6 +150,23 @@ def test_a_loader_with_a_state_goes_on_after_the_last_batch(tmp_path):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*begins with its first images again")
             train(resumed, WithState(), tmp_path / f"{step}.ckpt", max_epochs=2)
+        assert_close(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("data", [WithState, WithoutLength])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loader_with_a_state_loses_no_batch(data, accumulated, tmp_path):
+    """Neither the batch that is loaded ahead, nor batches that no optimiser step has used."""
+
+    def on_train_batch_end(trainer, *_):
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        trainer.save_checkpoint(tmp_path / f"{progress.total.ready}.ckpt")
+
+    whole, options = classifier(), {"max_steps": 12 // accumulated, "accumulate_grad_batches": accumulated}
+    train(whole, data(), **options, callbacks=[LambdaCallback(on_train_batch_end=on_train_batch_end)])
+    for batch in (1, 3, 6, 8):
+        resumed = classifier()
+        train(resumed, data(), tmp_path / f"{batch}.ckpt", **options)
         assert_close(resumed.state_dict(), whole.state_dict())
 
 

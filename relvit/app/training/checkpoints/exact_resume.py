@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from relvit.app.data.loading.sampler import all_batches_done, training_position
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.app.training.lightning_internals import restore_loaders, validation_due
+from relvit.app.training.lightning_internals import loader_states, record_loaders, restore_loaders, validation_due
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
 # A checkpoint holds the `ResumePoint` under this key.
@@ -84,6 +84,15 @@ class Progress:
         """Store in a checkpoint where a training is, and return this point."""
         point = ResumePoint.of(trainer, self._validated_at, self._ended_epoch)
         checkpoint[POINT_KEY] = point._asdict()
+        epochs = trainer.fit_loop.epoch_progress.current
+        under_way = epochs.started > epochs.processed and not all_batches_done(trainer)
+        if under_way and "loops" in checkpoint:
+            state = checkpoint["loops"]["fit_loop"]["state_dict"]
+            if states := loader_states(trainer, point.batch):
+                state["combined_loader"] = states
+            elif point.batch == 0:
+                # Nothing of the first epoch has been used.
+                state.pop("combined_loader", None)
         return point
 
     def load(self, checkpoint: dict[str, Any]) -> bool:
@@ -141,8 +150,12 @@ class Progress:
         )
 
     def restore_loaders(self, trainer: Trainer) -> None:
-        """Let training loaders with a `state_dict`, which have been set up, go on where the checkpoint was."""
+        """Let training loaders with a `state_dict`, which have been set up, go on where the checkpoint was.
+
+        Further checkpoints get the states that fit the batches that optimiser steps have used.
+        """
         states, self._loader_states = self._loader_states, []
+        record_loaders(trainer)
         if states:
             restore_loaders(trainer, states)
 
