@@ -124,6 +124,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
             <= x <= 1.
         ValueError: `halting` is unknown; `halting` is 'act' and `depth` is below 2; or `halting_epsilon` or
             `halting_bias` is given without `halting`.
+        TypeError: `depth` is not an integer.
     """
 
     depth_plan: Depth = RepeatedDepth()
@@ -164,7 +165,11 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.set_steps(depth)
 
     def set_steps(self, steps: int) -> None:
-        """Choose the number of steps, which may differ from the training's; with halting it is the highest number."""
+        """Choose the number of steps, which may differ from the training's; with halting it is the highest number.
+
+        Raises:
+            TypeError, ValueError: The number is not an integer, or is below 1.
+        """
         self.steps: int = integer("the number of steps (depth)", steps, 1)
         first = self.feature_info[0]
         self.feature_info: list[dict[str, Any]] = [{**first, "index": step} for step in range(self.steps)]

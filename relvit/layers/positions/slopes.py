@@ -38,7 +38,7 @@ class SlopePosition2d(Position):
 
     Raises:
         ValueError: `num_heads` is below 1, `max_distance` is negative, or `distance` is unknown.
-        TypeError: `max_distance` does not hold integers.
+        TypeError: `num_heads` is not an integer, or `max_distance` does not hold integers.
     """
 
     stretchable = True

@@ -34,7 +34,9 @@ class PackedList(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
         index = range(len(self))[index]
         return _Unpickler(BytesIO(self._block[self._ends[index] : self._ends[index + 1]]), self._shared).load()
 

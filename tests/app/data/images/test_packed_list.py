@@ -45,6 +45,7 @@ def test_items_are_those_of_the_list_and_shared_objects_are_kept():
     packed = PackedList(items, [table])
     assert [*packed] == items
     assert packed[-1] == items[-1]
+    assert packed[1:] == items[1:]
     assert packed[0][2] is packed[2][2] is table
     with pytest.raises(IndexError):
         packed[3]
