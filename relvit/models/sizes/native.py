@@ -80,10 +80,10 @@ def _projection(model: nn.Module) -> nn.Conv2d:
     """Return the convolution that embeds patches; refuse models that are made for grids of one size."""
     embed, name = model.patch_embed, type(model).__name__
     projection = base_layer(getattr(embed, "proj", None))
-    if not isinstance(projection, nn.Conv2d):
+    if not isinstance(projection, nn.Conv2d) or not projection.kernel_size == projection.stride == embed.patch_size:
         raise ValueError(
-            f"{name} takes no native images: its patch embedding {type(embed).__name__} has no convolution `proj`; "
-            "give images of one size"
+            f"{name} takes no native images: its patch embedding {type(embed).__name__} has no convolution `proj` of "
+            "separate patches; give images of one size"
         )
     if why := lack(model, "native"):
         raise ValueError(f"{name} takes no native images: {why}")

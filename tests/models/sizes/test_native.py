@@ -187,13 +187,20 @@ def without_convolution():
     return model
 
 
+def overlapping_patches():
+    model = small(patch_size=PATCH)
+    model.patch_embed.proj = torch.nn.Conv2d(3, model.embed_dim, (10, 6), PATCH, (1, 1))
+    return model
+
+
 DISTILLED = {"patch_size": PATCH, "depth": 1}
 REFUSED = {
     "its AFTFull has the bias of one grid": lambda: small("test_relvit_aft", mixer="full", patch_size=PATCH),
     "has a distillation token": lambda: relvit.retrofit(
         timm.create_model("deit_tiny_distilled_patch16_224", **DISTILLED)
     ),
-    "PatchEmbed has no convolution `proj`; give images of one size": without_convolution,
+    "PatchEmbed has no convolution `proj` of separate patches; give images of one size": without_convolution,
+    "has no convolution `proj` of separate patches": overlapping_patches,
     "global_pool 'prr' has no mask for the padding": lambda: small(global_pool="prr", patch_size=PATCH),
 }
 
