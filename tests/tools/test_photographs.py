@@ -134,14 +134,14 @@ def test_models_have_the_same_size():
     counts = {}
     for name, model in MODELS.models_of(setting).items():
         counts[name] = sum(parameter.numel() for parameter in RUNS.created(model, (112, 112)).parameters())
-    assert len(counts) == 14
+    assert len(counts) == 15
     assert max(counts.values()) < 1.03 * min(counts.values())
     assert counts["learned"] == pytest.approx(2.8e6, rel=0.03)
 
 
 def test_all_runs_have_another_folder_and_the_most_important_ones_come_first():
     runs = COMMAND.runs_of(MODELS.SETTINGS["imagenette"], [0, 1])
-    assert len({run.folder for run in runs}) == len(runs) == 2 * (14 + 4 + 4) + 3 * (9 + 9 + 8 + 8)
+    assert len({run.folder for run in runs}) == len(runs) == 2 * (15 + 4 + 4) + 3 * (9 + 9 + 8 + 8)
     assert [run[:3] for run in runs[:4]] == [
         ("scratch", "learned", 0),
         ("scratch", "kv-4-learned", 0),

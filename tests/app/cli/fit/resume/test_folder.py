@@ -104,7 +104,8 @@ def test_two_processes_never_train_in_one_folder(stopped, fails):
 
 def test_checkpoints_hold_everything_that_goes_on(run):
     content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    assert content["position"] == {"epoch": 4, "batch": 0, "layout": [3, 8, 1, 1], "validated": False}
+    at_the_end = {"epoch": 4, "batch": 0, "layout": [3, 8, 1, 1], "validated": False, "last": False}
+    assert content["position"] == at_the_end
     assert content["ImageFolderData"] == {"epoch": 4, "batch": 0}
     rows = content["callbacks"]["History"]["rows"]
     assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
