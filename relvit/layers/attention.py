@@ -110,11 +110,6 @@ def has_hooks(module: object) -> bool:
     return any(getattr(module, kind, None) for kind in kinds)
 
 
-def is_plain(module: Callable[[Tensor], Tensor], kind: type[nn.Module]) -> bool:
-    """Return whether a module is exactly of this class of PyTorch, and has no hooks."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
-
-
 def _does_nothing(part: nn.Module | None) -> bool:
     """Return whether a norm or a dropout is None, or a module without effect and without hooks."""
     kind = type(part)

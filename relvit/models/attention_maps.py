@@ -92,14 +92,9 @@ def _record_weights(
         )
     if any(getattr(attentions[index], "block_window", None) for index in chosen):
         whole = [index for index, attention in enumerate(attentions) if not getattr(attention, "block_window", None)]
-        raise ValueError(
-            f"blocks of {type(model).__name__} with windows have no N x N weights: "
-            + (
-                f"attention_maps takes layers={whole}, which are without windows"
-                if whole
-                else "all blocks of this model have windows"
-            )
-        )
+        cure = f"attention_maps takes layers={whole}, which are without windows"
+        cure = cure if whole else "all blocks of this model have windows"
+        raise ValueError(f"blocks of {type(model).__name__} with windows have no N x N weights: {cure}")
     check_kind("images", images, Tensor, ONE_SIZE)
     if images.dim() != 4:
         raise ValueError(f"images must be (B, in_chans, height, width), got shape {tuple(images.shape)}")

@@ -20,7 +20,7 @@ from relvit.ops.tracing import is_compiling, is_eager, may_recompute
 
 
 class Versions:
-    """Context that raises if one of several tensors was modified in place after this object was created.
+    """Versions of tensors; `check` raises if one of these tensors was modified in place after this object was created.
 
     Autograd only checks tensors that autograd itself saved, and not tensors that a saved-tensor hook or a recomputation
     keeps.
@@ -31,16 +31,14 @@ class Versions:
         # they need no check.
         self._seen = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    def __enter__(self) -> None:
+    def check(self) -> None:
+        """Raise RuntimeError for a tensor that was modified in place."""
         for tensor, version in self._seen:
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that is needed for gradients was modified in place "
                     "since an operation of relvit had read it: clone it before, or compute the gradients first"
                 )
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
 
 def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_state: bool = False) -> Tensor:
@@ -116,8 +114,8 @@ def recompute_saved(
 
 
 def _unchanged(saved: Tensor, versions: Versions) -> Tensor:
-    with versions:
-        return saved
+    versions.check()
+    return saved
 
 
 class _Recomputation:
@@ -130,8 +128,8 @@ class _Recomputation:
         self._waiting: dict[int, Tensor] = {}
 
     def take(self, number: int) -> Tensor:
-        with self._versions:
-            if number not in self._waiting:
-                with torch.no_grad():
-                    self._waiting = dict(enumerate(self._function(*self._inputs)))
-            return self._waiting.pop(number)
+        self._versions.check()
+        if number not in self._waiting:
+            with torch.no_grad():
+                self._waiting = dict(enumerate(self._function(*self._inputs)))
+        return self._waiting.pop(number)

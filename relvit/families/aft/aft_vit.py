@@ -100,14 +100,12 @@ class AFTVisionTransformer(GridVisionTransformer):
         if global_pool is None:
             global_pool = "token" if class_token else "avg"
         made = make_mixer(mixer, {"kernel_size": kernel_size, "window": window, "bias_dim": bias_dim}, backend)
+        defaults = inspect.signature(VisionTransformer).parameters
         if issubclass(MIXERS[mixer], AFTFull):
-            defaults = inspect.signature(VisionTransformer).parameters
             image, patch = (to_2tuple(kwargs.get(name, defaults[name].default)) for name in ("img_size", "patch_size"))
-            prefix = int(class_token) + kwargs.get("reg_tokens", 0)
-            made = partial(
-                made, grid_size=[size // side for size, side in zip(image, patch, strict=True)], prefix=prefix
-            )
-        width = kwargs.get("embed_dim", inspect.signature(VisionTransformer).parameters["embed_dim"].default)
+            grid_size = [size // side for size, side in zip(image, patch, strict=True)]
+            made = partial(made, grid_size=grid_size, prefix=int(class_token) + kwargs.get("reg_tokens", 0))
+        width = kwargs.get("embed_dim", defaults["embed_dim"].default)
         super().__init__(
             pos_embed=("learn" if in_paper else "") if pos_embed is None else pos_embed,
             class_token=class_token,

@@ -25,8 +25,7 @@ def check_position(position: nn.Module) -> None:
     if needs_tokens(position):
         raise ValueError(
             "LSH attention takes no position that depends on tokens or has free channels, got "
-            f"{type(position).__name__}: "
-            "give one with a bias by offset alone, such as 'slopes'"
+            f"{type(position).__name__}: give one with a bias by offset alone, such as 'slopes'"
         )
     check_bias_alone(position(Grid(1, 1)))
 
@@ -146,9 +145,8 @@ class LSHAttention(Mixer, KeepConstants):
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
         """Return what the mixer of this name computes: its bias, and no choice of backends."""
         terms = "" if self.position is None or self.position(Grid(1, 1)).bias is None else "b"
-        return (
-            super().plan(name, grid, training, device)._replace(terms=terms, parameters=count_parameters(self.position))
-        )
+        plan = super().plan(name, grid, training, device)
+        return plan._replace(terms=terms, parameters=count_parameters(self.position))
 
     def extra_repr(self) -> str:
         return f"bucket_size={self.bucket_size}, rounds={self.rotations.shape[0]}"

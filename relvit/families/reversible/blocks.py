@@ -210,11 +210,11 @@ class ReversibleBlock(torch.autograd.Function):
         wants_x = any(ctx.needs_input_grad[1:3])
         read = (chain.attn_mask, *step.parameters)
         wanted = [tensor for tensor, wants in zip(read, ctx.needs_input_grad[3:], strict=True) if wants]
-        with step.versions:
-            out, (added, *of_mlp) = step.backward("mlp", y1, grad2, True, wanted)
-            x2 = y2 - out
-            grad1 = grad1 + added
-            out, (added, *of_mixer) = step.backward("mixer", x2, grad1, wants_x, wanted)
+        step.versions.check()
+        out, (added, *of_mlp) = step.backward("mlp", y1, grad2, True, wanted)
+        x2 = y2 - out
+        grad1 = grad1 + added
+        out, (added, *of_mixer) = step.backward("mixer", x2, grad1, wants_x, wanted)
         if not wants_x:
             grad1 = grad2 = None
         else:

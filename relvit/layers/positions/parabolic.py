@@ -113,10 +113,8 @@ def parabolas(
     v, u = _coordinates(key_grid, key_grid, trained, dtype, features.device)
     constant = by * y + bx * x - yy * y * y - yx * y * x - xx * x * x
     parts = (constant, -yy, -yx, -xx, 2 * yy * y + yx * x - by, 2 * xx * x + yx * y - bx)
-    query, key = (
-        torch.stack(parts, dim=-1) * scale,
-        torch.stack((torch.ones_like(v), v * v, v * u, u * u, v, u), dim=-1),
-    )
+    query = torch.stack(parts, dim=-1) * scale
+    key = torch.stack((torch.ones_like(v), v * v, v * u, u * u, v, u), dim=-1)
     return Channels(_without_prefix(query, grid.prefix), _without_prefix(key, key_grid.prefix))
 
 

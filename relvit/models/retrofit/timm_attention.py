@@ -11,7 +11,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from relvit.layers.attention import GridAttention, Projected, is_plain
+from relvit.layers.attention import GridAttention, Projected, has_hooks
 from relvit.ops import Grid
 
 
@@ -76,7 +76,7 @@ class TimmRelativeAttention(GridAttention):
         # In timm's `EvaAttention`, BEiT and Swin V2 the bias of keys is not trained, so the layer `qkv` has no bias:
         # join the biases of queries, keys and values.
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        if is_plain(qkv, nn.Linear):
+        if type(qkv) is nn.Linear and not has_hooks(qkv):
             projected = F.linear(x, qkv.weight, bias)
         else:
             # A module that has replaced `qkv`, such as a LoRA adapter, may compute more than a product: call it.

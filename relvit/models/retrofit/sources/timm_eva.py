@@ -12,7 +12,8 @@ from relvit.layers.positions.rope import ANY_SIZE_ROPES
 from relvit.models.absolute import TimmAbsoluteEmbedding
 from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages, open_patch_embed
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS, GridArgument
-from relvit.ops import Grid, patch_coords
+from relvit.ops import Grid
+from relvit.ops.grid import keep_patches
 
 
 class RetrofittedEva(Retrofitted, WholeImages, TimmAbsoluteEmbedding, Eva):
@@ -35,7 +36,7 @@ class RetrofittedEva(Retrofitted, WholeImages, TimmAbsoluteEmbedding, Eva):
         if self.patch_drop is not None:
             x, kept = self.patch_drop(x)
             if kept is not None:
-                grid = grid._replace(coords=patch_coords(grid, x.device)[kept])
+                grid = keep_patches(grid, kept)
                 if rope is not None:
                     rope = apply_keep_indices_nlc(x, rope, kept)
                     # The shape of `rope` becomes (depth, B, heads, N, dim) if each block has its own rotation,

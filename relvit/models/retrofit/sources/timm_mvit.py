@@ -155,16 +155,10 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
 
     def forward(self, x: Tensor, feat_size: Size) -> tuple[Tensor, list[int]]:
         """Map (B, N, dim) tokens of `feat_size` rows and columns to (B, Nq, dim_out), with the output's size."""
-        projected = self.qkv(x).chunk(3, dim=-1)
-        (query, grid), (key, key_grid), (value, _) = (
-            self.pooled(part, feat_size, pool, norm)
-            for part, pool, norm in zip(
-                projected,
-                (self.pool_q, self.pool_k, self.pool_v),
-                (self.norm_q, self.norm_k, self.norm_v),
-                strict=True,
-            )
-        )
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        query, grid = self.pooled(query, feat_size, self.pool_q, self.norm_q)
+        key, key_grid = self.pooled(key, feat_size, self.pool_k, self.norm_k)
+        value, _ = self.pooled(value, feat_size, self.pool_v, self.norm_v)
         mixed = attend_with(self, query, (query, key, value), grid, key_grid)
         if self.residual_pooling:
             mixed = mixed + query.transpose(1, 2).flatten(2)

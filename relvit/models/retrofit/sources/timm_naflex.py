@@ -12,7 +12,8 @@ from torch import Tensor
 from relvit.layers.patch_embed import check_divisible
 from relvit.models.retrofit.source import Classes, Exchange, Retrofitted, WholeImages
 from relvit.models.retrofit.timm_attention import TIMM_ATTENTIONS, GridArgument
-from relvit.ops import Grid, grid_from_naflex, patch_coords
+from relvit.ops import Grid, grid_from_naflex
+from relvit.ops.grid import keep_patches
 
 
 class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
@@ -39,9 +40,7 @@ class RetrofittedNaFlexVit(Retrofitted, WholeImages, NaFlexVit):
         grid = self._image_grid(x) if patch_coord is None else self._batch_grid(patch_coord, patch_valid)
         embeds = super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)
         if (kept := embeds["keep_indices"]) is not None:
-            coords = patch_coords(grid, kept.device)
-            coords = coords.expand(len(kept), -1, 2).gather(1, kept[..., None].expand(-1, -1, 2))
-            grid = grid._replace(coords=coords)
+            grid = keep_patches(grid, kept)
         embeds["attn_mask"] = GridArgument(grid, embeds["attn_mask"])
         return embeds
 

@@ -57,13 +57,9 @@ class RetrofittedSamHQSdpaAttention(TransformersSamAttention, sam_hq.SamHQVision
 class RetrofittedSamPatchEmbeddings(SamPatchEmbed, sam.SamPatchEmbeddings):
     """`SamPatchEmbeddings` after a retrofit."""
 
-    convolution: ClassVar[str] = "projection"
-
 
 class RetrofittedSamHQPatchEmbeddings(SamPatchEmbed, sam_hq.SamHQPatchEmbeddings):
     """`SamHQPatchEmbeddings` after a retrofit."""
-
-    convolution: ClassVar[str] = "projection"
 
 
 class TransformersSamEncoder(TransformersModel, SamEncoder):
