@@ -31,10 +31,7 @@ def record_logit_inputs() -> Iterator[dict[nn.Module, AttentionInputs]]:
 
 @torch.no_grad()
 def attention_weights(inputs: AttentionInputs) -> Tensor:
-    """Compute the weights by which `relvit.ops.relative_attention` adds up values, without gradients.
-
-    Args:
-        inputs: the arguments of `relvit.ops.relative_attention`; the values are not used.
+    """Compute the weights by which `relvit.ops.relative_attention` of these inputs adds up values, without gradients.
 
     Returns:
         (B, heads, Nq, Nk), float32, or float64 for float64 queries. The weights of each query sum to 1, or are zero if

@@ -140,8 +140,7 @@ class RelativeBlock(MixerBlock):
         torch.Size([2, 24, 192])
 
     Args:
-        dim: width of the tokens.
-        num_heads: number of attention heads.
+        dim, num_heads, **kwargs: see `MixerBlock`.
         position: class or function that makes the block's own position module, called as `position(head_dim, num_heads,
             device=, dtype=)` if the mixer has an attribute `position`.
         rope: class or function that makes the block's own `RotaryEmbedding2d`, called with the same arguments as
@@ -149,7 +148,6 @@ class RelativeBlock(MixerBlock):
         prefix_bias: whether there is a `PrefixBias`.
         mixer: see `MixerBlock`. If the mixer's `__init__` sets an attribute `position` to None, the block sets this
             attribute to the block's position; such a mixer needs an attribute `head_dim`, too.
-        **kwargs: see `MixerBlock`.
 
     Raises:
         TypeError: `position` or `mixer` cannot be called to make a new module for each block, because it is a module

@@ -31,15 +31,10 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> int | None:
 
 
 def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> Tensor:
-    """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` tokens of all samples at a time.
+    """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` tokens of all samples at a time, see `check_chunk`.
 
     Training keeps only `x`: backward recomputes one chunk after the other, with the same random numbers. Source: Kitaev
     et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".
-
-    Args:
-        norm, mlp: modules that compute each token without the other tokens, see `check_chunk`.
-        x: tokens.
-        mlp_chunk: number of tokens of a chunk; the last chunk may have fewer.
 
     Returns:
         (B, N, dim), equal to `mlp(norm(x))` up to rounding in the matrix products and the random numbers of dropout.

@@ -137,16 +137,9 @@ def base_layer(module: nn.Module) -> nn.Module:
 
 
 def check_images(images: Tensor, projection: nn.Module) -> None:
-    """Refuse anything but a floating-point batch of images (B, in_chans, height, width).
+    """Raise TypeError or ValueError for anything but floating-point images (B, in_chans, height, width).
 
-    Args:
-        images: the images.
-        projection: the layer that embeds patches; if it has no attribute `in_channels`, any number of channels is
-            allowed.
-
-    Raises:
-        TypeError: `images` is not a tensor, or is a tensor of integers.
-        ValueError: `images` does not have four dimensions, or has another number of channels.
+    `projection` is the layer that embeds patches; if it has no `in_channels`, any number of channels is allowed.
     """
     number = getattr(base_layer(projection), "in_channels", None)
     in_chans = "in_chans" if number is None else number

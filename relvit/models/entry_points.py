@@ -96,8 +96,6 @@ def entry_point(
     """Make the function that timm calls to create a model, and register it with timm.
 
     Args:
-        name: name of the model.
-        model_class: class of the model.
         filter_fn: function that converts checkpoints, see `checkpoint_filter_fn`.
         arguments: function that returns the arguments of a call, completed with the arguments of the model `name`.
         module: name of the module that has `default_cfgs`, which timm reads; None: the module of the class.

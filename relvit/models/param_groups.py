@@ -113,11 +113,7 @@ def _with_layers(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def scaled_positions(model: nn.Module, position_lr_scale: float | None) -> list[nn.Parameter]:
-    """Return the parameters to which a factor on the learning rate of relative positions applies: none if it is 1.
-
-    Raises:
-        ValueError: a factor other than 1 is given, and the relative positions have no trainable parameters.
-    """
+    """Return the parameters to which `position_lr_scale` applies, none if it is 1; for errors see `param_groups`."""
     if position_lr_scale == 1:
         return []
     mixers = [part for part in model.modules() if isinstance(part, Mixer)]

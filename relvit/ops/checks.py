@@ -18,11 +18,7 @@ def check_backend(name: str, backends: Sequence[str]) -> None:
 
 
 def check_backward(backend: str, grad: Tensor) -> None:
-    """Raise in a backward that a backend has written out, where it would have to compute more than one first gradient.
-
-    Raises:
-        RuntimeError: second derivatives are requested, or gradients of several results at once.
-    """
+    """Raise RuntimeError for second derivatives or for gradients of several results, in a backend's own backward."""
     if torch.is_grad_enabled():
         # PyTorch's `once_differentiable` would raise only if `grad` itself requires a gradient; otherwise second
         # derivatives would leave out the backend's function without an error.

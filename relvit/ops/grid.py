@@ -181,12 +181,7 @@ def keep_patches(grid: Grid, kept: Tensor) -> Grid:
 
 
 def keep_tokens(tokens: Tensor, grid: Grid, keep: Tensor) -> tuple[Tensor, Grid]:
-    """Keep the prefix tokens and K patches of each of B images, given tokens (B, N, dim) and indices (B, K).
-
-    Raises:
-        TypeError: `keep` does not hold integers.
-        ValueError: `keep` does not have the shape (B, K).
-    """
+    """Keep the prefix tokens and K patches of each of B images, given tokens (B, N, dim) and indices (B, K)."""
     _check_integers("keep", keep)
     if keep.dim() != 2 or len(keep) != len(tokens):
         raise ValueError(f"keep must have shape (B, K) with B = {len(tokens)} images, got {tuple(keep.shape)}")

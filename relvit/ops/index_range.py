@@ -42,11 +42,7 @@ def largest_tensor(inputs: AttentionInputs, backend: str) -> int:
 
 
 def check_index_range(inputs: AttentionInputs, backend: str) -> None:
-    """Raise if a tensor of a backend would have more elements than the device's kernels can index.
-
-    Raises:
-        ValueError: the device is one of `NARROW_DEVICES`, and a tensor has more than 2^31 - 1 elements.
-    """
+    """Raise ValueError if a tensor of a backend would have more elements than the device's kernels can index."""
     if inputs.query.device.type not in NARROW_DEVICES:
         return
     hint = "smaller batches, or an image in parts (`relvit.models.set_reach`)"
@@ -57,16 +53,10 @@ def check_index_range(inputs: AttentionInputs, backend: str) -> None:
 
 
 def check_tensor_size(device: str, number: int, what: str, hint: str = "smaller batches or images") -> None:
-    """Raise if an operation has a tensor of more elements than a device's kernels can index.
+    """Raise ValueError if an operation may have a tensor of more elements than a device's kernels can index.
 
-    Args:
-        device: the kind of device.
-        number: an upper bound for the number of elements of the largest tensor.
-        what: the operation and its sizes, for the message.
-        hint: what to use instead.
-
-    Raises:
-        ValueError: the device is one of `NARROW_DEVICES`, and the number is above 2^31 - 1.
+    `number` is an upper bound for the number of elements of the largest tensor. The message names the operation with
+    its sizes, `what`, and says what to use instead, `hint`.
     """
     if device in NARROW_DEVICES and number > LARGEST:
         raise ValueError(

@@ -124,9 +124,7 @@ def computing_dtype(query: Tensor, backend: str) -> torch.dtype:
 def signature(given: Any) -> Any:
     """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 
-    Raises:
-        TypeError: a value has no signature: it is not a tensor or parameter (objects of other subclasses of `Tensor`
-            are refused), tuple, int, float, bool, str or None.
+    Raise TypeError for all other values, such as objects of other subclasses of `Tensor` than `Parameter`.
     """
     kind = type(given)
     if kind is Tensor or kind is nn.Parameter:

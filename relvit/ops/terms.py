@@ -146,13 +146,10 @@ def is_stock(terms: RelativeTerms) -> bool:
 
 
 def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, RelativeTerms]:
-    """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms.
-
-    Raises:
-        ValueError: `query_bias` has another shape than (heads, head_dim), and might broadcast to the queries wrongly.
-    """
+    """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms."""
     if terms.query_bias is None:
         return query, terms
+    # A bias of another shape might broadcast to the queries wrongly.
     check_shape("terms.query_bias", terms.query_bias, (query.shape[1], query.shape[3]))
     return query + terms.query_bias[:, None].to(query.dtype), terms._replace(query_bias=None)
 

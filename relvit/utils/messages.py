@@ -116,11 +116,7 @@ def part_of(name: str) -> str:
 
 
 def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse a value that is not one of the allowed names.
-
-    Raises:
-        ValueError: `value` is not in `allowed`; the message also gives the allowed name nearest to it, if one is near.
-    """
+    """Raise ValueError for a value that is not one of the allowed names; the message gives the nearest of them, too."""
     if value not in allowed:
         hint = did_you_mean(str(value), allowed)
         raise ValueError(f"{argument} is {value!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
@@ -135,11 +131,7 @@ def check_names(function: str, given: Iterable[str], allowed: Sequence[str]) -> 
 
 
 def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function refuse unknown keyword arguments with the nearest of its own names.
-
-    Raises:
-        TypeError: the returned function is called with an unknown argument.
-    """
+    """Let a function raise TypeError for unknown keyword arguments, with the nearest of its own names."""
     allowed = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

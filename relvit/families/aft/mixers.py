@@ -81,8 +81,7 @@ class AFTSimple(Mixer, KeepConstants):
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim); with `is_causal` a token ignores later tokens.
 
-        Raises:
-            ValueError: an `attn_mask` is given; put padding into the grid's `valid`.
+        An `attn_mask` raises ValueError, see `refuse_mask`.
         """
         self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys
@@ -104,13 +103,12 @@ class AFTFull(AFTSimple):
         torch.Size([2, 70, 192])
 
     Args:
-        dim: width of the tokens.
+        dim, **kwargs: see `AFTSimple`.
         num_heads: number of heads, which share the bias; the paper has one.
         grid_size: rows and columns of the grid on which the factors u and v are learned, one number for both or a pair.
             On other grids the factors are interpolated, as absolute embeddings are.
         prefix: number of tokens before the patches; each of these tokens has its own factors.
         bias_dim: number of columns of u and of v; 128 in the paper on ImageNet.
-        **kwargs: see `AFTSimple`.
 
     Raises:
         ValueError: `grid_size` or `bias_dim` is below 1; in `forward`, the grid has another number of prefix tokens
@@ -217,10 +215,8 @@ class AFTConv2d(AFTSimple):
         torch.Size([2, 24, 192])
 
     Args:
-        dim: width of the tokens.
-        num_heads: number of heads.
+        dim, num_heads, **kwargs: see `AFTSimple`.
         kernel_size: rows and columns of the window, odd, one number for both or a pair.
-        **kwargs: see `AFTSimple`.
 
     Raises:
         ValueError: a size is even or below 1.

@@ -209,9 +209,7 @@ def aft_conv(
               weight, the 0 outside of the window included, counts as 70 below it.
             - 'difference': a depthwise convolution with exp(w) - 1, as in the paper, with the same limit. Weights below
               -5 lose digits.
-            - 'pairs': a softmax for each query and channel, which is exact for any weights, but takes O(N^2 dim)
-              exponentials.
-            - 'reference': as 'pairs', in double precision and O(N^2 dim) memory.
+            - 'pairs', 'reference': see `aft_full`.
             - 'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given
               weights. On other devices and in graphs, where weights are not read, 'convolution'. With `is_causal`
               'pairs'.

@@ -35,8 +35,7 @@ class Bands(NamedTuple):
     """Division of images into bands, a model's `recurrence`.
 
     Attributes:
-        rows: The number of rows of patches in a band.
-        memory_rows: The number of rows of patches above a band that the memory holds. None: all rows.
+        rows, memory_rows: See `band_rows` and `memory_rows` of `set_bands`.
     """
 
     rows: int

@@ -85,11 +85,7 @@ class Position(KeepConstants):
 
 
 def initialise(tables: Iterable[Tensor], std: float) -> None:
-    """Fill tables from a normal distribution of standard deviation `std`, truncated at ±2; with zeros if `std` is 0.
-
-    Raises:
-        ValueError: `std` is negative.
-    """
+    """Fill tables from a normal distribution of standard deviation `std`, truncated at ±2; with zeros if `std` is 0."""
     if std < 0:
         raise ValueError(f"init_std must not be negative, got {std}")
     for table in tables:
@@ -151,11 +147,7 @@ def is_stretchable(position: nn.Module) -> bool:
 
 
 def is_stretched(grid: Grid, trained_grid: tuple[int, int] | None) -> bool:
-    """Return whether a position stretches its tables for a grid: not for a grid of the size in training.
-
-    Args:
-        grid: the grid of the tokens.
-        trained_grid: see `Position`.
+    """Return whether a position with this `trained_grid` stretches its tables for a grid: not for one of that size.
 
     Raises:
         ValueError: the grid is of a padded batch: its images differ in size, so no single table serves all images.
@@ -177,13 +169,9 @@ def axis_offsets(
     """Return all offsets, key minus query, of rows and of columns: (2 H - 1,) and (2 W - 1,), ascending.
 
     Args:
-        grid: the grid of the tokens.
-        trained_grid: see `Position`.
+        grid, trained_grid: see `is_stretched`, also for the error.
         max_distance: distances, for rows and columns, at which the stretched offsets are clipped; None: no clipping.
         like: a tensor on the device of the result; the result is float64 if `like` is, otherwise float32.
-
-    Raises:
-        ValueError: see `is_stretched`.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     rows = torch.arange(1 - grid.height, grid.height, device=like.device, dtype=dtype)

@@ -104,11 +104,7 @@ def numbered(factory: Callable[..., nn.Module], depth: int) -> Callable[..., nn.
 
 
 def make_position(factory: Callable[..., nn.Module], head_dim: int, num_heads: int, **like: Any) -> nn.Module:
-    """Build a position module for an attention layer, given its `device` and `dtype`, and check it.
-
-    Raises:
-        TypeError: `factory` is a module, or makes something that is not a position module.
-    """
+    """Build a position module for an attention layer, given its `device` and `dtype`, and check factory and module."""
     check_maker("position", factory, "head_dim, num_heads", "RelativePosition2d")
     position = factory(head_dim, num_heads, **like)
     if not isinstance(position, nn.Module):
@@ -132,12 +128,7 @@ def check_maker(name: str, given: object, arguments: str, example: str) -> None:
 
 
 def check_position(position: object, head_dim: int, num_heads: int) -> None:
-    """Check a position by a call with a grid of one patch.
-
-    Raises:
-        TypeError: the position is not a module that maps a `Grid` to `RelativeTerms`.
-        ValueError: its tables are for another number or width of heads.
-    """
+    """Raise unless a position is a module that maps a grid of one patch to `RelativeTerms` for these heads."""
     if not isinstance(position, nn.Module):
         kind = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
         raise TypeError(

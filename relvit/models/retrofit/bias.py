@@ -91,11 +91,7 @@ class BiasPositions(OwnPositions):
 
     @classmethod
     def convert_tables(cls, state: Mapping[str, Tensor], layers: Layers) -> dict[str, Tensor]:
-        """Convert the tables in a state dict of the original model; all other tensors stay the same.
-
-        Raises:
-            ValueError: the number of entries of a table fits no window.
-        """
+        """Convert the tables in a state dict of the original model; all other tensors stay the same."""
         given = dict(state)
         for key in [key for key in given if key.partition(".")[0] in cls.shared]:
             tensor = given.pop(key)

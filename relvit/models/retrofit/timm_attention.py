@@ -48,7 +48,6 @@ class TimmRelativeAttention(GridAttention):
         """Map (B, N, dim) tokens to (B, N, dim).
 
         Args:
-            x: tokens of the grid.
             rope: sines and cosines of the patches, (..., N - prefix, 2 head_dim).
             attn_mask, is_causal: see `relvit.ops.relative_attention`. Either `rope` or `attn_mask` is a `GridArgument`.
 

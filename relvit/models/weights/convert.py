@@ -138,13 +138,8 @@ def load_jax_archive(
 ) -> None:
     """Load an .npz archive of the original JAX Vision Transformers into a relvit model.
 
-    timm reads the archive into its own Vision Transformer, whose weights `filter_fn` converts.
-
-    Args:
-        model: a relvit model.
-        path: path of the archive.
-        prefix: prefix of the names in the archive.
-        filter_fn: function that converts the weights, with the arguments and the result of `checkpoint_filter_fn`.
+    timm reads the archive, whose names begin with `prefix`, into its own Vision Transformer. `filter_fn`, a function
+    like `checkpoint_filter_fn`, converts the weights.
 
     Raises:
         ValueError: the file is not an .npz archive.
@@ -232,7 +227,6 @@ def grid_of(
         length: number of entries of the tensor, for patches and perhaps prefix tokens.
         tokens: number of prefix tokens in the checkpoint.
         kernel: weight of the checkpoint's patch embedding, if the checkpoint has one.
-        model: the model that gets the weights.
         own_length: number of entries in the model's tensor of this name; None: the model has no such tensor.
 
     Raises:
@@ -298,13 +292,7 @@ def _convert_axial(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str, Tensor]) -> None:
     """Convert the relative tables of a state dict to those of a relvit or retrofitted model in place; add missing ones.
 
-    Args:
-        state: the state dict, in the model's names.
-        model: a model with position modules.
-        own: the model's state dict.
-
-    Raises:
-        ValueError: tables cannot be converted, see the first three cases of `checkpoint_filter_fn`.
+    `own` is the model's state dict. The first three errors of `checkpoint_filter_fn` are raised here.
     """
     held = {name.rpartition(".")[2].rpartition("_")[0] for name in state if ".position." in name}
     # Blocks may share a position module. Such a module has one name per block, and the state dict has tensors for each

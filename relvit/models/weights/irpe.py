@@ -31,9 +31,7 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     If there are both a query term and a key term, adding r to the queries also adds scale * (r . a) to the logit of
     each pair, where a is the pair's vector in the key term. A bias per pair subtracts this number.
 
-    Args:
-        state: the state dict; without iRPE's tables it stays the same.
-        model: a model whose positions are `RelativePosition2d` with joint tables.
+    A state dict without iRPE's tables stays the same.
 
     Raises:
         ValueError: a table is not one of iRPE's product method with 50 entries.

@@ -96,11 +96,7 @@ class Plan(NamedTuple):
 
 
 def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
-    """Return why this backend cannot compute inputs of `relvit.ops.inputs.checked`, or None if it can.
-
-    Args:
-        device: the kind of device that would compute; None: the query's.
-    """
+    """Return why this backend cannot compute inputs, on the query's or another kind of device; None where it can."""
     query, terms, grid = inputs.query, inputs.terms, inputs.grid
     tables = [term for term in (terms.key, terms.value, terms.bias) if term is not None]
     vectors = [table for term in (terms.key, terms.value) if term is not None for table in term]
@@ -156,11 +152,7 @@ def _kernel(inputs: AttentionInputs) -> Kernel | None:
 # outside of inference mode.
 @torch.inference_mode(False)
 def plan_of(inputs: AttentionInputs) -> Plan:
-    """Work out the plan for inputs.
-
-    Raises:
-        ValueError: `refusal` gives a reason why this backend cannot compute the inputs.
-    """
+    """Work out the plan for inputs; raise ValueError if `refusal` gives a reason why there is none."""
     if (reason := refusal(inputs)) is not None:
         raise ValueError(f"backend 'lean' {reason}: use 'auto'")
     query, terms, grid = inputs.query, inputs.terms, inputs.grid
@@ -216,15 +208,7 @@ def plan_of(inputs: AttentionInputs) -> Plan:
 
 
 def relative_attention(inputs: AttentionInputs, plan: Plan | None = None) -> Tensor:
-    """Compute attention with relative terms by a plan; see `relvit.ops.relative_attention`.
-
-    Args:
-        inputs: arguments of the usual case.
-        plan: the plan for these arguments; None: this function makes it.
-
-    Raises:
-        ValueError: see `plan_of`.
-    """
+    """Compute attention with relative terms by a plan, or by `plan_of(inputs)`; see `relvit.ops.relative_attention`."""
     plan = plan_of(inputs) if plan is None else plan
     contents, terms = tuple(part.transpose(1, 2) for part in inputs[:3]), inputs.terms
     tables = [table for term in (terms.key, terms.value, terms.bias) if term is not None for table in term]
@@ -238,7 +222,6 @@ def attend(contents: tuple[Tensor, ...], tables: Sequence[Tensor], plan: Plan) -
         contents: queries, keys and values, (B, N, heads, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
         tables: the row table and the column table of each term: of the key term, the value term, then the bias.
-        plan: the plan for these shapes.
 
     Returns:
         (B N heads, head_dim), a tensor with memory of its own, so that callers may change it in place.

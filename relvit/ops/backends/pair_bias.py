@@ -77,19 +77,12 @@ def _places(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, T
 
 
 class PairPlan(NamedTuple):
-    """Values that the shapes of an attention with a joint bias alone determine, remembered for all its calls.
-
-    Attributes:
-        heads: number of heads.
-        scale: factor on the logits.
-        index: see `pair_index`.
-        prefix: whether the grid has prefix tokens.
-    """
+    """Values that the shapes of an attention with a joint bias alone determine, remembered for all its calls."""
 
     heads: int
     scale: float
-    index: Tensor
-    prefix: bool
+    index: Tensor  # see `pair_index`
+    prefix: bool  # whether the grid has prefix tokens
 
 
 # PyTorch cannot save a tensor made in inference mode for backward, and training may use this plan later, so make it
@@ -107,18 +100,14 @@ def attend(
     prefix_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with a joint bias as the mask of stock attention.
+    """Compute attention, (B, heads, N, head_dim), with a joint bias as the mask of stock attention.
 
     Args:
         contents: queries, keys and values, (B, heads, N, head_dim) each, or all of them in one tensor (B, N, 3 heads,
             head_dim).
         table: the bias by offset, see `JointTable`.
-        plan: the plan for these shapes.
         prefix_bias: (3, heads), see `relvit.layers.PrefixBias`; None: pairs with prefix tokens have no bias.
         attn_mask: numbers that are added to the logits, broadcastable to (B, heads, N, N).
-
-    Returns:
-        (B, heads, N, head_dim).
     """
     if len(contents) == 1:
         contents = contents[0].transpose(1, 2).split_with_sizes((plan.heads,) * 3, 1)

@@ -41,11 +41,7 @@ class TransformersModel(OwnPositions):
 def attend_and_show(
     attn: GridAttention, x: Tensor, grid: Grid, mask: Tensor | None, show: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend; with `show` also return the attention weights (B, heads, N, N), without gradients and dropout.
-
-    Raises:
-        ValueError: `show` is True in a compiled graph.
-    """
+    """Attend; with `show` also return the attention weights (B, heads, N, N), without gradients and dropout."""
     if not show:
         return attn.attend(x, grid, mask, False, None), None
     if is_compiling():

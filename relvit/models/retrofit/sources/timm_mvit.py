@@ -76,9 +76,6 @@ class PooledOffsets(LayerTables):
     Queries and keys are pooled with different strides, so their grids differ. Offsets are counted in steps of the finer
     grid, and a table has a row for each step. Each pair of a query row and a key row looks up a vector, and so does
     each pair of columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
-
-    Args:
-        layer: the attention.
     """
 
     needs_tokens: ClassVar[bool] = True

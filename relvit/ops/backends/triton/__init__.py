@@ -30,11 +30,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def relative_attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention with relative terms in Triton kernels; see `relvit.ops.relative_attention`.
-
-    Raises:
-        ValueError: `refusal` gives a reason why the kernels cannot compute the inputs.
-    """
+    """Compute attention with relative terms in Triton kernels; raise ValueError if `refusal` gives a reason."""
     reason = refusal(inputs)
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}")
