@@ -89,10 +89,12 @@ class BaseClassifier(EpochMetrics):
         if not image_count(images):
             return torch.empty(0, self.hparams.num_classes, device=self.device)
         images = move_data_to_device(images, self.device)
-        logits = self(images)
-        if mirror:
-            logits = self.labels.mean_logits(torch.stack((logits, self(mirrored(images)))).float())
-        return logits if self.absent is None else logits.masked_fill(self.absent.to(logits.device), -math.inf)
+        found = [self(view) for view in ((images, mirrored(images)) if mirror else (images,))]
+        if self.absent is not None:
+            # Leave the absent classes out before the mean: otherwise the view that gives these classes a smaller
+            # probability would weigh more.
+            found = [logits.masked_fill(self.absent.to(logits.device), -math.inf) for logits in found]
+        return self.labels.mean_logits(torch.stack(found).float()) if mirror else found[0]
 
     def probabilities(self, images: ImageBatch, mirror: bool = False) -> Tensor:
         """Compute the probabilities (B, num_classes), float32, of a batch; arguments as of `logits`."""
