@@ -101,7 +101,7 @@ class Labels(Protocol):
     ) -> list[list[tuple[str, float]]]:
         """List names and probabilities of the `top` classes of images (B, classes), or of the classes in `classes`."""
         most = min(top or TOP, len(names))
-        chosen = probabilities.topk(most).indices.tolist() if top else self.classes(probabilities, most)
+        chosen = most_probable(probabilities, most) if top else self.classes(probabilities, most)
         rows = zip(probabilities, chosen, strict=True)
         found = ((indices, row[indices].tolist()) for row, indices in rows)
         return [[(names[index], value) for index, value in zip(*row, strict=True)] for row in found]
@@ -184,7 +184,7 @@ class OneLabel(Labels):
         return logits.log_softmax(-1).logsumexp(0) - math.log(2)
 
     def classes(self, probabilities: Tensor, most: int) -> list[list[int]]:
-        return probabilities.topk(most).indices.tolist()
+        return most_probable(probabilities, most)
 
     def checked(self, labels: Tensor, num_classes: int, training: bool) -> Tensor:
         if labels.ndim == 1 and labels.dtype in _WHOLE:
@@ -366,6 +366,13 @@ def _finite(probabilities: Tensor) -> Tensor:
     if not probabilities.isfinite().all():
         raise ValueError(NOT_FINITE)
     return probabilities
+
+
+def most_probable(probabilities: Tensor, most: int) -> list[list[int]]:
+    """List the `most` classes of the highest probability of each image (B, classes), in order."""
+    # Logits of two bytes are often equal. Of equal classes a stable sort puts the first one first, as the accuracy and
+    # the confusion matrix of a test do; `topk` may put any of them first.
+    return probabilities.sort(descending=True, stable=True).indices[:, :most].tolist()
 
 
 def classes_above(probabilities: Tensor, thresholds: Sequence[float]) -> list[list[int]]:

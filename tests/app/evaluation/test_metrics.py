@@ -5,10 +5,13 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import torch
+from small_training import build
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from relvit.app.evaluation import calibration_error, class_metrics, confusion_matrix
 from relvit.app.evaluation.standard_error import accuracy_error, paired_difference, plus_minus, with_errors
+from relvit.app.training import SeveralLabels
+from relvit.app.training.labels import OneLabel
 
 CLASSES = 6
 
@@ -70,3 +73,34 @@ def test_results_with_errors():
     assert results == {"test/acc1": 0.5, "test/acc1_se": 0.05, "test/loss": 2.0, "test/map": 0.7}
     assert plus_minus(results, "test/acc1") == "0.5000 ± 0.0500"
     assert plus_minus(results, "test/map") == "0.7000"
+
+
+@pytest.mark.parametrize("classes", [7, 100, 1000])
+def test_of_equally_probable_classes_the_first_is_predicted_as_in_the_accuracy(classes):
+    """Logits in bfloat16 are often equal; then predictions.csv names the class that the confusion matrix counts."""
+    logits = torch.randn(500, classes, generator=torch.Generator().manual_seed(0)).bfloat16()
+    probabilities, labels = OneLabel().probabilities(logits), OneLabel()
+    counted = labels.keep(probabilities, logits.argmax(-1))
+    assert labels.right(counted).all()
+    names = [str(number) for number in range(classes)]
+    for top in (None, 3):
+        predicted = labels.predicted(probabilities, names, top)
+        assert [int(row[0][0]) for row in predicted] == counted[1].tolist()
+    even = torch.full((1, classes), 0.5)
+    for of in (labels, SeveralLabels([0.5] * classes)):
+        assert [name for name, _ in of.predicted(even, names, top=5)[0]] == names[:5]
+
+
+def test_the_mean_with_the_mirror_image_is_one_of_the_probabilities_among_the_classes_that_are_present():
+    classifier = build().eval()
+    images = torch.randn(6, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    absent = torch.tensor([0, 1, 0, 0, 1, 1, 0]).bool()
+    with torch.no_grad():
+        # Larger weights make the probabilities of an image and its mirror image differ.
+        classifier.net.head.weight.normal_(0, 30)
+        views = [classifier(view)[:, ~absent].softmax(-1) for view in (images, images.flip(-1))]
+        classifier.absent = absent
+        found = classifier.probabilities(images, mirror=True)
+    assert (views[0] - views[1]).abs().max() > 0.1
+    assert (found[:, absent] == 0).all()
+    torch.testing.assert_close(found[:, ~absent], (views[0] + views[1]) / 2)
