@@ -303,9 +303,13 @@ class SeveralLabels(Labels):
         return self if classes is None else SeveralLabels(classes.threshold.tolist())
 
     def fitted(self, kept: np.ndarray) -> SeveralLabels:
-        """Return labels with the thresholds of the best F1 on the images that were kept."""
+        """Return labels with the thresholds of the best F1 on the images that were kept.
+
+        A class without images keeps its threshold.
+        """
         labels, probabilities = np.split(kept, 2)
-        return SeveralLabels(multi_label_metrics(probabilities.T, labels.T > 0).threshold.tolist())
+        found = multi_label_metrics(probabilities.T, labels.T > 0)
+        return SeveralLabels(np.where(found.count > 0, found.threshold, self.thresholds).tolist())
 
     def restored(self, thresholds: list[float] | None) -> SeveralLabels:
         return self if thresholds is None else SeveralLabels(thresholds)

@@ -51,6 +51,14 @@ def test_average_precision_and_given_thresholds_are_those_of_scikit_learn(scored
     assert found.means() == pytest.approx({"map": np.mean(average), "f1": f1[:5].mean()})
 
 
+def test_a_class_without_images_keeps_its_threshold_in_a_calibration(scored):
+    """`relvit calibrate --split test` set the threshold that val had chosen to 0.5."""
+    scores, labels = scored
+    before = Several([0.25] * 6)
+    kept = before.keep(torch.from_numpy(scores), torch.from_numpy(labels))
+    assert before.fitted(kept).thresholds == [*multi_label_metrics(scores, labels).threshold[:5], 0.25]
+
+
 def test_no_other_threshold_has_a_better_f1(scored):
     scores, labels = scored
     found = multi_label_metrics(scores, labels)

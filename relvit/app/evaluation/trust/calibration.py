@@ -54,7 +54,8 @@ class ChosenThresholds(NamedTuple):
     """Thresholds of a multi-label model, with the mean F1 of the classes on the images on which they were chosen.
 
     Attributes:
-        thresholds: threshold of the best F1 of each class, see `relvit.app.training.multi_label_metrics`.
+        thresholds: threshold of the best F1 of each class, see `relvit.app.training.multi_label_metrics`; a class
+            without images keeps the threshold of the checkpoint.
         images: number of images.
         f1: mean F1 with the earlier thresholds, and with the new thresholds.
         next_split: as in `Calibration`.
