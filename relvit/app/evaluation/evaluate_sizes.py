@@ -106,11 +106,8 @@ def evaluate_sizes(
         ValueError: `data_args` has an argument of the shape of the training's images.
     """
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
-    for name, given in (("checkpoint", paths), ("size", [parse_size(size, "sizes") for size in sizes])):
-        if not given:
-            raise ValueError(f"no {name} is given: give one or more")
-        if twice := [one for one, count in Counter(given).items() if count > 1]:
-            raise ValueError(f"{name} {twice[0]} is given more than once: give each once")
+    check_each_once("checkpoint", paths)
+    check_each_once("size", [parse_size(size, "sizes") for size in sizes])
     # `set_reach` and protocol 'field' compare each size with the size of the training, which the checkpoint records.
     if wrong := [name for name in data_args or {} if name in OF_THE_TRAINING]:
         raise ValueError(f"{wrong[0]} of the data is that of the training: leave it out, and give the sizes by `sizes`")
@@ -187,6 +184,14 @@ def evaluate_size(
         ValueError: `split`, `protocol` or `fill` is unknown, or the data have no images of the split.
     """
     return _evaluate(classifier, data, size, split, protocol, fill, progress)[0]
+
+
+def check_each_once(name: str, given: Sequence[Any]) -> None:
+    """Raise ValueError if nothing is given, or something twice, whose rows could not be told apart."""
+    if not given:
+        raise ValueError(f"no {name} is given: give one or more")
+    if twice := [one for one, count in Counter(given).items() if count > 1]:
+        raise ValueError(f"{name} {twice[0]} is given more than once: give each once")
 
 
 def _evaluate(

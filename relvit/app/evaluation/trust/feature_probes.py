@@ -19,6 +19,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.at_size import at_size
 from relvit.app.data.shape import ImageShape
 from relvit.app.data.split import stratified_split
+from relvit.app.evaluation.evaluate_sizes import check_each_once
 from relvit.app.evaluation.standard_error import paired_difference, with_errors
 from relvit.app.models import model_arguments
 from relvit.app.training import Checkpoint, classifier_of
@@ -79,11 +80,13 @@ def probe_models(
         FileNotFoundError, ValueError: a model or a folder of images is missing or cannot be read.
         ValueError: `pretrained` is true, and there are no pretrained weights of a model; or `data` is None, and the
             first model is not a checkpoint.
-        ValueError: a share is not in 0 < x <= 1, or `k` is below 1.
+        ValueError: a share is not in 0 < x <= 1, or `k` is below 1; or no model or no share is given, or one twice.
         ValueError: the data have no images of the split, or have several labels per image; or a checkpoint takes
             another number of channels than the images have.
     """
     check_ranges(probe_models, locals())
+    check_each_once("model", list(map(os.fspath, models)))
+    check_each_once("share", shares)
     if data is None:
         name = os.fspath(models[0])
         if not _is_checkpoint(name):

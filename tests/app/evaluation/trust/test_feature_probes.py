@@ -118,6 +118,20 @@ def test_differences_of_two_models(digits_run, tmp_path):
         assert theirs[f"{probe}_difference"] != 0 < theirs[f"{probe}_difference_se"] < 0.1
 
 
+@pytest.mark.parametrize(
+    ("models", "shares", "message"),
+    [
+        (["a.ckpt", Path("a.ckpt")], [1], "model a.ckpt is given more than once: give each once"),
+        (["a.ckpt"], [0.1, 1, 1.0], "share 1 is given more than once"),
+        (["a.ckpt"], [], "no share is given: give one or more"),
+    ],
+)
+def test_rows_that_could_not_be_told_apart(models, shares, message):
+    """A model that is given twice had lines such as '1 minus 1' in the output, and one curve of all its rows."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        probe_models(models, shares=shares)
+
+
 @pytest.mark.slow
 def test_timm_models_beside_a_checkpoint(best, photos, tmp_path, capsys, fails):
     path = str(best)
