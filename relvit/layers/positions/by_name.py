@@ -41,46 +41,41 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
     Raises:
         ValueError: a name is unknown or given twice, no position has one of the arguments, or `init_std` is negative.
     """
-    named = isinstance(position, str)
-    if named and "." in position:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        if ALIASES.get(name, name) == "init_std" and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    if not isinstance(position, str):
+        foreign = {name: value for name, value in given.items() if (name, value) != ("init_std", 0)}
+        # A recipe may set several of these arguments, so name all at once.
+        if foreign:
+            listed = ", ".join(f"{name}={value!r}" for name, value in foreign.items())
+            own_ones = ", ".join(f"{ALIASES.get(name, name)}=..." for name in foreign)
+            are, them = ("are", "them") if len(foreign) > 1 else ("is", "it")
+            raise ValueError(
+                f"{listed} {are} for positions known by name; leave {them} out (on the command line: null), or give "
+                f"{them} to your own one: position=functools.partial(YourPosition, {own_ones})"
+            )
+        return position
+    if "." in position:
         raise ValueError(f"position is {position!r}: {NO_PATHS}")
-    names = position.split("+") if named else []
+    names = position.split("+")
     for name in names:
         check_choice("position", name, tuple(POSITIONS))
     if len(set(names)) < len(names):
         raise ValueError(f"position is {position!r}: give each name once")
     taken: dict[str, dict[str, Any]] = {name: {} for name in names}
-    foreign: dict[str, Any] = {}
-    for name, given in arguments.items():
+    for name, value in given.items():
         own = ALIASES.get(name, name)
         owners = [each for each in names if accepts(each, own)]
-        ignored = own == "init_std" and given == 0 and not (owners if named else name in ALIASES)
-        if given is None or ignored:
-            continue
-        if own == "init_std" and given < 0:
-            raise ValueError(f"{name} must not be negative, got {given}")
-        if not named:
-            foreign[name] = given
-            continue
-        if not owners:
+        if not owners and (own, value) != ("init_std", 0):
             others = ", ".join(repr(other) for other in POSITIONS if accepts(other, own))
             raise ValueError(
-                f"{name} is for position {others}, got {name}={given!r} with position {position!r}: leave {name} out "
+                f"{name} is for position {others}, got {name}={value!r} with position {position!r}: leave {name} out "
                 "(on the command line: null)"
             )
         for each in owners:
-            taken[each][own] = given
-    # A recipe may set several of these arguments, so name all at once.
-    if foreign:
-        listed = ", ".join(f"{name}={given!r}" for name, given in foreign.items())
-        own_ones = ", ".join(f"{ALIASES.get(name, name)}=..." for name in foreign)
-        are, them = ("are", "them") if len(foreign) > 1 else ("is", "it")
-        raise ValueError(
-            f"{listed} {are} for positions known by name; leave {them} out (on the command line: null), or give "
-            f"{them} to your own one: position=functools.partial(YourPosition, {own_ones})"
-        )
-    if not named:
-        return position
+            taken[each][own] = value
     makers = {name: partial(POSITIONS[name], **own) if own else POSITIONS[name] for name, own in taken.items()}
     return makers[position] if position in makers else partial(CombinedPosition2d, makers=makers)
 

@@ -1,10 +1,8 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
 Joint tables do not split into rows and columns. So the other fast backends take a joint table only as the bias, and
-only on grids without `coords`. For such a bias 'auto' prefers `fused` in compiled graphs. Otherwise 'auto' prefers, on
-the CPU, `fused` on small grids and `tiled` on larger ones (see `pair_bias`), and on GPUs `triton`, or `fused` on small
-grids if `triton` refuses the inputs. Besides, `torch.func` can transform only plain operations, such as the operations
-here, which have derivatives of any order.
+only on grids without `coords`; `_choose` in `ops/attention.py` says where 'auto' prefers one of them. Besides,
+`torch.func` can transform only plain operations, such as the operations here, which have derivatives of any order.
 
 One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the logit of
 its offset. Each tile forms its logits against all keys, and backward recomputes them, so no N x N tensor is stored

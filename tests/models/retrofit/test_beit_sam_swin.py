@@ -226,6 +226,15 @@ def test_a_fixed_window_of_the_pretraining_stays_the_unit_of_offsets():
     torch.testing.assert_close(model(images(48, 80).float()), original(images(48, 80).float()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["beit", "swinv2"])
+def test_backward_hooks_on_a_projection_run(case):
+    model, seen = imported(build(case)), []
+    attention = next(part for part in model.modules() if getattr(part, "q_bias", None) is not None)
+    attention.qkv.register_full_backward_hook(lambda *_: seen.append(True))
+    model(images(*trained_size(case))).sum().backward()
+    assert seen == [True]
+
+
 def test_reaches_leave_windows_of_blocks_alone():
     sam = imported(build("sam"))
     x, larger = images(*trained_size("sam")), images(*SIZES[2])
