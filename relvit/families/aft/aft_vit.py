@@ -160,8 +160,7 @@ def checkpoint_filter_fn(
       the two: a model with 'simple' loads all tensors of a checkpoint with attention.
 
     Args:
-        state_dict, model: see `relvit.models.checkpoint_filter_fn`.
-        log: whether to warn of tensors that are left out.
+        state_dict, model, log: see `relvit.models.checkpoint_filter_fn`.
         in_part: a dictionary to which this function adds each tensor of which only a part is loaded, with a
             description of the part.
 
