@@ -172,8 +172,8 @@ def evaluate_size(
         size: one number or (height, width), a multiple of the patch.
 
     Returns:
-        'height', 'width', 'protocol' (and 'fill' of 'field'), 'images', 'acc1', 'acc5' (with five classes or more),
-        'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean cross-entropy),
+        'height', 'width', 'protocol' (and 'fill' of 'field'), 'split', 'images', 'acc1', 'acc5' (with five classes or
+        more), 'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean cross-entropy),
         'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward pass alone, after a first
         pass that is not timed), 'macs' (multiply-accumulates of an image, see `count_macs`) and 'peak_memory' (bytes
         for a batch, see `peak_memory`; None if it is not known). For a multi-label classifier 'map' and 'f1' (with its
@@ -236,6 +236,7 @@ def _evaluate(
         "width": width,
         "protocol": protocol,
         **({"fill": fill or "reflect"} if protocol == "field" else {}),
+        "split": split,
         "images": images,
         **with_errors(accuracies, images),
         **of.calibration(tested),

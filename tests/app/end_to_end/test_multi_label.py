@@ -208,7 +208,7 @@ def test_the_published_model_has_thresholds_and_the_card_its_figures(published, 
     assert json.loads((published / "published" / "config.json").read_text())["relvit"]["thresholds"] == thresholds
     card = (published / "published" / "README.md").read_text()
     assert str(thresholds) in card
-    assert "| size | protocol | reach | images | mAP | mean F1 |" in card
+    assert "| size | protocol | reach | split | images | mAP | mean F1 |" in card
 
 
 def test_the_recipe_and_the_results_are_those_of_several_labels(trained, published, tmp_path):

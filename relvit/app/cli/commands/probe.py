@@ -10,7 +10,7 @@ from relvit.app.cli.outputs import output_files, print_table, write_rows
 from relvit.app.data import ImageData, ImageFolderData
 from relvit.app.evaluation import probe_models
 from relvit.app.evaluation.standard_error import plus_minus
-from relvit.app.evaluation.trust.feature_probes import NEIGHBOURS, SHARES
+from relvit.app.evaluation.trust.feature_probes import NEIGHBOURS, SHARES, is_checkpoint
 from relvit.app.plots import plot_probes
 from relvit.app.plots.style import short_labels
 from relvit.app.utils.devices import find_device
@@ -50,6 +50,8 @@ def probe(
     """
     if root is not None and data is not None:
         raise UsageError("--root and --data both name the images: give one of them")
+    if random and all(map(is_checkpoint, models)):
+        raise UsageError("--random is for models given by name, and all of these are checkpoints: leave it out")
     targets = output_files(output, "probe")
     images = ImageFolderData(root) if root is not None else data
     options = shares, k, seed, not random, batch_size, find_device(device), with_bar

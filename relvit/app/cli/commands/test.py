@@ -73,7 +73,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
-    summary |= data.shape.record()
+    summary |= {"mirror": trainer.lightning_module.mirror} | data.shape.record()
     # A test on corruptions uses each image several times, corrupted in different ways. So the results are not
     # independent, and get no standard errors.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])

@@ -29,6 +29,7 @@ SHOWN = 50
 COLUMNS = {
     "protocol": ("protocol", "{}"),
     "reach": ("reach", "{}"),
+    "split": ("split", "{}"),
     "images": ("images", "{}"),
     "acc1": ("accuracy", "{:.4f}"),
     "acc5": ("top-5", "{:.4f}"),

@@ -71,7 +71,7 @@ def probe_models(
 
     Returns:
         A row for each model and share: 'model', 'features' (their length), 'share', 'labels' (number of labels of
-        train), 'images' (number of images of the split), 'knn' and 'linear' (top-1 accuracies), 'knn_se' and
+        train), 'split', 'images' (number of images of the split), 'knn' and 'linear' (top-1 accuracies), 'knn_se' and
         'linear_se' (their standard errors, see `accuracy_error`), 'C' (of the linear probe). Rows of every further
         model also have 'knn_difference' and 'linear_difference', the differences to the first model, with their
         standard errors ('..._se', see `paired_difference`).
@@ -89,7 +89,7 @@ def probe_models(
     check_each_once("share", shares)
     if data is None:
         name = os.fspath(models[0])
-        if not _is_checkpoint(name):
+        if not is_checkpoint(name):
             _check_name(name)
             raise ValueError(f"{name} is not a checkpoint, so its data are not known: give --root DIR or --data NAME")
         data = Checkpoint.read(name).data_module()
@@ -133,7 +133,7 @@ def probe_models(
                 linear, strength = linear_right(*known, queries, truth, seed)
                 right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}
             row = {"model": os.fspath(model), "features": features.shape[1], "share": share, "labels": len(known[1])}
-            row |= {"images": len(truth)}
+            row |= {"split": split, "images": len(truth)}
             row |= with_errors({name: float(each.mean()) for name, each in right.items()}, len(truth))
             for name, each in right.items():
                 first = of_first.setdefault((share, name), each)
@@ -213,7 +213,7 @@ def linear_right(
     return fit(best, slice(None)).predict(queries) == truth, best
 
 
-def _is_checkpoint(name: str) -> bool:
+def is_checkpoint(name: str) -> bool:
     """Return whether a name means a file, or a folder, where `Checkpoint.read` says which file is meant."""
     return suffix_of(name) == ".ckpt" or (os.path.isdir(name) and not timm.is_model(name))
 
@@ -227,7 +227,7 @@ def _check_name(name: str) -> None:
 def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> tuple[nn.Module, Transforms]:
     """Load a model for evaluation, with the steps from an image to its input."""
     name = os.fspath(model)
-    if _is_checkpoint(name):
+    if is_checkpoint(name):
         checkpoint = Checkpoint.read(name)
         if (channels := checkpoint.argument("in_chans")) != data.in_chans:
             raise ValueError(

@@ -61,7 +61,7 @@ def check(folder, best, root, mirror=False):
     results = summary(folder)
     assert results["images"] == 17
     assert results["unreadable"] == {"test": 1}
-    assert results["img_size"] == [16, 16]
+    assert (results["img_size"], results["mirror"]) == ([16, 16], mirror)
     assert results["test/acc1"] == pytest.approx(float((labels == predicted).float().mean()))
     loss = torch.nn.functional.nll_loss(probabilities.log(), labels)
     assert results["test/loss"] == pytest.approx(float(loss), rel=1e-4)

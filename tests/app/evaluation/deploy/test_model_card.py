@@ -84,11 +84,11 @@ def test_the_folder_of_a_run_stands_for_its_best_checkpoint(card):
 
 def test_the_table_of_sizes(card):
     header, _, *lines = card.text.partition("by image size\n\n")[2].splitlines()[:4]
-    assert header == "| size | protocol | reach | images | accuracy | calibration error | MACs |"
+    assert header == "| size | protocol | reach | split | images | accuracy | calibration error | MACs |"
     rows = json.loads((card.place / "run" / "resolutions.json").read_text())
     for line, size, row in zip(lines, (16, 24), rows, strict=True):
         figures = f"{row['acc1']:.4f} ± {row['acc1_se']:.4f} | {row['calibration_error']:.4f}"
-        assert line.startswith(f"| {size} x {size} | crop | trained | 18 | {figures} |")
+        assert line.startswith(f"| {size} x {size} | crop | trained | val | 18 | {figures} |")
 
 
 def test_a_licence_that_is_not_given_is_said_to_be_unknown(card):

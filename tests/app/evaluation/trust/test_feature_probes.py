@@ -87,7 +87,7 @@ def test_the_command_at_its_defaults(digits_run, tmp_path, capsys):
     out = capsys.readouterr().out
     table = rows(tmp_path / "probe.csv")
     assert json.loads((tmp_path / "probe.json").read_text())[2]["labels"] == 1257
-    assert [row["share"] for row in table] == ["0.01", "0.1", "1.0"]
+    assert [(row["share"], row["split"]) for row in table] == [("0.01", "val"), ("0.1", "val"), ("1.0", "val")]
     assert all(f"{float(row['knn']):.4f}" in out and f"{float(row['linear']):.4f}" in out for row in table)
     with Image.open(tmp_path / "probe.png") as image:
         assert image.size == (900, 650)
@@ -130,6 +130,12 @@ def test_rows_that_could_not_be_told_apart(models, shares, message):
     """A model that is given twice had lines such as '1 minus 1' in the output, and one curve of all its rows."""
     with pytest.raises(ValueError, match=re.escape(message)):
         probe_models(models, shares=shares)
+
+
+def test_random_weights_are_for_names_alone(fails):
+    """The option was ignored, and the checkpoint's own weights were evaluated."""
+    message = fails(["probe", "a.ckpt", "b.ckpt", "--random"])
+    assert "--random is for models given by name, and all of these are checkpoints: leave it out" in message
 
 
 @pytest.mark.slow
