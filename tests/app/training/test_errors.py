@@ -157,7 +157,18 @@ def test_a_label_without_a_class(label):
         train(build(), DataLoader(images, 4), max_epochs=1)
 
 
-@pytest.mark.parametrize("changed", [{"opt": "sgd"}, {"layer_decay": 0.5}, {"position_lr_scale": 3.0}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"opt": "sgd"},
+        {"opt_kwargs": {"eps": 0.1}},
+        {"lr": 0.5},
+        {"lr_base_batch": 8},
+        {"weight_decay": 0.0},
+        {"layer_decay": 0.5},
+        {"position_lr_scale": 3.0},
+    ],
+)
 def test_a_resume_with_another_optimiser(changed, tmp_path):
     train_and_save(tmp_path / "a.ckpt", build(), max_epochs=1)
     ((name, given),) = changed.items()

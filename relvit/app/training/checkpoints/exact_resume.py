@@ -27,6 +27,8 @@ POINT_KEY = "position"
 # Lightning's state of the training loop holds the number of optimiser steps so far under this key. Lightning gives this
 # number to loggers as the step.
 STEPS_KEY = "_batches_that_stepped"
+# The states of optimiser and schedule in a checkpoint hold the values of these arguments of `ImageClassifier`.
+OPTIMISER = ("opt", "opt_kwargs", "lr", "lr_base_batch", "weight_decay", "layer_decay", "position_lr_scale")
 
 
 class ResumePoint(NamedTuple):
@@ -110,7 +112,10 @@ class Progress:
         return True
 
     def check_layout(self, trainer: Trainer) -> None:
-        """Refuse to resume with another optimiser, other groups of its parameters, or other steps than before.
+        """Refuse to resume with other options of the optimiser, or with other steps than before.
+
+        The checkpoint's states of optimiser and schedule hold the values of these options, so that new values would be
+        ignored.
 
         Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
         and devices may change. But the number of images in an optimiser step must not change, since the learning rate
@@ -119,9 +124,10 @@ class Progress:
         point = self._resumed
         if point is None:
             return
-        for name in ("opt", "layer_decay", "position_lr_scale"):
+        for name in OPTIMISER:
             before, given = self._arguments.get(name), trainer.lightning_module.hparams.get(name)
-            if name in self._arguments and before != given:
+            # Empty `opt_kwargs` mean the same as None.
+            if name in self._arguments and (before or None) != (given or None):
                 raise ValueError(
                     f"the checkpoint was trained with {name} {before}, not {given}, and holds the state of that "
                     f"optimiser: give {name} {before}, or start another training from these weights with pretrained"
