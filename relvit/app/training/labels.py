@@ -287,7 +287,8 @@ class SeveralLabels(Labels):
                 allowed = (labels >= 0) & (labels <= 1)
             fits, values = bool(allowed.all()), f" with values from {labels.min():g} to {labels.max():g}"
         if fits:
-            return labels
+            # Whole numbers become bool, since label smoothing and mixup take floating point numbers for soft targets.
+            return labels if labels.is_floating_point() else labels.bool()
         soft = ", or soft targets between them" if training else ""
         raise ValueError(f"labels must be 0 or 1 for each class, (B, {num_classes}){soft}; {_got(labels)}{values}")
 

@@ -7,7 +7,7 @@ import pytest
 import sklearn.metrics
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from small_training import SeveralLabels, build, record_steps, train
+from small_training import SeveralLabels, assert_close, build, record_steps, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relvit.app.training import load_classifier
@@ -119,6 +119,16 @@ def test_only_the_probabilities_of_predicted_classes_become_numbers_of_python(mo
     assert len(made) == 1
     assert [found[0] for found in OneLabel().predicted(probabilities, names)] == [row[0] for row in several]
     assert sum(sizes) < 100
+
+
+def test_labels_in_whole_numbers_are_smoothed_and_mixed_as_bool_labels():
+    trained = []
+    for dtype in (torch.bool, torch.int64):
+        data, module = SeveralLabels(8), build(multi_label=True, warmup_epochs=0, mixup=0.8)
+        data.labels = data.labels.to(dtype)
+        train(module, data, max_epochs=1)
+        trained.append(module.net.state_dict())
+    assert_close(*trained)
 
 
 def test_thresholds_and_resume(tmp_path):
