@@ -84,7 +84,7 @@ class ImageClassifier(BaseClassifier):
             rate is multiplied at each optimiser step; or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
-        label_smoothing: The part of the target that is spread over all classes (Szegedy et al. 2016).
+        label_smoothing: The part of a label that is spread over all classes (Szegedy et al. 2016); not of soft targets.
         bce_threshold: With 'bce', targets above this number count as 1, all other targets as 0. None does not change
             the targets.
         class_weights: The weight of each class in the training loss, in the order of the classes.
@@ -263,6 +263,8 @@ class ImageClassifier(BaseClassifier):
         compile_in_place(self.net, self.hparams.compile, data)
         if stage != "fit":
             return
+        if self.backbone is not None:
+            self.backbone.set_frozen(False)  # An error may have ended an earlier training while it was frozen.
         if self.hparams.grad_checkpointing:
             recompute_blocks(self.net)
         self.temperature = 1.0
@@ -272,8 +274,7 @@ class ImageClassifier(BaseClassifier):
                 self.net.set_distilled_training(True)
         if training_losses(self.net):
             self.net.set_training_losses(True)
-        weights = getattr(data, "class_weights", None)
-        if weights is not None:
+        if (weights := getattr(data, "class_weights", None)) is not None:
             if self.hparams.class_weights is not None:
                 raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
             self.loss.weights = weights.to(self.device)
@@ -361,8 +362,7 @@ class ImageClassifier(BaseClassifier):
             point = self.progress.save(self.trainer, checkpoint)
             checkpoint[METRICS_KEY] = self.metrics_to_save(within_epoch=point.batch > 0)
         if self.average is not None:
-            weights = self.average.net.state_dict()
-            checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in weights.items()}
+            checkpoint[AVERAGE_KEY] = {f"net.{name}": value for name, value in self.average.net.state_dict().items()}
         checkpoint[TIMM_KEY] = timm_weights(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from small_training import HALTING, Record, assert_close, build, record_steps, train
+from small_training import HALTING, Noise, Record, assert_close, build, record_steps, train
 
-from relvit.app.training import History, Telemetry
+from relvit.app.training import History, NonFiniteLossError, Telemetry
 
 OPTIONS = {"lr": 0.05, "warmup_epochs": 0, "min_lr": 0.05, "freeze_epochs": 2}
 
@@ -38,6 +38,15 @@ def test_only_the_classifier_moves_until_its_epoch_and_a_resumed_training_unfree
         resumed = build(**OPTIONS)
         train(resumed, max_epochs=3, ckpt_path=tmp_path / "x.ckpt", **FEW)
         assert_close(resumed.net.state_dict(), module.net.state_dict())
+
+
+def test_a_training_after_an_error_in_a_frozen_epoch_trains_all_parameters():
+    module = build(**OPTIONS)
+    with pytest.raises(NonFiniteLossError):
+        train(module, Noise(spoilt=True), max_epochs=1)
+    start = {name: parameter.detach().clone() for name, parameter in module.net.named_parameters()}
+    train(module, max_epochs=3, **FEW)
+    assert moved(start, dict(module.net.named_parameters())) == set(start)
 
 
 def test_frozen_blocks_are_in_evaluation_mode_through_validation():
