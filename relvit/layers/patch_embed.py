@@ -78,15 +78,10 @@ class GridPatchEmbed(AnySizePatchEmbed):
 
 
 class PatchSizes(Leaf):
-    """Mixin before another library's patch embedding: sizes of patches, images and grids under timm's names.
+    """Mixin before another library's patch embedding: sizes of patches, images and grids under timm's names."""
 
-    Attributes:
-        convolution: attribute that holds the convolution.
-        img_size: height and width of images in training.
-    """
-
-    convolution: ClassVar[str] = "projection"
-    img_size: tuple[int, int]
+    convolution: ClassVar[str] = "projection"  # attribute that holds the convolution
+    img_size: tuple[int, int]  # height and width of images in training
     dynamic_img_pad: ClassVar[bool] = False
 
     @property

@@ -12,12 +12,9 @@ from relvit.ops import Grid
 
 
 class Depth:
-    """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
+    """Object without parameters that applies a model's blocks one after the other; subclasses apply them otherwise."""
 
-    Attributes:
-        lacks: maps what a model with this `depth_plan` cannot do to the reason; `lack` lists the keys.
-    """
-
+    # The reason for each thing that a model with this `depth_plan` cannot do; `lack` lists the keys.
     lacks: ClassVar[Mapping[str, str]] = {}
 
     def count(self, model: nn.Module) -> int:

@@ -84,20 +84,15 @@ def reversible_blocks(
 
 @dataclass
 class Chain:
-    """Arguments and state that consecutive blocks share.
-
-    Attributes:
-        grid, attn_mask, is_causal: arguments of all blocks.
-        dtype: dtype of the branches' inputs; None: the dtype of the streams.
-        autocast: function that makes a context with the autocast state of forward.
-        streams: in backward, the recomputed outputs of the block whose backward runs next.
-    """
+    """Arguments and state that consecutive blocks share."""
 
     grid: Grid
     attn_mask: Tensor | None
     is_causal: bool
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of the branches' inputs; None: the dtype of the streams
+    # This function makes a context with the autocast state of forward.
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    # In backward these are the recomputed outputs of the block whose backward runs next.
     streams: tuple[Tensor, Tensor] | None = None
 
     def branch(self, block: nn.Module, name: str, x: Tensor) -> Tensor:

@@ -11,19 +11,12 @@ from relvit.utils.constants import KeepConstants
 
 
 class HaltingState(NamedTuple):
-    """State of the halting of a batch, P patches per image, between two steps.
+    """State of the halting of a batch between two steps: a number for each of P patches of an image, (B, P)."""
 
-    Attributes:
-        running: (B, P) booleans, True for patches that compute the next step, False for halted patches and padding.
-        total: (B, P), sum of the halting probabilities so far, at least float32.
-        steps: (B, P) int64, number of steps computed so far; at the end, N in `AdaptiveHalting`.
-        remainder: (B, P), R in `AdaptiveHalting` for patches that have halted, 0 for all other patches.
-    """
-
-    running: Tensor
-    total: Tensor
-    steps: Tensor
-    remainder: Tensor
+    running: Tensor  # booleans, True for patches that compute the next step, False for halted patches and padding
+    total: Tensor  # sum of the halting probabilities so far, at least float32
+    steps: Tensor  # int64, number of steps computed so far; at the end, N in `AdaptiveHalting`
+    remainder: Tensor  # R in `AdaptiveHalting` for patches that have halted, 0 for all other patches
 
 
 def start_halting(patches: Tensor, grid: Grid) -> HaltingState:

@@ -27,11 +27,7 @@ NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "c
 
 
 class BiasPositions(OwnPositions):
-    """`OwnPositions` whose tables become modules of relvit under other names.
-
-    Attributes:
-        shared: names of the model's attributes that may hold a module with one table for all blocks.
-    """
+    """`OwnPositions` whose tables become modules of relvit under other names."""
 
     replaced: ClassVar[tuple[str, ...]] = (
         "rel_pos",
@@ -40,6 +36,7 @@ class BiasPositions(OwnPositions):
         "relative_position_index",
         "relative_coords_table",
     )
+    # These attributes of the model may hold a module with one table for all blocks.
     shared: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

@@ -27,27 +27,17 @@ PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 
 
 class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
-    """Mixin before the class of a model: it passes the grid to the model's attention modules.
+    """Mixin before the class of a model: it passes the grid to the model's attention modules."""
 
-    Attributes:
-        block_classes: classes of blocks that the retrofit knows; it refuses all others.
-        container: name of the module that holds the blocks; Swin has one for each stage.
-        in_block: path of the attention within a block.
-        attention_classes: maps each attention class of the original model to the class that it becomes.
-        patch_embed_classes: classes of patch embeddings that return, or can be set to return, their patches as a grid.
-        absolute: names of the absolute embeddings among the parameters.
-        own_positions: whether the original model has relative positions, which are kept.
-        replaced: attributes of the original attention that its position module replaces.
-    """
-
-    block_classes: ClassVar[Classes]
-    container: ClassVar[str] = "blocks"
-    in_block: ClassVar[str] = "attn"
-    attention_classes: ClassVar[Exchange]
+    block_classes: ClassVar[Classes]  # blocks that the retrofit knows; it refuses all others
+    container: ClassVar[str] = "blocks"  # name of the module that holds the blocks; Swin has one for each stage
+    in_block: ClassVar[str] = "attn"  # path of the attention within a block
+    attention_classes: ClassVar[Exchange]  # attention of the original model
+    # These patch embeddings return, or can be set to return, their patches as a grid.
     patch_embed_classes: ClassVar[Collection[type[nn.Module]]] = PATCH_EMBEDS
-    absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)
-    own_positions: ClassVar[bool] = False
-    replaced: ClassVar[tuple[str, ...]] = ()
+    absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)  # names of the absolute embeddings among the parameters
+    own_positions: ClassVar[bool] = False  # whether the original model has relative positions, which are kept
+    replaced: ClassVar[tuple[str, ...]] = ()  # attributes of the original attention that its position module replaces
 
     @classmethod
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -100,13 +90,11 @@ class OwnPositions(Retrofitted):
     """`Retrofitted` for models that already have relative positions.
 
     Their tables keep the names of the original model, except in `BiasPositions`.
-
-    Attributes:
-        built_with: the argument with which the original model has relative positions, by default 'its own'; the error
-            about a model without relative positions ends with 'build the model with' and this text.
     """
 
     own_positions: ClassVar[bool] = True
+    # The error about a model without relative positions ends with 'build the model with' and this text, the argument
+    # that gives the original model relative positions.
     built_with: ClassVar[str] = "its own"
 
     @classmethod

@@ -31,12 +31,9 @@ class TimmRelativeAttention(GridAttention):
 
     Parameters and options stay the same as in timm's module. A position module is added, whose tables are multiplied by
     queries and keys after the norms of queries and keys.
-
-    Attributes:
-        num_kv_groups: number of query heads that share a head of keys and values.
     """
 
-    num_kv_groups: int = 1
+    num_kv_groups: int = 1  # number of query heads that share a head of keys and values
 
     def forward(
         self,

@@ -289,30 +289,21 @@ class View(NamedTuple):
 
 @compiled_replace
 class Entries(NamedTuple):
-    """Joined tables of one term, with zero vectors at the end, and the entries that each token looks up in them.
+    """Joined tables of one term, with zero vectors at the end, and the entries that each token looks up in them."""
 
-    Attributes:
-        firsts: the first row that is used, of the row table and of the column table.
-        sizes: three numbers: used rows of the row table, used rows of the column table, zero vectors.
-        zeros: at least one zero vector, appended so that the number of entries is a multiple of
-            `WIDTH_MULTIPLE`; (heads, ...) if the tables are per head.
-        index: (B, N, heads, S) int64, the entry for each of the S rows and columns of the grid; prefix tokens have the
-            entry of a zero vector.
-        sums: zeros, (B, N, heads, entries). `sum_by_entry` calls `scatter_add` on `sums`, which returns a new tensor.
-            So `index` and `sums` are only read, and can be expanded views, which take little memory.
-        table: `as_strided` arguments that cut this term's entries, ([heads,] entries, head_dim), from the joined tables
-            of all terms. If the term is a bias, `table`, `factor` and `by_token` are None.
-        factor: `as_strided` arguments that cut the transposed entries of each head, (heads, head_dim, entries), from
-            the joined tables.
-        by_token: `as_strided` arguments that view products with `factor`, (heads, B N, entries), as (B, N, heads,
-            entries).
-    """
-
-    firsts: tuple[int, int]
-    sizes: tuple[int, int, int]
+    firsts: tuple[int, int]  # the first row that is used, of the row table and of the column table
+    sizes: tuple[int, int, int]  # used rows of the row table, used rows of the column table, zero vectors
+    # At least one zero vector, appended so that the number of entries is a multiple of `WIDTH_MULTIPLE`; (heads, ...)
+    # if the tables are per head.
     zeros: Tensor
+    # (B, N, heads, S) int64, the entry for each of the S rows and columns; for prefix tokens that of a zero vector.
     index: Tensor
+    # Zeros, (B, N, heads, entries). `sum_by_entry` calls `scatter_add` on `sums`, which returns a new tensor. So
+    # `index` and `sums` are only read, and can be expanded views, which take little memory.
     sums: Tensor
+    # From the joined tables of all terms `table` cuts this term's entries, ([heads,] entries, head_dim), and `factor`
+    # the transposed entries of each head, (heads, head_dim, entries). `by_token` views products with `factor`, (heads,
+    # B N, entries), as (B, N, heads, entries). All three are None for a bias.
     table: View | None = None
     factor: View | None = None
     by_token: View | None = None

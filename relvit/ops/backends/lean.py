@@ -56,40 +56,27 @@ MOST_COPIED = 2**23
 class Plan(NamedTuple):
     """Values that the shapes, the dtypes and the device of one attention determine, remembered for all its calls.
 
-    Attributes:
-        shape: shape of the queries, (B, N, heads, head_dim).
-        heads: number of heads.
-        width: width of a head's vectors before they are augmented.
-        added: S, the number of rows plus the number of columns, by which vectors are augmented.
-        scale: factor on the logits.
-        hot: (B, N, heads, S), rows and columns of the tokens, one-hot.
-        both_hot: (B, N, 2 heads, S), `hot` for keys and values that are one tensor.
-        apart: whether augmented queries get a separate block of memory, so that logits and `both_hot` are copied once,
-            not twice.
-        no_logits: (B, N, heads, S), zeros in place of logits if there is neither a key term nor a bias.
-        key, value, bias: `Entries` of each term; None: there is no such term.
-        vectors: `key` and `value`, without None: the terms whose tables are joined.
-        operands: `as_strided` arguments that cut augmented vectors, (B, heads, N, width) each, from a block of memory
-            that holds one, two or all three of queries, keys and values.
-        mixed, marginals: `as_strided` arguments that cut stock attention's output into (B N heads, head_dim) and (B, N,
-            heads, S).
-        kernel: the kernel of stock attention.
+    S is the number of rows plus the number of columns, by which vectors are augmented.
     """
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, int, int, int]  # of the queries, (B, N, heads, head_dim)
     heads: int
-    width: int
-    added: int
+    width: int  # of a head's vectors before they are augmented
+    added: int  # S
     scale: float
-    hot: Tensor
-    both_hot: Tensor
+    hot: Tensor  # (B, N, heads, S), rows and columns of the tokens, one-hot
+    both_hot: Tensor  # (B, N, 2 heads, S), `hot` for keys and values that are one tensor
+    # Whether augmented queries get a separate block of memory: logits and `both_hot` are then copied once, not twice.
     apart: bool
-    no_logits: Tensor
-    key: Entries | None
+    no_logits: Tensor  # (B, N, heads, S), zeros in place of logits if there is neither a key term nor a bias
+    key: Entries | None  # None where there is no such term, likewise the next two
     value: Entries | None
     bias: Entries | None
-    vectors: tuple[Entries, ...]
+    vectors: tuple[Entries, ...]  # `key` and `value`, without None: the terms whose tables are joined
+    # These cut augmented vectors, (B, heads, N, width) each, from a block of memory that holds one, two or all three of
+    # queries, keys and values.
     operands: tuple[tuple[View, ...], ...]
+    # These cut stock attention's output into (B N heads, head_dim) and (B, N, heads, S).
     mixed: View
     marginals: View
     kernel: Kernel

@@ -81,9 +81,6 @@ class SamEncoder(OwnPositions):
     the absolute embedding is resized to the square canvas that holds the image, and cut to the image; if the longer
     side is as long as in training, the embedding is only cut. Windows have as many patches as in training; offsets are
     counted in patches, and offsets beyond a table use the table's outermost entry.
-
-    Attributes:
-        patch_embed_classes: maps the class of the original patch embedding to the class that it becomes.
     """
 
     num_prefix_tokens = 0

@@ -120,20 +120,15 @@ class PooledOffsets(LayerTables):
 
 
 class MultiScaleRelative(GridAttention, MultiScaleAttention):
-    """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before.
-
-    Attributes:
-        poolings: how the blocks before this block pool their queries, which reduces the number of tokens.
-        built_for: rows and columns of this layer's tokens at the image size that the model was built for.
-    """
+    """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before."""
 
     lacks: ClassVar[Mapping[str, str]] = {
         "reach": "pools tokens, so that the grid of patches in training is not that of their keys; "
         "take reach 'trained' or 'stretch'",
     }
     trained_grid: Size | None = None
-    poolings: tuple[Pooling, ...] = ()
-    built_for: Size
+    poolings: tuple[Pooling, ...] = ()  # how the blocks before this block pool their queries, and with them the tokens
+    built_for: Size  # rows and columns of this layer's tokens at the image size that the model was built for
 
     @property
     def position(self) -> PooledOffsets:

@@ -102,15 +102,10 @@ class RetrofittedData2VecBias(MakesGrid, data2vec.Data2VecVisionRelativePosition
 
 
 class TransformersBeitAttention(GridAttention):
-    """Mixin before `transformers`' attention of BEiT and Data2Vec.
+    """Mixin before `transformers`' attention of BEiT and Data2Vec."""
 
-    Attributes:
-        bias_modules: modules of the model that hold the tables.
-        projections: names of the projections to queries, keys and values.
-    """
-
-    bias_modules: tuple[nn.Module, ...]
-    projections: ClassVar[tuple[str, str, str]]
+    bias_modules: tuple[nn.Module, ...]  # modules of the model that hold the tables
+    projections: ClassVar[tuple[str, str, str]]  # names of the projections to queries, keys and values
     trained_grid: tuple[int, int] | None = None
 
     @property
@@ -210,15 +205,11 @@ class RetrofittedData2VecPatches(PatchSizes, data2vec.Data2VecVisionPatchEmbeddi
 
 
 class TransformersBeit(TransformersModel):
-    """Mixin before `transformers`' vision models with the joint tables of BEiT.
-
-    Attributes:
-        bias_classes: maps the class of the modules that hold tables to the class that they become.
-    """
+    """Mixin before `transformers`' vision models with the joint tables of BEiT."""
 
     num_prefix_tokens = 1
     absolute: ClassVar[tuple[str, ...]] = ("embeddings.position_embeddings",)
-    bias_classes: ClassVar[Exchange]
+    bias_classes: ClassVar[Exchange]  # modules that hold tables
     patch_embed_classes: ClassVar[Exchange]
 
     @property

@@ -16,12 +16,9 @@ from relvit.models.retrofit.sources.sam import SamEncoder, SamPatchEmbed, SamRow
 
 
 class TransformersSamAttention(SamRowsAttention):
-    """Mixin before `transformers`' attention of SAM.
+    """Mixin before `transformers`' attention of SAM."""
 
-    Attributes:
-        forms_weights: whether the original attention returns its weights, as with `attn_implementation="eager"`.
-    """
-
+    # Whether the original attention returns its weights, as with `attn_implementation="eager"`.
     forms_weights: ClassVar[bool] = True
 
     @property
