@@ -10,17 +10,12 @@ from relvit.layers import interpolate
 
 
 class AbsoluteEmbedding:
-    """Mixin before one of timm's models: adds its `pos_embed`, a parameter or None, to images of every size.
+    """Mixin before one of timm's models: adds its `pos_embed`, a parameter or None, to images of every size."""
 
-    Attributes:
-        mirrored_grid: rows and columns of the grid in training; on larger grids the embedding is mirrored at the edges
-            of this grid. None: the embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets
-            this attribute.
-        no_embed_class: whether prefix tokens have no entry in the embedding.
-    """
-
+    # Rows and columns of the grid in training: on larger grids the embedding is mirrored at its edges. None: the
+    # embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets this attribute.
     mirrored_grid: tuple[int, int] | None = None
-    no_embed_class: bool = False
+    no_embed_class: bool = False  # whether prefix tokens have no entry in the embedding
 
     def embed_tokens(self, x: Tensor) -> Tensor:
         """Turn patches (B, rows, columns, dim) into tokens (B, N, dim): prefix tokens first, the embedding added."""

@@ -71,16 +71,11 @@ class GridForward(AbsoluteEmbedding):
 
     timm's model must be built with `dynamic_img_size=True`, and needs `PatchDropoutWithIndices` if it drops patches.
     The class must have a method `_run_block` that calls a block with the grid.
-
-    Attributes:
-        depth_plan: the object that applies the blocks, see `Depth`.
-        recurrence: the object that computes images part by part, see `Recurrence`; None: images are computed whole.
-        own_recurrence: the recurrence that the model's arguments chose; `set_reach(model, 'trained')` returns to it.
     """
 
     depth_plan: Depth = Depth()
-    recurrence: Recurrence | None = None
-    own_recurrence: Recurrence | None = None
+    recurrence: Recurrence | None = None  # None: images are computed whole
+    own_recurrence: Recurrence | None = None  # chosen by the model's arguments; reach 'trained' returns to it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -130,16 +130,12 @@ class RelativePosition2d(Position):
 
 
 class LayerTables:
-    """Base of positions that read the tables of a retrofitted attention; the tables keep their names in the state dict.
-
-    Args:
-        layer: the attention, which has an attribute `trained_grid`, see `Position`.
-    """
+    """Base of positions that read the tables of a retrofitted attention, which keep their names in the state dict."""
 
     stretchable = True
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
+        self.layer = layer  # an attention with an attribute `trained_grid`, see `Position`
 
     @property
     def trained_grid(self) -> tuple[int, int] | None:

@@ -32,11 +32,7 @@ TABLE = "relative_position_bias_table"
 
 
 class BeitTables(LayerTables):
-    """Position of BEiT's attention: it reads the layer's table, the table that all layers share, or the sum of both.
-
-    Args:
-        layer: the attention, whose attribute `bias_modules` lists the modules that hold the tables.
-    """
+    """Position of BEiT's attention: it reads the layer's table, the table that all layers share, or the sum of both."""
 
     needs_tokens = False
     layer: TransformersBeitAttention
