@@ -314,11 +314,12 @@ class Predictor:
         """
         self.check_channels()
         dataset = InputImages(items, len(self.mean), self.transform)
+        # A DataLoader draws a seed for its workers. Without a generator of its own it would draw from PyTorch's global
+        # generator, so that a prediction would change the random numbers of the user's training.
+        options: dict[str, Any] = {"num_workers": num_workers, "generator": torch.Generator("cpu")}
         if unreadable is None:
-            loader = DataLoader(dataset, batch_size, num_workers=num_workers, collate_fn=self.shape.collate)
-            return under_torch_defaults(loader)
-        collate = partial(collate_readable, collate=self.shape.collate)
-        options = {"num_workers": num_workers, "collate_fn": collate, "record": unreadable}
+            return under_torch_defaults(DataLoader(dataset, batch_size, collate_fn=self.shape.collate, **options))
+        options |= {"collate_fn": partial(collate_readable, collate=self.shape.collate), "record": unreadable}
         return under_torch_defaults(SkipUnreadableLoader(SkipUnreadable(dataset, replace=False), batch_size, **options))
 
     def _map(

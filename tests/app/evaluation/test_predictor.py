@@ -244,6 +244,19 @@ def test_results_do_not_depend_on_pytorchs_defaults(best, clf, photos, ordinary,
     assert other_default in (torch.ones(1).dtype, torch.ones(1).device)
 
 
+@pytest.mark.filterwarnings("ignore:1 of 2 images could not be read")
+def test_random_numbers_of_the_user_do_not_change(best, photos, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+    before = torch.get_rng_state()
+    clf = relvit.load(best)
+    clf.predict([noise(0), tmp_path / "broken.png"], on_error="skip")
+    clf.predict([noise(0), noise(1)], num_workers=1)
+    clf.at_size((24, 40)).embed(noise(0))
+    clf.attention(noise(0))
+    embed_folder(clf, photos / "test")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_another_size_of_the_same_model(best):
     clf = relvit.load(best)
     own = clf.at_size(None)

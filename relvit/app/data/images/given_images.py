@@ -64,7 +64,8 @@ def to_pil(image: ImageInput) -> Image.Image:
         image = _from_tensor(image)
     if not isinstance(image, Image.Image):
         raise TypeError(
-            f"an image is a path, a PIL image, an array or a tensor, got {type(image).__name__}; {ARRAYS}; {TENSORS}"
+            f"an image is a path, a PIL image, an array or a tensor, got {type(image).__name__}; {ARRAYS}; {TENSORS}; "
+            "several images are a list or tuple"
         )
     try:
         return as_rgb(image)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from relvit.app.training.checkpoints.checkpoint import Checkpoint
 from relvit.app.training.classifier import ImageClassifier
 from relvit.app.utils.defaults import torch_defaults
@@ -20,7 +22,9 @@ def classifier_of(checkpoint: Checkpoint) -> ImageClassifier:
     try:
         # Do not read `pretrained`, the weights from which the training started: the checkpoint's weights replace them.
         # Nothing here compiles the model, so the backend that the training used need not be known on this machine.
-        classifier = ImageClassifier(**checkpoint.model | {"pretrained": None, "compile": False})
+        # The random weights are replaced, so drawing them must not change the random numbers of the user's training.
+        with torch.random.fork_rng(devices=[]):
+            classifier = ImageClassifier(**checkpoint.model | {"pretrained": None, "compile": False})
         classifier.load_state_dict(checkpoint.weights)
     # The file may hold any arguments, and models raise almost any type of error for wrong arguments, so catch all of
     # them.
