@@ -104,8 +104,7 @@ class ImageClassifier(BaseClassifier):
         ponder_weight: The weight in the training loss of the ponder cost, which grows with the number of steps that are
             computed for each patch; for models with adaptive halting.
         ponder_warmup_epochs: The length of the linear rise of `ponder_weight` in epochs.
-        freeze_epochs: The number of epochs at the beginning in which only the classifier is trained; all other parts
-            are in evaluation mode.
+        freeze_epochs: The number of first epochs that train the classifier alone; the rest is in evaluation mode.
         nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
             'skip' the step.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
@@ -308,6 +307,7 @@ class ImageClassifier(BaseClassifier):
     def on_train_start(self) -> None:
         """Resume exactly where the checkpoint was, and report the plan, which an optimiser of a subclass lacks."""
         self.progress.resume(self)
+        self.finite.begin(self.net)
         if self.plan is not None and self.range_test is None:
             names = ("lr", "lr_base_batch", "freeze_epochs", "position_lr_scale")
             rank_zero_print(describe(self.plan, self.trainer, *(self.hparams[name] for name in names)))

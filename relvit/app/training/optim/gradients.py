@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from lightning import Trainer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 NonFinite = Literal["stop", "skip"]
 
@@ -20,12 +21,21 @@ class FiniteCheck:
     """Check the losses since the last optimiser step and the gradients, with the same decision on all devices.
 
     If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do
-    not change. A skipped step counts as a step: schedule and averaged weights go on.
+    not change. A skipped step counts as a step: schedule and averaged weights go on. In both cases the statistics of
+    batch norm become those before the step: a forward pass that is not finite would spoil them for ever.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
         self.nonfinite = nonfinite
         self._loss: Tensor | None = None
+        self._statistics: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def begin(self, net: nn.Module) -> None:
+        """Keep the statistics of batch norm before the first step."""
+        norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
+        self._kept = [buffer.clone() for buffer in self._statistics]
 
     def note(self, loss: Tensor) -> None:
         """Remember the first loss since the last optimiser step that is not finite."""
@@ -57,6 +67,9 @@ class FiniteCheck:
             finite = finite & norm.isfinite()
         if trainer.world_size > 1:
             finite = trainer.strategy.reduce(finite.int(), reduce_op="min")
+        pairs = (self._kept, self._statistics) if finite else (self._statistics, self._kept)
+        for target, source in zip(*pairs, strict=True):
+            target.copy_(source)
         if finite:
             return norm, bool(norm.isfinite())
         if self.nonfinite == "skip":

@@ -1,6 +1,7 @@
 """Accumulated batches compared with steps computed by hand; no step for losses and gradients that are not finite."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from small_training import Noise, Record, assert_close, build, train
 from torch.utils.data import DataLoader, IterableDataset
 
-from relvit.app.training import NonFiniteLossError
+from relvit.app.training import ImageClassifier, NonFiniteLossError
 
 PLAIN_SGD = {"opt": "momentum", "opt_kwargs": {"momentum": 0.0}, "label_smoothing": 0.0, "lr": 0.1, "weight_decay": 0.0}
 OPTIONS = {"warmup_epochs": 0, "ema_decay": 0.5}
@@ -108,6 +109,19 @@ def test_skipped_steps_leave_weights_and_are_counted(kind):
     assert math.isfinite(counted[0]["train/grad_norm"])
     # The schedule also counts steps that are skipped.
     assert record.rates[3] < record.rates[2] < record.rates[1]
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_a_batch_that_is_not_finite_leaves_the_statistics_of_batch_norm(nonfinite):
+    spoilt, clean = (
+        ImageClassifier("test_resnet", 7, 3, (8, 12), lr=0.0, min_lr=0.0, nonfinite=nonfinite) for _ in range(2)
+    )
+    spoilt.net.load_state_dict(clean.net.state_dict())
+    # The third batch holds the spoilt image.
+    with pytest.raises(NonFiniteLossError) if nonfinite == "stop" else nullcontext():
+        train(spoilt, Noise(spoilt=True), max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    train(clean, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    assert_close(dict(spoilt.net.named_buffers()), dict(clean.net.named_buffers()))
 
 
 def test_the_epochs_norm_is_the_mean_of_its_steps_before_clipping():
