@@ -379,7 +379,7 @@ class ImageClassifier(BaseClassifier):
             return
         if averaged is not None:
             self._restored_average = {name.removeprefix("net."): value for name, value in averaged.items()}
-        if self.progress.load(checkpoint):
+        if self.progress.load(checkpoint, self.hparams):
             self.restore_metrics(checkpoint[METRICS_KEY])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImageClassifier:

@@ -69,8 +69,6 @@ class Progress:
         # This is the point in the checkpoint from which the training resumes; None in a new training, and after a
         # resumed training has started.
         self._resumed: ResumePoint | None = None
-        # These are the arguments of the classifier that wrote the checkpoint.
-        self._arguments: Mapping[str, Any] = {}
         # These are the states of the training loaders in the checkpoint, if the loaders have a `state_dict`.
         self._loader_states: list[Any] = []
 
@@ -97,14 +95,26 @@ class Progress:
                 state.pop("combined_loader", None)
         return point
 
-    def load(self, checkpoint: dict[str, Any]) -> bool:
-        """Set the counters of a checkpoint by the point that it holds; return whether it holds one."""
+    def load(self, checkpoint: dict[str, Any], arguments: Mapping[str, Any]) -> bool:
+        """Set the counters of a checkpoint by the point that it holds; return whether it holds one.
+
+        Refuse to resume if the `arguments` of the classifier have other options of the optimiser than the checkpoint.
+        The checkpoint's states of optimiser and schedule hold these options, so that new values would be ignored.
+        """
         # Checkpoints that no training wrote, such as those of `relvit average`, hold no point, so there are no counters
         # to set.
         if checkpoint.get(POINT_KEY) is None:
             return False
+        trained = checkpoint.get(KEY, {}).get("model", {})
+        for name in OPTIMISER:
+            before, given = trained.get(name), arguments.get(name)
+            # Empty `opt_kwargs` mean the same as None.
+            if name in trained and (before or None) != (given or None):
+                raise ValueError(
+                    f"the checkpoint was trained with {name} {before}, not {given}, and holds the state of that "
+                    f"optimiser: give {name} {before}, or start another training from these weights with pretrained"
+                )
         self._resumed = point = ResumePoint(**checkpoint[POINT_KEY])
-        self._arguments = checkpoint.get(KEY, {}).get("model", {})
         self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         _set_counters(checkpoint, point)
         self._validated_at = (point.epoch, point.batch) if point.validated else None
@@ -112,10 +122,7 @@ class Progress:
         return True
 
     def check_layout(self, trainer: Trainer) -> None:
-        """Refuse to resume with other options of the optimiser, or with other steps than before.
-
-        The checkpoint's states of optimiser and schedule hold the values of these options, so that new values would be
-        ignored.
+        """Refuse to resume with other steps than before.
 
         Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
         and devices may change. But the number of images in an optimiser step must not change, since the learning rate
@@ -124,14 +131,6 @@ class Progress:
         point = self._resumed
         if point is None:
             return
-        for name in OPTIMISER:
-            before, given = self._arguments.get(name), trainer.lightning_module.hparams.get(name)
-            # Empty `opt_kwargs` mean the same as None.
-            if name in self._arguments and (before or None) != (given or None):
-                raise ValueError(
-                    f"the checkpoint was trained with {name} {before}, not {given}, and holds the state of that "
-                    f"optimiser: give {name} {before}, or start another training from these weights with pretrained"
-                )
         then, now = point.layout, _layout(trainer)
         if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
             return
