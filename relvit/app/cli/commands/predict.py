@@ -7,7 +7,7 @@ from typing import Any
 from lightning import Trainer
 
 from relvit.app.cli.errors import UsageError
-from relvit.app.cli.trainer.command_folder import new_folder
+from relvit.app.cli.trainer.command_folder import new_folder, settings, write_summary
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data.class_labels import counts_text
@@ -44,17 +44,19 @@ def predict(
         rank_zero_print("No paths are given: these are the images of test, or else of val, of the training's data.")
     with new_folder(runs, "predict") as folder:
         table = PredictionTable(folder / "predictions.csv", evaluation.checkpoint.class_names(), step_maps)
-        evaluation.run([table], folder, lambda trainer: report(trainer, table), return_predictions=False)
+        known = {"checkpoint": evaluation.checkpoint.path, "reach": reach}
+        evaluation.run([table], folder, lambda trainer: report(trainer, table, known), return_predictions=False)
 
 
-def report(trainer: Trainer, table: PredictionTable) -> None:
-    """Print the predictions of up to ten images, or the number of images in each class if there are more, and the file.
+def report(trainer: Trainer, table: PredictionTable, known: dict[str, str]) -> None:
+    """Write `summary.json`, and print up to ten predictions, or else the number of images in each class, and the file.
 
     Raises:
         UsageError: there are no predictions.
     """
     if not table.count:
         raise UsageError(none_readable(trainer.datamodule.unreadable.get("predict", {})))
+    write_summary(table.path.parent, known | settings(trainer) | {"images": table.count}, trainer)
     if table.count <= len(table.first):
         rank_zero_print("\n".join(table.first))
     counted = table.classes and table.count > len(table.first)

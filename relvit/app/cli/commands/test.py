@@ -11,7 +11,7 @@ from lightning import Trainer
 
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.outputs import print_table
-from relvit.app.cli.trainer.command_folder import SCORES, baseline, files_line, new_folder, write_summary
+from relvit.app.cli.trainer.command_folder import SCORES, baseline, files_line, new_folder, settings, write_summary
 from relvit.app.cli.trainer.lightning_cli import Evaluation, evaluate, refuse_other_images
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation import Corruptions, EvaluationReport, absent_classes
@@ -70,10 +70,9 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     data = trainer.datamodule
     if not found.results:
         raise UsageError(none_readable(data.unreadable.get(data.evaluated_split, {})))
-    summary = {"checkpoint": checkpoint, "split": data.evaluated_split, "img_size": list(data.img_size), "reach": reach}
+    summary = {"checkpoint": checkpoint, "reach": reach, "split": data.evaluated_split} | settings(trainer)
     if hasattr(data, "conditions"):
         summary["robustness"] = data.root
-    summary |= {"mirror": trainer.lightning_module.mirror} | data.shape.record()
     # A test on corruptions uses each image several times, corrupted in different ways. So the results are not
     # independent, and get no standard errors.
     summary |= found.results if found.corruptions else with_errors(found.results, found.results["images"])

@@ -143,6 +143,12 @@ def baseline(counts: np.ndarray | None) -> str:
     return "" if counts is None else f"; always the commonest class: {counts.max() / counts.sum():.4f}"
 
 
+def settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the size or shape of the images of an evaluation, and whether mirror images count, for `summary.json`."""
+    data = trainer.datamodule
+    return {"img_size": list(data.img_size), "mirror": trainer.lightning_module.mirror} | data.shape.record()
+
+
 def write_summary(folder: Path, summary: dict[str, Any], trainer: Trainer) -> None:
     """Write the results of a run, with the number of images in each split that could not be read."""
     if counts := _record(trainer).counts:

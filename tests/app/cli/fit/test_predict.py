@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from command_line import QUIET, evaluate, only, rows, write_checkpoint_like
+from command_line import QUIET, evaluate, only, rows, summary, write_checkpoint_like
 from photos import CLASSES
 from PIL import Image
 from processes import Ranks, as_torchrun
+from timm.layers import to_2tuple
 
 import relvit
 from relvit import load
@@ -68,6 +69,8 @@ def test_a_row_per_image_in_the_order_of_the_paths(best, pictures, tmp_path, siz
             assert row[f"class{place}"] == name
             assert float(row[f"probability{place}"]) == pytest.approx(probability, abs=2e-6)
     assert not (folder / "unreadable.csv").exists()
+    known = {"checkpoint": str(best), "reach": "trained", "img_size": list(to_2tuple(size)), "mirror": False}
+    assert summary(folder) == known | {"images": 3}
 
 
 def test_more_than_ten_images_are_counted_and_no_paths_mean_the_test_images(best, tmp_path, capsys):
