@@ -27,7 +27,7 @@ COMMANDS = {
     "predict --step_maps": (["predict", "halting.ckpt", "photos/test", "--step_maps", *QUIET], ".png"),
     "validate": (["validate", "best.ckpt", "--root=photos", *QUIET], None),
     "resolutions": (["resolutions", "best.ckpt", "--sizes=16", "--root=photos", "--output=old"], "old/resolutions.csv"),
-    "probe": (["probe", "best.ckpt", *DATA, "--output=old"], "old/probe.json"),
+    "probe": (["probe", "best.ckpt", *DATA, "--output=old"], "old/probe.csv"),
     "embed to .npz": (["embed", "best.ckpt", "photos/test", "--output=old/a.npz", "--num_workers=0"], "old/a.npz"),
     "embed to .csv": (["embed", "best.ckpt", "photos/test", "--output=old/a.csv", "--num_workers=0"], "old/a.csv"),
     "embed to .parquet": (["embed", "best.ckpt", "photos", "--output=old/a.parquet", "--num_workers=0"], "old/a.parq"),
