@@ -86,7 +86,7 @@ def test_checkpoints_hold_both_and_resuming_goes_on_with_both(trained):
     for ours, theirs in ((resumed.net, whole.net), (resumed.average.net, whole.average.net)):
         assert_close(ours.state_dict(), theirs.state_dict())
     # Without the option, a resumed training continues with the raw weights.
-    plain = build()
+    plain = build(lr=OPTIONS["lr"])
     plain.on_fit_start = lambda: assert_close(dict(plain.net.named_parameters()), record.weights[5])
     train(plain, max_epochs=2, ckpt_path=folder / "0.ckpt")
 
