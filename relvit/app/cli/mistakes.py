@@ -12,7 +12,8 @@ import os
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import timm
@@ -179,6 +180,11 @@ def _class_named(hint: Any, value: Any) -> type | None:
     return found if any(found is cls for cls in subclasses(hint).values()) else None
 
 
+@cache
+def _arguments_of_models() -> Set[str]:
+    return {each for model in timm.list_models("relvit*_small") for each in model_arguments(model)} - {*OF_THE_DATA}
+
+
 def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     name, place = option.name, option.place
     if name in known:
@@ -203,8 +209,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     meant = [last or group, *SYNONYMS.get(last or group, [])]
     if of_fit and group != "data" and name not in INSTEAD and not DECIDED.isdisjoint(meant):
         return f"{shown}: {_BY_DATA}"
-    models = timm.list_models("relvit*_small")
-    of_models = {each for model in models for each in model_arguments(model)} - {*OF_THE_DATA}
+    of_models = _arguments_of_models()
     of_model = f"{shown}: arguments of the model itself are {dashes}model.model_kwargs."
     if group == "model" and last in of_models:
         return of_model + last
