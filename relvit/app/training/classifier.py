@@ -273,10 +273,8 @@ class ImageClassifier(BaseClassifier):
                 self.net.set_distilled_training(True)
         if training_losses(self.net):
             self.net.set_training_losses(True)
-        if (weights := getattr(data, "class_weights", None)) is not None:
-            if self.hparams.class_weights is not None:
-                raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
-            self.loss.weights = weights.to(self.device)
+        weights = getattr(data, "class_weights", None)
+        self.loss.balance(None if weights is None else weights.to(self.device))
 
     def configure_optimizers(self) -> dict[str, Any]:
         # Load pretrained weights only here: by now Lightning has loaded the checkpoint of a training that resumes, and

@@ -98,9 +98,21 @@ class ClassificationLoss(KeepConstants):
         self.kind = kind
         self.smoothing = smoothing
         self.threshold = threshold
+        self._data_decides = class_weights is None
         weights = None if class_weights is None else torch.as_tensor(class_weights, dtype=torch.float32)
         # Keep this buffer out of the state dict: checkpoints already hold the class weights as an argument.
         self.register_buffer("weights", weights, persistent=False)
+
+    def balance(self, weights: Tensor | None) -> None:
+        """Take the class weights (num_classes,) of a training's data; None: these data have none.
+
+        Raises:
+            ValueError: There are class weights of the data and of the argument `class_weights`.
+        """
+        if self._data_decides:
+            self.weights = weights
+        elif weights is not None:
+            raise ValueError("the data balances the loss (balance='loss'): leave out class_weights")
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the float32 scalar loss of logits (B, num_classes).

@@ -92,6 +92,9 @@ def test_data_may_balance_the_loss():
     train(module, Unbalanced(), max_epochs=1, limit_train_batches=1)
     each = torch.nn.functional.cross_entropy(LOGITS, LABELS, reduction="none")
     torch.testing.assert_close(module.loss(LOGITS, LABELS), (Unbalanced.class_weights[LABELS] * each).mean())
+    # The next training has data of its own.
+    train(module, Noise(), max_epochs=1, limit_train_batches=1)
+    torch.testing.assert_close(module.loss(LOGITS, LABELS), each.mean())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
