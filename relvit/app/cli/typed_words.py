@@ -156,7 +156,13 @@ INSTEAD: dict[str, str] = {
 # These commands lack these options, which similar commands have: the texts say what to do instead.
 _NO_BAR = "--trainer.enable_progress_bar false hides the progress bar"
 _NO_STDERR = "the progress bar is written to standard error, which 2>/dev/null hides"
+_LIMITED = {"validate": "val", "test": "test", "predict": "predict"}
 MISSING: dict[tuple[str, str], str] = {
+    **{
+        (command, f"trainer.limit_{part}_batches"): f"{command} has --trainer.limit_{own}_batches instead"
+        for command, own in _LIMITED.items()
+        for part in {*_LIMITED.values()} - {own}
+    },
     **{(command, "quiet"): _NO_BAR for command in ("validate", "test", "predict")},
     **{(command, "quiet"): _NO_STDERR for command in ("resolutions", "calibrate", "embed", "probe", "check-data")},
     ("validate", "split"): "validate uses the images of val; to use others: relvit test --split SPLIT",

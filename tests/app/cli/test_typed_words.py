@@ -87,6 +87,7 @@ def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch, tmp_path):
             )
         ),
         ("test", "a.ckpt --trainer.max_epochs 3", "--trainer.max_epochs is for a training, and test does not train"),
+        ("validate", "a.ckpt --trainer.limit_test_batches 3", "validate has --trainer.limit_val_batches instead"),
     ],
 )
 def test_mistakes(command, given, message, tmp_path, monkeypatch):
