@@ -78,6 +78,11 @@ def loader_states(trainer: Trainer, batch: int) -> list[Any] | None:
     return getattr(trainer.fit_loop._data_fetcher, "states", {}).get(batch)
 
 
+def data_ended(trainer: Trainer) -> bool:
+    """Return whether the training data have no further batch in this epoch."""
+    return trainer.fit_loop._data_fetcher.done
+
+
 def validates_by_clock(trainer: Trainer) -> bool:
     """Return whether `val_check_interval` is a time and not a number of batches or a part of an epoch."""
     return getattr(trainer, "_val_check_time_interval", None) is not None

@@ -115,6 +115,18 @@ def test_epochs_of_unknown_length_have_no_schedule():
     assert [round(rate * 1e3, 2) for rate in record.rates[:5]] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
+def test_a_stream_that_is_shorter_than_its_limit_warns():
+    with pytest.warns(UserWarning, match=r"ended after 6 of 9 batches .* give --trainer.limit_train_batches 6"):
+        train(build(warmup_epochs=0), NoLength(), max_epochs=2, limit_train_batches=9)
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 6}, {"limit_train_batches": 9, "max_steps": 5}])
+def test_a_stream_that_is_long_enough_does_not(options):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*training data ended")
+        train(build(warmup_epochs=0), NoLength(), **{"max_epochs": 2} | options)
+
+
 def test_a_training_without_a_length_goes_on_as_without_a_break(tmp_path):
     # The second step of each epoch has two batches.
     options = {"max_steps": 4, "accumulate_grad_batches": 4}

@@ -19,7 +19,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from relvit.app.data.loading.sampler import all_batches_done, training_position
 from relvit.app.training.checkpoints.upgrades import KEY
-from relvit.app.training.lightning_internals import loader_states, record_loaders, restore_loaders, validation_due
+from relvit.app.training.lightning_internals import (
+    data_ended,
+    loader_states,
+    record_loaders,
+    restore_loaders,
+    validation_due,
+)
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
 
 # A checkpoint holds the `ResumePoint` under this key.
@@ -77,8 +83,15 @@ class Progress:
         self._validated_at = training_position(trainer)
 
     def note_epoch(self, trainer: Trainer) -> None:
-        """Note that an epoch is complete."""
+        """Note that an epoch is complete; warn if a stream ended before the planned batches of the epoch."""
         self._ended_epoch = trainer.current_epoch
+        batches, planned = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
+        if data_ended(trainer) and batches < planned < math.inf:
+            rank_zero_warn(
+                f"the training data ended after {batches} of {planned} batches of an epoch; Lightning does not "
+                "validate after such an epoch, and the schedule of the learning rate will not reach its end: give "
+                f"--trainer.limit_train_batches {batches}"
+            )
 
     def save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> ResumePoint:
         """Store in a checkpoint where a training is, and return this point."""
