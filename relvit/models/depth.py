@@ -12,9 +12,12 @@ from relvit.ops import Grid
 
 
 class Depth:
-    """Object without parameters that applies a model's blocks one after the other; subclasses apply them otherwise."""
+    """Application of a model's blocks, one after the other; subclasses apply blocks in other ways, without parameters.
 
-    # The reason for each thing that a model with this `depth_plan` cannot do; `lack` lists the keys.
+    Attributes:
+        lacks: maps what a model with this `depth_plan` cannot do to the reason; `lack` lists the keys.
+    """
+
     lacks: ClassVar[Mapping[str, str]] = {}
 
     def count(self, model: nn.Module) -> int:

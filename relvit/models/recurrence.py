@@ -9,10 +9,15 @@ from torch import Tensor, nn
 
 
 class Recurrence(Protocol):
-    """Protocol of a model's `recurrence`, an object without parameters."""
+    """Protocol of a model's `recurrence`, an object without parameters.
 
-    lacks: ClassVar[Mapping[str, str]]  # see `Depth.lacks`
-    undo: ClassVar[str]  # the call after which the model computes whole images, for messages
+    Attributes:
+        lacks: maps what a model with this recurrence cannot do to the reason; `relvit.models.lack` lists the keys.
+        undo: the call after which the model computes whole images, for messages.
+    """
+
+    lacks: ClassVar[Mapping[str, str]]
+    undo: ClassVar[str]
 
     @classmethod
     def of(cls, model: nn.Module, *options: Any) -> Recurrence:

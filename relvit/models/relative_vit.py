@@ -55,8 +55,9 @@ class RelVisionTransformer(GridVisionTransformer):
         mixer: your own attention or other mixer, see `RelativeBlock`; None: `RelativeAttention`. The arguments about
             positions need a mixer with an attribute `position`.
         backend: see `relvit.ops.relative_attention`; for second derivatives choose 'gathered'.
-        band_rows, memory_rows: the model computes an image band by band, with a memory of earlier bands, see
-            `relvit.families.transformer_xl.set_bands`. None: images are computed whole; a memory holds all rows.
+        band_rows: number of rows of patches in a band. The model then computes an image band by band, each band with a
+            memory of earlier bands; see `relvit.families.transformer_xl.set_bands`. None: images are computed whole.
+        memory_rows: number of rows of patches above a band that the memory holds. None: all rows.
         **kwargs: see `GridVisionTransformer` (pos_embed, class_token, global_pool, patch_drop_rate, reversible,
             mlp_chunk) and `timm.models.vision_transformer.VisionTransformer` (img_size, patch_size, embed_dim ...).
 

@@ -81,7 +81,8 @@ class AFTSimple(Mixer, KeepConstants):
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map (B, N, dim) tokens of `grid` to (B, N, dim); with `is_causal` a token ignores later tokens.
 
-        An `attn_mask` raises ValueError, see `refuse_mask`.
+        Raises:
+            ValueError: an `attn_mask` is given; put padding into the grid's `valid`.
         """
         self.refuse_mask(attn_mask)
         wide, narrow = self.num_heads * self.head_dim, self.num_heads * self.keys

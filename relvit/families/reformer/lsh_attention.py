@@ -43,6 +43,8 @@ class LSHAttention(Mixer, KeepConstants):
         torch.Size([2, 400, 64])
 
     Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
         bucket_size: average number of tokens per bucket. A sequence of up to 2 `bucket_size` - 1 tokens is one bucket,
@@ -116,7 +118,11 @@ class LSHAttention(Mixer, KeepConstants):
             self.rotations.copy_(torch.cat(drawn))
 
     def forward(self, x: Tensor, grid: Grid, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Map (B, N, dim) tokens of `grid` to (B, N, dim); an `attn_mask` raises ValueError, see `refuse_mask`."""
+        """Map (B, N, dim) tokens of `grid` to (B, N, dim).
+
+        Raises:
+            ValueError: an `attn_mask` is given; put padding into the grid's `valid`.
+        """
         self.refuse_mask(attn_mask)
         B, N, _ = x.shape
         query_key, value = self.qk_v(x).reshape(B, N, 2, self.num_heads, self.head_dim).unbind(2)

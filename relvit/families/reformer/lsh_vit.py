@@ -53,7 +53,11 @@ class LSHVisionTransformer(RelVisionTransformer):
             check_position(block.attn.position)
 
     def set_hashing(self, bucket_size: int, rounds: int) -> None:
-        """Set `bucket_size` and `rounds` of all layers, see `LSHAttention`; timm saves them with the model."""
+        """Set `bucket_size` and `rounds` of all layers, see `LSHAttention.set_hashing`; timm saves them with the model.
+
+        Raises:
+            ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
+        """
         for block in self.blocks:
             block.attn.set_hashing(bucket_size, rounds)
         record_arguments(self, bucket_size=int(bucket_size), rounds=int(rounds))

@@ -201,7 +201,11 @@ class UniversalVisionTransformer(RelVisionTransformer):
         return self.forward_head(self.forward_features(x, attn_mask, is_causal))
 
     def ponder(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Pondered:
-        """Compute logits, the steps of each patch and the ponder cost, see `forward_features`; this needs halting."""
+        """Compute the logits, the steps of each patch and the ponder cost; for arguments see `forward_features`.
+
+        Raises:
+            ValueError: The model has no halting.
+        """
         if self.halting is None:
             raise ValueError("there are no steps to count without halting='act': build the model with it")
         x, grid = self.embed(x)
