@@ -317,7 +317,7 @@ class RelativeAttention(GridAttention, Attention):
             grid: places of the tokens in `x`.
             attn_mask, is_causal: see `relvit.ops.relative_attention`; causal attention sees the whole memory.
             memory: (B, M, dim), M further tokens that `x` attends to; their keys come before the keys of `x`.
-            key_grid: places of the tokens in `memory` and `x`; None: there is no memory, and the keys are those of `x`.
+            key_grid: places of the tokens in `memory` and `x`; None: there is no memory, and keys come from `x` alone.
 
         Raises:
             ValueError: `memory` is given without `key_grid`.

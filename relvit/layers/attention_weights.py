@@ -14,8 +14,8 @@ from relvit.ops.inputs import AttentionInputs
 from relvit.ops.tracing import without_autocast
 
 # `_RECORD` maps each layer's module `attn_drop` to the inputs of the layer's attention; it holds None while
-# `record_logit_inputs` is not active. `_RECORD` is a context variable, because each thread has its own value of it; all
-# threads would share an attribute of a module.
+# `record_logit_inputs` is not active. Each thread has its own value of this context variable, while all threads would
+# share an attribute of a module.
 _RECORD: ContextVar[dict[nn.Module, AttentionInputs] | None] = ContextVar("record", default=None)
 
 

@@ -80,7 +80,7 @@ class GridPatchEmbed(AnySizePatchEmbed):
 class PatchSizes(Leaf):
     """Mixin before another library's patch embedding: sizes of patches, images and grids under timm's names."""
 
-    convolution: ClassVar[str] = "projection"  # attribute that holds the convolution
+    convolution: ClassVar[str] = "projection"  # name of the attribute that holds the convolution
     img_size: tuple[int, int]  # height and width of images in training
     dynamic_img_pad: ClassVar[bool] = False
 

@@ -12,8 +12,8 @@ from relvit.layers import interpolate
 class AbsoluteEmbedding:
     """Mixin before one of timm's models: adds its `pos_embed`, a parameter or None, to images of every size."""
 
-    # Rows and columns of the grid in training: on larger grids the embedding is mirrored at its edges. None: the
-    # embedding is interpolated to the grid of the image. `relvit.models.set_reach` sets this attribute.
+    # `relvit.models.set_reach` sets this attribute to the rows and columns of the grid in training; on larger grids the
+    # embedding is then mirrored at its edges. If it is None, the embedding is interpolated to the grid of the image.
     mirrored_grid: tuple[int, int] | None = None
     no_embed_class: bool = False  # whether prefix tokens have no entry in the embedding
 

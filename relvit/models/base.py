@@ -35,8 +35,8 @@ POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
 def put_classifier_last(model: nn.Module) -> None:
     """Register the classifier `head`, if the model has one, after the modules that were added later.
 
-    timm's `model_parameters(exclude_head=True)` takes the last two parameters of a model for the classifier's, which
-    adaptive gradient clipping leaves out.
+    Adaptive gradient clipping leaves out the classifier, and timm's `model_parameters(exclude_head=True)` assumes that
+    the last two parameters of a model are the classifier's weight and bias.
     """
     if (head := model._modules.pop("head", None)) is not None:
         model.head = head
@@ -75,7 +75,7 @@ class GridForward(AbsoluteEmbedding):
 
     depth_plan: Depth = Depth()
     recurrence: Recurrence | None = None  # None: images are computed whole
-    own_recurrence: Recurrence | None = None  # chosen by the model's arguments; reach 'trained' returns to it
+    own_recurrence: Recurrence | None = None  # value of `recurrence` for reach 'trained', from the model's arguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -145,7 +145,7 @@ class GridForward(AbsoluteEmbedding):
                 exception: with `keep` it counts the kept patches, under a mask all patches. None: all patches.
 
         Raises:
-            TypeError: `keep` holds no integers.
+            TypeError: `keep` does not hold integers.
             ValueError: `keep` has another shape, or the model computes images part by part.
         """
         if self.recurrence is not None:

@@ -67,8 +67,8 @@ DEPTHS: dict[str, Depth] = {}
 def lack(model: nn.Module, need: str) -> str | None:
     """Return the reason why a model cannot do something, or None if it can.
 
-    The reason comes from the first mapping `lacks` with the key `need`: that of the model's `depth_plan` (a `Depth`),
-    of its `recurrence`, or of a block's mixer, in this order.
+    The model's `depth_plan` (a `Depth`), its `recurrence` and each block's mixer have a mapping `lacks`. The reason
+    comes from the first of these mappings, in this order, that has the key `need`.
 
     Examples:
         >>> lack(timm.create_model("relvit_tiny", img_size=64, depth=1), "weights") is None
@@ -78,7 +78,7 @@ def lack(model: nn.Module, need: str) -> str | None:
 
     Args:
         model: any model.
-        need: what the model should do: 'memory' (attend to tokens beside those of its input), 'weights' (return the N x
+        need: what the model should do: 'memory' (attend to further tokens besides its input), 'weights' (return the N x
             N attention weights), 'rollout' (multiply the attention weights of all blocks), 'hooks' (call each block
             once for the whole image, so that a hook sees all tokens), 'checkpointing' (gradient checkpointing),
             'native' (take batches of images of any shapes), 'reach' (accept a call of `set_reach`, which changes how

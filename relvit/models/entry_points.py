@@ -63,7 +63,7 @@ CFG: dict[str, Any] = {
     "classifier": "head",
     "license": "apache-2.0",
 }
-# `CFGS` maps the image size that a model is made for to its configuration for timm, `pretrained_cfg`.
+# `CFGS` maps the image size of a model to the model's configuration for timm, `pretrained_cfg`.
 CFGS: dict[int, dict[str, Any]] = {
     224: CFG,
     160: CFG | {"input_size": (3, 160, 160), "crop_pct": 0.95},

@@ -13,7 +13,7 @@ from relvit.ops import Grid
 from relvit.ops.checks import check_model, int_pair
 from relvit.utils.messages import check_choice, part_of
 
-# These devices have different rules for the choice of a backend.
+# The rules by which a backend is chosen differ between these kinds of devices.
 DEVICES = ("cpu", "cuda")
 
 

@@ -45,10 +45,10 @@ def param_groups(
         model: a model of relvit or timm, or a module that contains one.
         lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
         position_lr_scale: the learning rate of the parameters of position modules, such as tables, is multiplied by
-            this number, in addition to `layer_decay`; with 1 they have the rate of their layer. None: 10, which, unlike
-            a given 10, is also allowed for a model whose relative positions have no trainable parameters.
-        weight_decay: the weight decay; biases, norms and the parameters that `no_weight_decay()` of the model, or of a
-            module in it, names have none.
+            this number, in addition to `layer_decay`; with 1 they have the rate of their layer. None: 10, or no effect
+            for a model whose relative positions have no trainable parameters, for which a number is an error.
+        weight_decay: the weight decay. Biases and norms have no weight decay, nor do parameters that the
+            `no_weight_decay()` of the model, or of a module in it, names.
         layer_decay: the learning rate is multiplied by this number from each layer to the layer before it, from the
             classifier down to the stem; None: all layers have the same rate. timm finds no layers in a module that has
             further parameters beside a model, such as a detector: call this function for the model alone.
@@ -65,11 +65,11 @@ def param_groups(
     model, prefix = _with_layers(model)
     given = {"weight_decay": weight_decay, **options}
     undecayed = {name.removeprefix(prefix) for name in given.get("no_weight_decay_list", ())}
-    # The model may have further parts, as a segmentation model, whose backbone names the parameters without decay.
+    # In a larger model, such as a segmentation model, the backbone names the parameters without weight decay.
     for path, part in model.named_modules():
         if hasattr(part, "no_weight_decay"):
             undecayed |= {f"{path}.{name}" if path else name for name in part.no_weight_decay()}
-    # `torch.nn.utils.parametrize`, for a weight norm for example, stores a tensor under names of another form.
+    # `torch.nn.utils.parametrize`, which weight norm uses, for example, stores a tensor under other names.
     undecayed |= {name for name, _ in model.named_parameters() if STORED.sub(r"\1", name) in undecayed}
     given["no_weight_decay_list"] = undecayed
     if layer_decay is None:

@@ -13,7 +13,7 @@ class Recurrence(Protocol):
 
     Attributes:
         lacks: maps what a model with this recurrence cannot do to the reason; `relvit.models.lack` lists the keys.
-        undo: the call after which the model computes whole images, for messages.
+        undo: the call, as error messages show it, that makes the model compute whole images again.
     """
 
     lacks: ClassVar[Mapping[str, str]]

@@ -189,8 +189,8 @@ def complete_arguments(own: dict[str, Any], given: dict[str, Any]) -> dict[str, 
     """Return the arguments of a call, completed with the arguments of the model of this name.
 
     If the call chooses another position, the named model's `max_distance` is left out, because the chosen position has
-    its own default for it, or no such argument. Positions combined as 'lookhere+tables' keep it for the tables, unless
-    it would also clip another position of the combination, such as 'slopes'.
+    its own default, or no such argument. A combination such as 'lookhere+tables' keeps `max_distance` for the tables,
+    unless it would also clip another position of the combination, such as 'slopes'.
     """
     default = own.get("position", "tables")
     chosen = given.get("position", default)

@@ -38,9 +38,9 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# Up to this many tokens N the CPU may keep N x N weights: per head they take no more memory than N vectors of width 64.
+# Up to this number N of tokens the CPU may keep N x N weights, per head no more numbers than N vectors of width 64.
 SMALL_WINDOW = 64
-# Beyond this many tokens a GPU must not keep N x N weights in training: they would take too much of its memory.
+# With more tokens than this, a GPU does not keep N x N weights in training, because they would take too much memory.
 LARGEST_MASK = 1024
 
 
@@ -117,7 +117,7 @@ def relative_attention(
         padding, even NaN, change nothing.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device than the query and the grids ask for.
+        ValueError: the shape, dtype or device of a tensor does not match the query and the grids.
         ValueError: the backend is unknown or cannot compute these inputs, `attn_mask` is given with `is_causal`, or an
             option is out of its range.
         TypeError: an argument has another type, or is a tensor of integers where floating-point numbers are needed.
@@ -227,7 +227,7 @@ def _decision(inputs: AttentionInputs, backend: str) -> _Decision:
     if not is_eager():
         return _decide(checked(inputs), backend)
     try:
-        # The key says whether position queries and queries are one tensor, because the choice depends on that.
+        # The choice of a backend depends on whether position queries and queries are one tensor, so the key says so.
         key = (backend, inputs.position_query is inputs.query, signature(inputs), switches(inputs.query))
     except TypeError:
         return _decide(checked(inputs), backend)
@@ -275,7 +275,7 @@ def choose(
         >>> choose(q, q, q, RelativeTerms(key=tables), make_grid(4, 6), device="cuda").backend
         'lean'
 
-    Arguments and errors are those of `relative_attention`, without `backend` and with one more argument:
+    Arguments and errors are the same as in `relative_attention`, without `backend` and with one more argument:
 
     Args:
         device: the device that would compute, such as 'cpu' or 'cuda', even if this machine has none; None: the
@@ -326,7 +326,7 @@ def _choose(inputs: AttentionInputs, device: torch.device | str | None = None) -
         return Choice("lean", "so few pairs of tokens that on a CPU few operations cost less than narrow ones", keeps)
     little = "logits and marginals, O(N (H + W)) at most: backward recomputes each tile"
     if device == "cpu":
-        # `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled` compares both.
+        # `tools/benchmark.py --names plain relvit_small_fused relvit_small_tiled` compares both backends.
         return Choice("tiled", "on the CPU passes over a tile cost less than wider products", little)
     if query.dtype == torch.float64:
         return Choice("tiled", "no fused GPU kernel takes float64: stock attention would keep N x N", little)

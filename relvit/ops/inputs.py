@@ -181,13 +181,13 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
 def _balanced(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """Make the largest numbers of queries and of keys about equal in each channel, without a change of any product.
 
-    The largest number of float16 is 65504, and squared coordinates divided by the scale may be larger. Factors that are
-    powers of two do not round. `valid` is the `key_mask`: numbers of padding do not count.
+    Otherwise squared coordinates divided by the scale may exceed 65504, the largest number of float16. The factors are
+    powers of two, so multiplying by them does not round. `valid` is the `key_mask`: numbers of padding do not count.
     """
     real = key if valid is None else key.where(valid[:, None, :, None], 0.0)
     largest, of_keys = (part.detach().float().abs().flatten(0, 2).amax(0) for part in (query, real))
     power = (of_keys.log2() - largest.log2()) / 2
-    factor = power.round().nan_to_num(0.0, 0.0, 0.0).exp2()  # 1 for channels of zeros
+    factor = power.round().nan_to_num(0.0, 0.0, 0.0).exp2()  # the factor is 1 for channels of zeros
     return query * factor, key / factor
 
 
@@ -228,7 +228,7 @@ def _check_contents(inputs: AttentionInputs, key_grid: Grid) -> None:
         for part, size in (("rows", key_grid.height), ("cols", key_grid.width)):
             logits = getattr(terms.axis_logits, part)
             check_shape(f"terms.axis_logits.{part}", logits, (*query.shape[:3], size))
-    # If a tensor is on another device, some kernels would read wrong memory without an error.
+    # Refuse a tensor on another device, for which some kernels would read wrong memory without an error.
     for name, where in (("grid", grid), (key_grid_name, key_grid)):
         named |= {f"{name}.coords": where.coords, f"{name}.valid": where.valid}
     named |= {"terms.query_bias": terms.query_bias, "attn_mask": inputs.attn_mask}

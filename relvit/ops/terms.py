@@ -126,7 +126,7 @@ class RelativeTerms(NamedTuple):
             `AxisLogits`.
     """
 
-    # A new field must be computed or refused by: the checks of `inputs.py`, `is_stock`, `attend_projected` (it unpacks
+    # If you add a field, compute or refuse it in: the checks of `inputs.py`, `is_stock`, `attend_projected` (it unpacks
     # the fields by position), code that reads the first four fields as `[:4]`, `refusal` of `lean` and of `triton`
     # (they refuse only fields that they name), the other backends, the reference, `LETTERS` in `layers/attention.py`,
     # and the oracle `tests/support/oracles/relative_attention.py`.

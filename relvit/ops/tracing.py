@@ -76,8 +76,8 @@ def may_recompute() -> bool:
 def may_remember() -> bool:
     """Return True where later calls may use the same tensors: not in graphs, in `torch.func` or for fake tensors.
 
-    Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it. CUDA graphs
-    compute nothing while they are captured: their tensors get numbers by a replay, perhaps after other calls.
+    Inside a transform of `torch.func` even new constants belong to the transform, and are invalid after it. While a
+    CUDA graph is captured, nothing is computed: tensors get their numbers by a replay, perhaps after other calls.
     """
     if not is_eager() or type(torch.empty(0)) is not Tensor:
         return False

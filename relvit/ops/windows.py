@@ -17,9 +17,9 @@ from relvit.ops.grid import Grid, num_tokens
 class Division(NamedTuple):
     """Windows over a grid, each pair as (rows, columns)."""
 
-    size: tuple[int, int]  # patches of one window
-    before: tuple[int, int]  # patches by which the first windows extend beyond the top and the left border
-    after: tuple[int, int]  # patches by which the last windows extend beyond the bottom and the right border
+    size: tuple[int, int]  # numbers of patches in one window
+    before: tuple[int, int]  # how far the first windows extend beyond the top and the left border, in patches
+    after: tuple[int, int]  # how far the last windows extend beyond the bottom and right border, in patches
     number: tuple[int, int]  # numbers of windows along the vertical and along the horizontal axis
 
 

@@ -35,8 +35,8 @@ OWN: dict[str, set[str]] = {
     "conv": {"kernel_size"},
 }
 
-# This pattern finds the names of tensors that only attention-free mixers have, so weights with such names are those of
-# an attention-free model.
+# This pattern finds the names of tensors that only attention-free mixers have, so a checkpoint with such names is of an
+# attention-free model.
 MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 
 
@@ -51,9 +51,9 @@ class AFTVisionTransformer(GridVisionTransformer):
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).
         num_heads: number of heads of the mixer. Each head of 'conv' has its own biases in the window and its own keys;
-            the other mixers, which have one head in the paper, compute the same with any number of heads. The heads of
-            an attention pool (`global_pool` 'map' or 'prr') are 64 wide as in timm, or one if 64 does not divide
-            `embed_dim`.
+            the other mixers, which have one head in the paper, compute the same with any number of heads. An attention
+            pool (`global_pool` 'map' or 'prr') has heads of width 64, as in timm, or a single head if 64 does not
+            divide `embed_dim`.
         kernel_size: size of the window of 'conv', see `AFTConv2d`.
         window: window of 'local', see `AFTLocal`.
         bias_dim: width of the bias factors of 'full' and 'local', see `AFTFull`.
@@ -209,22 +209,22 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
 
 
 # `VARIANTS` maps the name of each model to its arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16
-# px. For models in the paper's table 4, comments give the number of parameters in millions (M). `relvit_aft_conv_tiny`
-# and `relvit_aft_conv_small` are the best models of their size in this table.
+# px. Comments give the numbers of parameters of models in the paper's table 4. `relvit_aft_conv_tiny` and
+# `relvit_aft_conv_small` are the best models of their size in this table.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M
-    "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M
+    "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M parameters
+    "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M parameters
     "relvit_aft_local_tiny": TINY | {"mixer": "local"},
     "relvit_aft_local_small": SMALL | {"mixer": "local"},
     "relvit_aft_simple_tiny": TINY | {"mixer": "simple"},
     "relvit_aft_simple_small": SMALL | {"mixer": "simple"},
     "relvit_aft_conv_tiny": TINY | _conv(11, 192),
     "relvit_aft_conv_small": SMALL | _conv(15, 384),
-    "relvit_aft_conv_tiny_k11_h32": TINY | _conv(11, 32),  # 5.4 M
-    "relvit_aft_conv_tiny_k11_h192": TINY | _conv(11, 192),  # 5.9 M
-    "relvit_aft_conv_small_k11_h16": SMALL | _conv(11, 16),  # 20.3 M
-    "relvit_aft_conv_small_k11_h384": SMALL | _conv(11, 384),  # 22.5 M
-    "relvit_aft_conv_small_k15_h384": SMALL | _conv(15, 384),  # 23.0 M
+    "relvit_aft_conv_tiny_k11_h32": TINY | _conv(11, 32),  # 5.4 M parameters
+    "relvit_aft_conv_tiny_k11_h192": TINY | _conv(11, 192),  # 5.9 M parameters
+    "relvit_aft_conv_small_k11_h16": SMALL | _conv(11, 16),  # 20.3 M parameters
+    "relvit_aft_conv_small_k11_h384": SMALL | _conv(11, 384),  # 22.5 M parameters
+    "relvit_aft_conv_small_k15_h384": SMALL | _conv(15, 384),  # 23.0 M parameters
     # The next two models are for images of 32 px such as CIFAR's.
     "relvit_aft_conv_tiny_patch4_32": TINY | _conv(11, 192) | PATCH4_32,
     "relvit_aft_conv_small_patch4_32": SMALL | _conv(11, 384) | PATCH4_32,

@@ -63,15 +63,15 @@ def aft_full(
               exponentials.
             - 'reference': as 'pairs', in double precision and O(N^2 dim) memory.
             - 'auto': on the CPU 'products' if the biases of each query are at most 70 apart, otherwise 'pairs'. On
-              other devices and in graphs, where biases are not read, 'products'. With `is_causal` 'pairs'.
+              other devices and in graphs, where checking is slow or impossible, 'products'. With `is_causal` 'pairs'.
 
     Returns:
         (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, except for matrix
         products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
 
     Raises:
-        ValueError: a tensor has another shape than the query and the grid ask for, or `key` or `value` has another
-            dtype than `query`.
+        ValueError: the shape of a tensor does not match the query and the grid, or `key` or `value` has another dtype
+            than `query`.
         ValueError: the backend is unknown, or is 'products' with `is_causal`; or a device's kernels cannot index such
             large tensors.
         TypeError: `grid` is not a `Grid`, or another argument is not a tensor of floating-point numbers.
@@ -123,8 +123,8 @@ def aft_local(
 
     Args:
         window: one number or (rows, columns): the bias is kept for tokens that are less than this number of rows, and
-            less than this number of columns, apart. Prefix tokens have no place, and count as near to all tokens. A
-            window of 0 removes all biases, and the result is that of `aft_simple`.
+            less than this number of columns, apart. Pairs with a prefix token, which has no place, keep their bias. A
+            window of 0 removes all biases, as in `aft_simple`.
 
     Returns, raises: as `aft_full`.
     """
@@ -211,8 +211,8 @@ def aft_conv(
               -5 lose digits.
             - 'pairs', 'reference': see `aft_full`.
             - 'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given
-              weights. On other devices and in graphs, where weights are not read, 'convolution'. With `is_causal`
-              'pairs'.
+              weights. On other devices and in graphs, where checking is slow or impossible, 'convolution'. With
+              `is_causal` 'pairs'.
 
     Returns, raises: as `aft_full`.
     """
@@ -229,8 +229,8 @@ def aft_conv(
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
         # Cut off the part of the window for offsets that are larger than the grid. Pairs outside of the window, and
-        # pairs with a prefix token, have the weight 0. If there are no such pairs, because the rest of the window
-        # covers all patches, `bottom` and `top` below need not include this weight.
+        # pairs with a prefix token, have the weight 0. If the rest of the window covers all patches, and there is no
+        # prefix token, no pair has this weight, so `bottom` and `top` below do not include it.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
@@ -275,8 +275,8 @@ def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backe
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected the query's {query.dtype}")
     if is_eager():
-        # The sums are computed for all places of the grid, even for places without a token, so count the places if they
-        # are more than the tokens.
+        # Sums are computed for all places of the grid, even for empty places, so count places or tokens, whichever are
+        # more.
         summed = 2 * batch * heads * max(count, grid.prefix + grid.height * grid.width) * width
         pairs = query.numel() * count if backend == "reference" else max(grid.height, grid.width) ** 2
         check_tensor_size(query.device.type, max(summed, pairs), f"AFT of {count} tokens by backend {backend!r}")

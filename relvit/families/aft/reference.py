@@ -37,7 +37,7 @@ def aft_local(
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
-    # A prefix token has no place, and counts as near to all tokens, unless the window is 0: pad with this value.
+    # Pairs with a prefix token, which has no place, keep their bias, unless the window is 0, which removes all biases.
     near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
     return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
 
@@ -72,7 +72,7 @@ def _average(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, grid: Gri
         logits = logits.masked_fill(later[..., None], -torch.inf)
     if valid is not None:
         logits = logits.masked_fill(~rearrange(valid, "b j -> b 1 1 j 1"), -torch.inf)
-    # If no key is left for a query, the softmax would be NaN: give the query zeros as weights, and so as gradients.
+    # If no key is left for a query, the softmax would be NaN: give the query weights of zero, and so gradients of zero.
     empty = torch.isneginf(logits).all(dim=3, keepdim=True)
     weights = logits.masked_fill(empty, 0.0).softmax(dim=3).masked_fill(empty, 0.0)
     average = (weights * rearrange(value.double(), "b h j d -> b h 1 j d")).sum(dim=3)

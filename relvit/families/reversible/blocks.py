@@ -89,7 +89,7 @@ class Chain:
     grid: Grid
     attn_mask: Tensor | None
     is_causal: bool
-    dtype: torch.dtype | None  # of the branches' inputs; None: the dtype of the streams
+    dtype: torch.dtype | None  # dtype of the branches' inputs; None: the dtype of the streams
     # This function makes a context with the autocast state of forward.
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     # In backward these are the recomputed outputs of the block whose backward runs next.
@@ -188,8 +188,8 @@ class ReversibleBlock(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
         step, chain = ctx.step, ctx.step.chain
         if torch.is_grad_enabled():
-            # Raise here, because with PyTorch's `once_differentiable` second derivatives could lack the part of this
-            # function without an error.
+            # Raise an error here: with PyTorch's `once_differentiable`, second derivatives could lack a part without an
+            # error.
             raise RuntimeError(
                 "reversible blocks have no second derivatives (create_graph=True), since backward recomputes them: use "
                 "the transforms of torch.func, or a model with reversible=False"

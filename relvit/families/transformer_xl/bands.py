@@ -24,7 +24,7 @@ from relvit.models.entry_points import record_arguments
 from relvit.ops import Grid, num_tokens, patch_coords
 from relvit.ops.checks import check_model, int_pair, integer
 
-# `LACKS` says why a model that computes in bands cannot do these things; `relvit.models.lack` lists the keys.
+# `LACKS` maps what a model cannot do while it computes in bands to the reason; `relvit.models.lack` lists the keys.
 LACKS = {
     "weights": "there are no N x N weights in bands: call set_bands(model, None) and set_reach(model, 'trained') first",
     "hooks": "they are computed in bands: call set_bands(model, None) first",
@@ -130,14 +130,14 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
         `model` itself.
 
     Raises:
-        TypeError, ValueError: A number is no integer or out of range, or the model cannot compute in bands (the message
-            says why). The model is not changed then.
+        TypeError, ValueError: A number is not an integer or is out of range, or the model cannot compute in bands (the
+            message says why). The model is not changed then.
     """
     bands = None
     if (band_rows, memory_rows) != (None, None):
         bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
-    # A wrapper, such as PEFT's, keeps attributes that are set to itself, so set them where a class declares them.
+    # Set the attributes of modules whose class declares them: a wrapper, such as PEFT's, would not pass them on.
     for part in model.modules():
         if hasattr(type(part), "recurrence"):
             part.recurrence = part.own_recurrence = bands
@@ -223,7 +223,7 @@ def forward_segment(
 
     Raises:
         TypeError: `start` is not a pair of integers, or `memory_rows` is not an integer.
-        ValueError: The model cannot compute in bands, or `memory` is not a memory, or is one of another model or of
+        ValueError: The model cannot compute in bands, or `memory` is not a memory, or comes from another model or from
             another number of images.
     """
     check_bands(model)

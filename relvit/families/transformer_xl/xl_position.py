@@ -23,7 +23,7 @@ class TransformerXLPosition2d(Position):
     such tables, which are computed for the grid. If i or j is a prefix token, the product with W_R is zero.
 
     relvit's terms are u as `query_bias`, a and b as key tables, and scale (v - u) . a and scale (v - u) . b as a bias:
-    the key tables are multiplied by q_i + u, and the bias adds what is missing from q_i + v.
+    the key tables are multiplied by q_i + u instead of q_i + v, and the bias adds the product with v - u.
 
     Examples:
         >>> terms = TransformerXLPosition2d(head_dim=64, num_heads=3)(make_grid(4, 6))

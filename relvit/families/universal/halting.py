@@ -15,8 +15,8 @@ class HaltingState(NamedTuple):
 
     running: Tensor  # booleans, True for patches that compute the next step, False for halted patches and padding
     total: Tensor  # sum of the halting probabilities so far, at least float32
-    steps: Tensor  # int64, number of steps computed so far; at the end, N in `AdaptiveHalting`
-    remainder: Tensor  # R in `AdaptiveHalting` for patches that have halted, 0 for all other patches
+    steps: Tensor  # int64, number of steps computed so far; at the end it is N, see `AdaptiveHalting`
+    remainder: Tensor  # the remainder R, see `AdaptiveHalting`, of patches that have halted; 0 for all other patches
 
 
 def start_halting(patches: Tensor, grid: Grid) -> HaltingState:

@@ -64,8 +64,8 @@ class Position(KeepConstants):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass of `RelativePosition2d` may override `terms` alone. If it inherited False, LSH attention would call
-        # the inherited `forward`, and ignore the new `terms`.
+        # A subclass of `RelativePosition2d` may override `terms` alone. If it inherited `needs_tokens = False`, LSH
+        # attention would call the inherited `forward`, and ignore the new `terms`.
         if "terms" in vars(cls) and "needs_tokens" not in vars(cls):
             cls.needs_tokens = True
 
@@ -200,7 +200,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         bucketing: which row an offset uses; see `relvit.ops.buckets.bucket`.
 
     Returns:
-        The table with 2 ceil(K * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
+        The new table, with 2 ceil(K * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
     """
     distance = (table.shape[axis] - 1) // 2
     if bucketing != "clip":

@@ -20,7 +20,7 @@ from relvit.utils.messages import check_choice
 # Models name this argument `rel_init_std`; `retrofit` and positions name it `init_std`. Users give the arguments of a
 # named position to `RelVisionTransformer` or `retrofit`, so add a new argument there, too.
 ALIASES = {"rel_init_std": "init_std"}
-# On the command line the path of a class stands for a callback, so users may try it for a position or a mixer, too.
+# The command line takes callbacks by the path of a class, so users may try a path for positions and mixers, too.
 NO_PATHS = (
     "a text cannot stand for your own class: give the class in Python, or register a model that has it, see "
     "docs/own_position.md"
@@ -34,9 +34,9 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
         position: a name in `relvit.layers.positions.POSITIONS`, several with + between them (`CombinedPosition2d`), or
             a class of the user.
         **arguments: arguments of positions that are given by name; their names are the names in models or in
-            `retrofit`. Of several positions each takes the arguments that it has. None keeps the position's own
-            default. `init_std=0` and `rel_init_std=0` are ignored if no position of these names has an `init_std`. For
-            a class of the user only `init_std=0` is ignored, because it is the default of `retrofit`.
+            `retrofit`. Of several positions each takes the arguments that it has. None: the position's own default.
+            `init_std=0` and `rel_init_std=0` are ignored if no position of these names has an `init_std`. For a class
+            of the user only `init_std=0` is ignored, because it is the default of `retrofit`.
 
     Raises:
         ValueError: a name is unknown or given twice, no position has one of the arguments, or `init_std` is negative.
@@ -47,7 +47,7 @@ def position_factory(position: str | Callable[..., nn.Module], **arguments: Any)
             raise ValueError(f"{name} must not be negative, got {value}")
     if not isinstance(position, str):
         foreign = {name: value for name, value in given.items() if (name, value) != ("init_std", 0)}
-        # A recipe may set several of these arguments, so name all at once.
+        # A recipe may set several of these arguments, so the error names all of them.
         if foreign:
             listed = ", ".join(f"{name}={value!r}" for name, value in foreign.items())
             own_ones = ", ".join(f"{ALIASES.get(name, name)}=..." for name in foreign)

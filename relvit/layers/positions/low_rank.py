@@ -141,7 +141,7 @@ def factorise_bias(bias: Tensor, rank: int) -> tuple[Channels, Tensor]:
 def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
     """Return the factors of all tokens of `grid`, (1 or B, heads, N, rank), zeros for prefix tokens.
 
-    `factors` are (rows, columns, heads, rank), those of `LowRankPosition2d`.
+    `factors` is a parameter of `LowRankPosition2d`, (rows, columns, heads, rank).
     """
     # A graph that compares sizes does not work for all sizes, so compare sizes only for padded batches.
     if key_grid.valid is not None and key_grid.coords is not None:  # noqa: SIM102 (keeps the comparison apart)

@@ -133,8 +133,8 @@ class AnySizeRope:
         """Return sines and cosines (rows * columns, 2 head_dim) for (rows, columns), or the stored ones for None."""
         if shape is None or self.feat_shape is None:
             return super().get_embed(shape, **dtype)
-        # A traced or exported graph must also work for other sizes than the stored one, so it always computes the
-        # embedding.
+        # A traced or exported graph must work for all sizes, and not only for the size of the stored embedding, so it
+        # always computes the embedding.
         traced = torch.compiler.is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, **dtype)
@@ -145,8 +145,8 @@ class AnySizeRopeCat(AnySizeRope, RotaryEmbeddingCat):
     """timm's `RotaryEmbeddingCat` for every size, see `AnySizeRope`."""
 
     def _make_embed(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        # Before 1.0.31 timm's class makes the embedding in another method, and has no `bands` if it stores an
-        # embedding, so call the other method.
+        # In timm before 1.0.31 `_get_pos_embed_values` makes the embedding, and there may be no `bands`, so call that
+        # method.
         if not hasattr(self, "_build_embed_cat"):
             return self._get_pos_embed_values(shape, self.pos_embed.device, self.pos_embed.dtype)
         return self._build_embed_cat(shape, self.bands, dtype=dtype, augment=self.training and self.aug_active)

@@ -135,7 +135,7 @@ class LayerTables:
     stretchable = True
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer  # an attention with an attribute `trained_grid`, see `Position`
+        self.layer = layer  # attention layer with an attribute `trained_grid`, see `Position`
 
     @property
     def trained_grid(self) -> tuple[int, int] | None:

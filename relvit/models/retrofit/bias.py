@@ -157,7 +157,7 @@ def modules_for(attn: nn.Module, source: nn.Module) -> dict[str, nn.Module]:
 def convert(leaf: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Convert a table, or a weight of a network, of timm's attention to tensors of relvit's `modules`, by name.
 
-    Any other tensor keeps its name, `leaf`, and its values.
+    All other tensors keep their name, `leaf`, and their values.
     """
     for theirs, ours in NETWORKS.items():
         if leaf.startswith(theirs):
@@ -193,7 +193,7 @@ def set_window(position: nn.Module, old: tuple[int, int], new: tuple[int, int]) 
         table = position.bias_table
         given = revert(TABLE, {"position.bias_table": table.detach()})
         shape = (math.prod(2 * size - 1 for size in new), given.shape[1])
-        # Before 1.0.31 timm's function takes no `old_window_size`, and takes all tables to be square.
+        # timm's function before 1.0.31 lacks `old_window_size`, and assumes that all tables are square.
         takes = inspect.signature(resize_rel_pos_bias_table).parameters
         options = {"old_window_size": old} if "old_window_size" in takes else {}
         resized = resize_rel_pos_bias_table(given, new, shape, **options)

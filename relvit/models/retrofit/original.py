@@ -35,9 +35,9 @@ class Absent:
 class Before(NamedTuple):
     """State of a module before its retrofit: all of it, or only the part that the retrofit has changed.
 
-    `snapshot` stores all attributes and members, `record_changes` only those that have changed, as they were. `members`
-    has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values` holds the
-    buffers that the module cannot compute again.
+    `snapshot` stores all attributes and members; `record_changes` stores the former values of the changed ones.
+    `members` has an entry for each of `MEMBERS`: the module's parameters, buffers and submodules by name. `values`
+    holds the buffers that the module cannot compute again.
     """
 
     kind: type[nn.Module]
@@ -66,8 +66,8 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     """
     record, after = {}, snapshot(model)
     for name, then in before.items():
-        # Compare a module that the retrofit has removed with itself, so that it has no changes: its own record holds at
-        # most `values`. Its parent module records the removal, among the parent's `members`.
+        # If the retrofit has removed a module, the `members` of its parent record the removal, so compare the module
+        # with itself: it then has no changes of its own to record, except `values`.
         now = after.get(name, then)
         values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)
@@ -158,8 +158,7 @@ def restore(model: nn.Module) -> nn.Module:
     delattr(model, RECORD)
     delattr(model, WINDOWS)
     for module in renewed:
-        # This method of timm computes the buffers that are not in a state dict, so call it where modules or buffers
-        # have been made anew.
+        # This method of timm computes the buffers that are not in a state dict, so call it for modules with new parts.
         if hasattr(module, "init_non_persistent_buffers"):
             module.init_non_persistent_buffers()
     for module, buffers in values:
@@ -196,8 +195,8 @@ def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
     }
     if not buffers or not hasattr(then.kind, "init_non_persistent_buffers"):
         return buffers
-    # Make a copy of the module, fill these buffers with wrong numbers, and call timm's method on the copy. Buffers of
-    # the copy that the method does not compute as before then differ from the module's buffers.
+    # To find the buffers that timm's method does not compute as before, copy the module, fill the buffers of the copy
+    # with wrong numbers, call the method, and compare.
     again = then.kind.__new__(then.kind)
     vars(again).update({**then.attributes, **{kind: dict(part) for kind, part in then.members.items()}})
     vars(again)["_non_persistent_buffers_set"] = set(then.attributes["_non_persistent_buffers_set"])

@@ -32,12 +32,12 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     block_classes: ClassVar[Classes]  # blocks that the retrofit knows; it refuses all others
     container: ClassVar[str] = "blocks"  # name of the module that holds the blocks; Swin has one for each stage
     in_block: ClassVar[str] = "attn"  # path of the attention within a block
-    attention_classes: ClassVar[Exchange]  # attention of the original model
+    attention_classes: ClassVar[Exchange]  # classes of the original model's attention
     # These patch embeddings return, or can be set to return, their patches as a grid.
     patch_embed_classes: ClassVar[Collection[type[nn.Module]]] = PATCH_EMBEDS
     absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)  # names of the absolute embeddings among the parameters
     own_positions: ClassVar[bool] = False  # whether the original model has relative positions, which are kept
-    replaced: ClassVar[tuple[str, ...]] = ()  # attributes of the original attention that its position module replaces
+    replaced: ClassVar[tuple[str, ...]] = ()  # attributes of the original attention that the position module replaces
 
     @classmethod
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -66,8 +66,8 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
                     f"{path} has a forward of its own, from hooks of accelerate (cpu_offload, dispatch_model) for "
                     "example, which would be called instead of relvit's: retrofit the model before you replace forward"
                 )
-        # If the model has `dynamic_img_size`, timm has already set its patch embedding to return a grid, so its class
-        # need not be checked.
+        # If the model has `dynamic_img_size`, its patch embedding already returns a grid, so the class of the patch
+        # embedding need not be checked.
         if hasattr(model, "patch_embed") and not getattr(model, "dynamic_img_size", False):
             check_part("patch_embed", model.patch_embed, tuple(cls.patch_embed_classes))
 
@@ -89,12 +89,12 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 class OwnPositions(Retrofitted):
     """`Retrofitted` for models that already have relative positions.
 
-    Their tables keep the names of the original model, except in `BiasPositions`.
+    Tables keep their names in the original model's state dict, except in `BiasPositions`.
     """
 
     own_positions: ClassVar[bool] = True
-    # The error about a model without relative positions ends with 'build the model with' and this text, the argument
-    # that gives the original model relative positions.
+    # If a model was built without relative positions, the error says 'build the model with' and this text: the argument
+    # of the original class that adds them.
     built_with: ClassVar[str] = "its own"
 
     @classmethod

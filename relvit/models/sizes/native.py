@@ -68,7 +68,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     sizes = [tuple(size) for size in (coord.masked_fill(~valid[..., None], 0).amax(1) + 1).tolist()]
     of_size = {(h, w): model._pos_embed(blank.expand(1, h, w, -1))[0] for h, w in set(sizes)}
     dtype = of_size[sizes[0]].dtype
-    # Backward adds up the gradients of all images; in half precision each addition would round.
+    # Backward adds up the gradients of all images. In half precision each addition would round, so use float32.
     of_size = {size: tokens.to(torch.promote_types(dtype, torch.float32)) for size, tokens in of_size.items()}
     index = prefix + coord[..., 0] * torch.tensor([w for _, w in sizes], device=x.device)[:, None] + coord[..., 1]
     added = torch.stack([of_size[size][i] for size, i in zip(sizes, index.masked_fill(~valid, 0), strict=True)])

@@ -115,8 +115,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             trained_grid = tuple(grid)
             for layer in layers:
                 _check_position(layer.position, refused)
-    # A wrapper, such as PEFT's, passes on what is read of the module in it, but keeps what is set to itself: so set the
-    # attributes where a class declares them.
+    # A wrapper, such as PEFT's, passes on reading an attribute, but not setting it: so set the attributes of modules
+    # whose class declares them.
     for part in model.modules():
         if hasattr(type(part), "recurrence"):
             part.recurrence = recurrence or part.own_recurrence

@@ -34,7 +34,7 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     A state dict without iRPE's tables stays the same.
 
     Raises:
-        ValueError: a table is not one of iRPE's product method with 50 entries.
+        ValueError: a table does not have the 50 entries of iRPE's product method.
         ValueError: the positions of the model are not joint tables with clipping, lack a term of the file, or have too
             small a `max_distance`.
     """

@@ -26,8 +26,8 @@ from relvit.ops.terms import AxisTables, RelativeTerms, with_width
 from relvit.ops.tracing import knows_values, relies_on_strides, without_autocast
 from relvit.utils.old_torch import compiled_replace
 
-# Stock kernels need head widths that are multiples of 8, which also make products on the CPU faster, so augmented
-# widths and numbers of entries are filled up to a multiple of this.
+# PyTorch's fused kernels need head widths that are multiples of 8, which also make products on the CPU faster. So the
+# width of augmented vectors, and the number of entries of a joined table, are rounded up to a multiple of this number.
 WIDTH_MULTIPLE = 8
 
 # `Distances` are the clip distances of a term's two tables: of the row table, then of the column table.
@@ -42,7 +42,7 @@ class AxisRange(NamedTuple):
     size: int
 
 
-# `Axes` are the rows and the columns for which there are logits.
+# `Axes` are the range of rows and the range of columns for which logits are computed.
 Axes = tuple[AxisRange, AxisRange]
 
 
@@ -291,15 +291,15 @@ class View(NamedTuple):
 class Entries(NamedTuple):
     """Joined tables of one term, with zero vectors at the end, and the entries that each token looks up in them."""
 
-    firsts: tuple[int, int]  # the first row that is used, of the row table and of the column table
-    sizes: tuple[int, int, int]  # used rows of the row table, used rows of the column table, zero vectors
-    # At least one zero vector, appended so that the number of entries is a multiple of `WIDTH_MULTIPLE`; (heads, ...)
-    # if the tables are per head.
+    firsts: tuple[int, int]  # index of the first row that is used in the row table, and in the column table
+    sizes: tuple[int, int, int]  # numbers of used rows of the row table and of the column table, and of zero vectors
+    # These zero vectors, at least one, make the number of entries a multiple of `WIDTH_MULTIPLE`; (heads, ...) if the
+    # tables are per head.
     zeros: Tensor
-    # (B, N, heads, S) int64, the entry for each of the S rows and columns; for prefix tokens that of a zero vector.
+    # (B, N, heads, S) int64, the entry for each of the S rows and columns; for prefix tokens a zero vector's entry.
     index: Tensor
-    # Zeros, (B, N, heads, entries). `sum_by_entry` calls `scatter_add` on `sums`, which returns a new tensor. So
-    # `index` and `sums` are only read, and can be expanded views, which take little memory.
+    # `sums` holds zeros, (B, N, heads, entries), to which `sum_by_entry` applies `scatter_add`, which returns a new
+    # tensor. So `index` and `sums` are only read, and can be expanded views, which take little memory.
     sums: Tensor
     # From the joined tables of all terms `table` cuts this term's entries, ([heads,] entries, head_dim), and `factor`
     # the transposed entries of each head, (heads, head_dim, entries). `by_token` views products with `factor`, (heads,

@@ -41,7 +41,7 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
 
     When `run` returns, or raises an error of a thread, no thread computes any longer.
     """
-    # A profiler or dispatch mode sees only the operations of the calling thread, so compute all tiles in this thread.
+    # A profiler or dispatch mode sees only the operations of the calling thread, so compute all tiles in that thread.
     if threads == 1 or is_watched():
         compute(tiles)
         return
@@ -66,8 +66,8 @@ def run(compute: Callable[[Iterable[Tile]], None], tiles: Iterable[Tile], thread
             left.clear()
             future.set_exception(error)
 
-    # The process id is an argument of the cached function, because a forked process has none of its parent's threads:
-    # it calls the function with another id and so starts new threads.
+    # A forked process has no threads of its parent. It has another process id, with which the cached function starts
+    # new threads.
     jobs, futures = _served_queue(threads, os.getpid()), [Future() for _ in range(threads)]
     for future in futures:
         jobs.put(partial(work, future))

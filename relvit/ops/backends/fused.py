@@ -92,9 +92,8 @@ def _attend(inputs: AttentionInputs) -> Tensor:
     key_term, value_term = _has_query_logits(terms), terms.value is not None
     width = augmented_width(inputs, padded=valid is not None)
     # Extra columns of the grid, without tokens, fill the width up to a multiple of `WIDTH_MULTIPLE`. `F.pad` would need
-    # a separate case where nothing is missing; zero extra columns need no such case, so that one graph works for all
-    # sizes. (`-width % WIDTH_MULTIPLE` would be wrong in ExecuTorch, where remainders of negative numbers are those of
-    # C.)
+    # a separate case for a width that needs no padding, but one graph has to work for all sizes. (`-width %
+    # WIDTH_MULTIPLE` would be wrong in ExecuTorch, where remainders of negative numbers are those of C.)
     missing = (WIDTH_MULTIPLE - width % WIDTH_MULTIPLE) % WIDTH_MULTIPLE
     key_axes, axes_of_queries = with_columns(grid_axes(key_grid), missing), query_axes(inputs)
     if not key_term:
@@ -117,7 +116,7 @@ def _attend(inputs: AttentionInputs) -> Tensor:
             dropout_p=inputs.dropout_p,
             # `torch.onnx.export(dynamo=False)` passes the model's default `is_causal=False` as a tensor, so convert it.
             is_causal=bool(inputs.is_causal),
-            # PyTorch's default scale would depend on the augmented width.
+            # Give the scale, because PyTorch's default scale would depend on the augmented width.
             scale=inputs.scale,
         )
     if value_term:
@@ -228,7 +227,7 @@ def _split_output(out: Tensor, content: int, table: Tensor, index: Tensor) -> Te
     # reads the result without a copy.
     out, size = out.transpose(1, 2), index.shape[-1]
     mixed, marginals = split_in_two(out, content, size)
-    # Compute the sums of several marginals in float32, and round once.
+    # Add up the marginals of an entry in float32 at least, so that the sum is rounded only once.
     marginals = marginals.to(torch.promote_types(out.dtype, torch.float32))
     index = index.transpose(1, 2).expand_as(marginals)
     by_entry = scatter_sum(marginals, index, table.shape[-2])

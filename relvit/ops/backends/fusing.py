@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from relvit.ops.tracing import is_eager, is_fusing
 
-# With more table entries than this, a separate loop for `scatter_add` is faster, because a sum over comparisons reads
-# all numbers once per entry.
+# In a compiled graph, a sum over `index == entry` replaces `scatter_add` for at most this number of table entries. The
+# sum reads all numbers once per entry, so with more entries `scatter_add` is faster.
 MOST_COMPARED = 64
 
 
@@ -38,7 +38,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, before: int = 0, after: int = 
 def computed_together(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors (B, heads, N, width) unchanged; in a compiled graph, views of one tensor that one kernel computes.
 
-    Only N may differ between the tensors; if it does, they stay separate.
+    All sizes except N must be equal; if N differs, the tensors stay separate.
     """
     tokens = parts[0].shape[2]
     if not is_fusing() or not all(statically_known_true(part.shape[2] == tokens) for part in parts):

@@ -48,8 +48,8 @@ from relvit.ops.tracing import without_autocast
 SPARE_ROWS = 32
 # On the CPU other backends are faster if there are more pairs of tokens than this, counted over all heads and samples.
 MOST_PAIRS = 2**17
-# If the relative logits and the one-hot rows and columns together have more numbers than this, copying them twice takes
-# longer than the extra calls that avoid the second copy.
+# If the relative logits and the one-hot rows and columns together have more numbers than this, avoiding the second of
+# two copies saves more time than the additional calls cost.
 MOST_COPIED = 2**23
 
 
@@ -59,24 +59,24 @@ class Plan(NamedTuple):
     S is the number of rows plus the number of columns, by which vectors are augmented.
     """
 
-    shape: tuple[int, int, int, int]  # of the queries, (B, N, heads, head_dim)
+    shape: tuple[int, int, int, int]  # shape of the queries, (B, N, heads, head_dim)
     heads: int
-    width: int  # of a head's vectors before they are augmented
-    added: int  # S
+    width: int  # width of a head's vectors before they are augmented
+    added: int  # S, the number of added channels
     scale: float
-    hot: Tensor  # (B, N, heads, S), rows and columns of the tokens, one-hot
-    both_hot: Tensor  # (B, N, 2 heads, S), `hot` for keys and values that are one tensor
+    hot: Tensor  # (B, N, heads, S), one-hot rows and columns of the tokens
+    both_hot: Tensor  # (B, N, 2 heads, S), `hot` for keys and values in one tensor
     # Whether augmented queries get a separate block of memory: logits and `both_hot` are then copied once, not twice.
     apart: bool
     no_logits: Tensor  # (B, N, heads, S), zeros in place of logits if there is neither a key term nor a bias
-    key: Entries | None  # None where there is no such term, likewise the next two
+    key: Entries | None  # None if there is no key term; `value` and `bias` likewise
     value: Entries | None
     bias: Entries | None
-    vectors: tuple[Entries, ...]  # `key` and `value`, without None: the terms whose tables are joined
-    # These cut augmented vectors, (B, heads, N, width) each, from a block of memory that holds one, two or all three of
-    # queries, keys and values.
+    vectors: tuple[Entries, ...]  # `key` and `value`, if not None: the terms with tables of vectors
+    # `operands` cut augmented queries, keys and values, (B, heads, N, width) each, from blocks of memory, each of which
+    # holds one, two or all three of them.
     operands: tuple[tuple[View, ...], ...]
-    # These cut stock attention's output into (B N heads, head_dim) and (B, N, heads, S).
+    # `mixed` and `marginals` cut stock attention's output into (B N heads, head_dim) and (B, N, heads, S).
     mixed: View
     marginals: View
     kernel: Kernel
@@ -234,7 +234,7 @@ class _Lean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("lean", grad)
-        # Users may call backward inside of autocast, which would change the dtypes of products here.
+        # Users may call backward inside of autocast, which would change the dtypes of products here, so switch it off.
         inside = torch.is_autocast_enabled(grad.device.type)
         with without_autocast(grad.device) if inside else nullcontext():
             return _backward(ctx, grad)

@@ -81,7 +81,7 @@ class PairPlan(NamedTuple):
 
     heads: int
     scale: float
-    index: Tensor  # see `pair_index`
+    index: Tensor  # table entry of each pair of tokens, see `pair_index`
     prefix: bool  # whether the grid has prefix tokens
 
 
@@ -133,7 +133,7 @@ def _of_pairs(by_head: Tensor, prefix_bias: Tensor | None, index: Tensor, prefix
     elif prefix:
         by_head = F.pad(by_head, (0, PREFIX_ENTRIES))
     if by_head.dtype in (torch.bfloat16, torch.float16):
-        # Backward adds up the gradients of many pairs; in half precision a GPU would round after each addition.
+        # Backward adds up the gradients of many pairs, and in half precision a GPU would round each addition.
         by_head = by_head.float()
     if is_compiling():
         # Inductor computes the index of a pair in the kernel that looks the entry up. If pairs had one axis instead of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-# These are the devices whose kernels this file can call.
+# This file can call kernels of these kinds of devices.
 DEVICES = ("cpu", "cuda")
 
 _aten = torch.ops.aten
@@ -83,7 +83,7 @@ KERNELS: dict[tuple[str, int], Kernel] = {
 def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the fused kernel that PyTorch would choose for operands (B, heads, N, width); None: there is none.
 
-    For fake tensors (`FakeTensorMode`) PyTorch names no fused kernel, so they get the flash kernel of their device.
+    PyTorch names no fused kernel for fake tensors (`FakeTensorMode`), so they get the flash kernel of their device.
     """
     # Subclasses for metadata, such as torchvision's `TVTensor` and `Parameter`, leave operations to PyTorch; only
     # subclasses like `FakeTensor` compute in their own `__torch_dispatch__`.
@@ -100,7 +100,6 @@ def switches(query: Tensor) -> Any:
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if device == "cpu":
         return flash, autocast
-    # PyTorch leaves cuDNN's kernel, whose gradients vary in the last bits, out where only deterministic operations are
-    # allowed.
+    # In deterministic mode PyTorch does not use cuDNN's kernel, whose gradients vary in the last bits.
     others = torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
     return flash, autocast, *others, torch.get_deterministic_debug_mode()

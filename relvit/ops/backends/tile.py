@@ -20,7 +20,7 @@ class Operands(NamedTuple):
     query: Tensor  # (B, heads, Nq, head_dim)
     key: Tensor  # (B, heads, Nk, head_dim)
     value: Tensor  # (B, heads, Nk, value_dim)
-    # (B, heads, Nq, H + W), or (B, heads, Nq, entries) where the `TileConfig` has a `logits_index`.
+    # (B, heads, Nq, H + W); or, if the `TileConfig` has a `logits_index`, (B, heads, Nq, entries).
     query_logits: Tensor | None
     key_logits: Tensor | None  # (B, heads, Nk, H' + W')
     pair_bias: Tensor | None  # (heads, H + H' - 1, W + W' - 1), see `offset_table`; for tiles the result of `to_slices`
@@ -31,12 +31,12 @@ class Operands(NamedTuple):
 class TileConfig(NamedTuple):
     """Settings that all tiles have in common besides operands; None where a term or padding is absent."""
 
-    grids: tuple[Grid, Grid]  # of queries and of keys; with a `pair_bias` neither has `coords`
+    grids: tuple[Grid, Grid]  # grids of queries and of keys; with a `pair_bias` neither grid has `coords`
     keys: Positions
-    queries: Positions | None  # positions among the rows and columns of `key_logits`
-    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of `query_logits`
-    value_index: Tensor | None  # (1 or B, 1, Nq, H + W) into the entries of the value tables
-    valid: Tensor | None  # (1 or B, Nk) booleans, which keys may be attended to
+    queries: Positions | None  # rows and columns of the queries in `key_logits`
+    logits_index: Tensor | None  # (1 or B, 1, Nq, H + W), indices of entries of `query_logits`
+    value_index: Tensor | None  # (1 or B, 1, Nq, H + W), indices of entries of the value tables
+    valid: Tensor | None  # (1 or B, Nk) booleans, True for keys that may be attended to
     is_causal: bool
     dropout_p: float
     seed: int

@@ -40,7 +40,7 @@ class SamAttention(GridAttention):
 class SamRowsAttention(SamAttention):
     """`SamAttention` for libraries whose projections take (B, rows, columns, dim), without norms of queries and keys.
 
-    Adapters that replace a projection, such as LoRA, may rely on this shape, so the projections still get it.
+    The projections still get tensors of this shape, because adapters that replace them, such as LoRA, may rely on it.
     """
 
     def attend_rows(self, x: Tensor, grid: Grid | None = None) -> Tensor:

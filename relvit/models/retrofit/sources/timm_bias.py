@@ -98,7 +98,7 @@ def shift_mask(
     grid: Grid, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Make the mask of Swin's shifted windows, (windows, N, N): -100 for tokens that only the shift made neighbours."""
-    # These booleans say which rows and columns the cyclic shift has moved across the border to the opposite side.
+    # These booleans are True for rows and columns that the cyclic shift has moved across the border to the other side.
     rows, cols = (torch.arange(size, device=device) >= size - by for size, by in zip((*grid,)[:2], shift, strict=True))
     parts = (2 * rows[:, None] + cols)[None, :, :, None]
     parts = window_partition(parts, window).flatten(1)

@@ -127,7 +127,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
         "take reach 'trained' or 'stretch'",
     }
     trained_grid: Size | None = None
-    poolings: tuple[Pooling, ...] = ()  # how the blocks before this block pool their queries, and with them the tokens
+    poolings: tuple[Pooling, ...] = ()  # poolings of the queries, and so of the tokens, in earlier blocks
     built_for: Size  # rows and columns of this layer's tokens at the image size that the model was built for
 
     @property

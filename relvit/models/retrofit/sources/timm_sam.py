@@ -44,7 +44,7 @@ class RetrofittedSam(OwnPositions, WholeImages, VisionTransformerSAM):
         adapted = dict(state)
         for path, attn in self.named_attentions(self):
             for key, own in ((f"{path}.{name}", getattr(attn, name)) for name in TABLES):
-                # The table of a model for images of another size is longer or shorter.
+                # A model for another image size has tables of another length: cut or extend the tables.
                 if key in adapted:
                     adapted[key] = to_distance(adapted[key], 0, len(own) // 2, key, "clip")
         return adapted

@@ -30,8 +30,8 @@ class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForwa
             # timm's `PatchDropout` does not return which patches it kept, so the coordinates of the patches would be
             # lost.
             self.patch_drop.__class__ = PatchDropoutWithIndices
-            # The number that timm has set does not count the distillation token, so this token could be dropped: set
-            # the number that counts it.
+            # timm does not count the distillation token as a prefix token here, and so could drop it: set the right
+            # number.
             self.patch_drop.num_prefix_tokens = self.num_prefix_tokens
 
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -70,8 +70,8 @@ class ClassTokenBias(NamedTuple):
 class GridBias(NamedTuple):
     """The grid and a mask, which layers pass on in place of a bias of N x N.
 
-    transformers adds the shared bias, a block's own bias and the mask, in this order. `GridBias` objects take the place
-    of the two biases, so `GridBias` defines addition.
+    transformers adds the mask to the sum of the shared bias and a block's own bias. `GridBias` objects replace both
+    biases, so `GridBias` defines addition.
     """
 
     grid: Grid
@@ -205,7 +205,7 @@ class TransformersBeit(TransformersModel):
 
     num_prefix_tokens = 1
     absolute: ClassVar[tuple[str, ...]] = ("embeddings.position_embeddings",)
-    bias_classes: ClassVar[Exchange]  # modules that hold tables
+    bias_classes: ClassVar[Exchange]  # classes of the modules that hold tables
     patch_embed_classes: ClassVar[Exchange]
 
     @property
