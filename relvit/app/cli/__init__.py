@@ -100,7 +100,8 @@ def quieten() -> None:
 
     warnings.formatwarning = format_warning
     if rank_zero_only.rank != 0:
-        # Every process reads the same data and would repeat the same warnings, so show those of the main process alone.
+        # Every process reads the same data and would repeat the same warnings, so show only the warnings of the main
+        # process.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"relvit\.")
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)

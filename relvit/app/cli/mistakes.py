@@ -98,12 +98,11 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
                 return f"--{option.name} is for --data NAME: {instead}"
             return NO_KIND if "data.root" in names else NO_DATA
         if complaint := _wrong_name(option, known) or _wrong_value(option, known):
-            # A name without a hint leaves the user with nothing to do but to read the help, so name the option that
-            # shows it.
+            # Without a hint about the name, the user has to read the help, so say which option shows the help.
             dashes = "--" if option.file is None else ""
             bare = complaint == f"unknown option {dashes}{option.name}{option.place}"
             return f"{complaint}; {parser.prog} --help-all lists the options" if bare else complaint
-    # Commands with options of the Trainer run the Trainer on images, so they need data.
+    # All commands that have options of the Trainer need data, because they run the Trainer on images.
     if "trainer.devices" in known and "data" not in names:
         return NO_DATA
     return f"missing: {', '.join(missing)}" if missing else cut(error)
@@ -295,7 +294,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if value is None and file is None:
         return f"--{name} needs a value"
     classes = subclasses(hint)
-    # Suggest no classes of relvit other than data modules: users do not choose them on the command line.
+    # Of relvit's classes, suggest only data modules: users choose no other classes of relvit on the command line.
     others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
     names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
     names = [*LOGGERS, *names] if name == "trainer.logger" else names
@@ -323,14 +322,14 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if name == "trainer.precision":
         allowed, wanted = list(PRECISIONS), in_words(Literal[PRECISIONS])
     if several and item_type(hint) is str:
-        # In a list without quotes YAML takes 1, true and null for a number, a boolean and null, and the parser refuses
-        # them in place of texts.
+        # YAML reads unquoted items such as 1 and true as a number and a boolean, which the parser refuses where texts
+        # are needed.
         hinted = ": put each text in quotes, such as ['1','2']"
     elif isinstance(value, str):
         # If an option has several values, `value` is the text of a list, such as '[a,b]'.
         given = [item.strip() for item in value.strip("[]").split(",")]
         value = ", ".join(given) if several else value
         hinted = did_you_mean(next((item for item in given if item not in allowed), value), allowed)
-    # The values of a dictionary are options of their own.
+    # On the command line each value of a dictionary is a separate option.
     inner = f": give --{name}.NAME VALUE" if file is None and accepts(hint, {}) else ""
     return f"--{name}{place} must be {wanted}, got {cut(value)}{hinted}{inner}"

@@ -20,8 +20,7 @@ from relvit.app.cli.option_types import accepts, item_type, takes_one
 from relvit.app.cli.shipped_configs import shipped_configs
 from relvit.app.utils.files import is_exported
 
-# These dictionaries map short names to options. All commands that run a Trainer accept `OF_TRAINER`, and `fit` also
-# accepts `OF_FIT`.
+# `OF_TRAINER` maps short names of options to full names for all commands that run a Trainer; `fit` also has `OF_FIT`.
 OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_size", "batch_size", "num_workers")}
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
@@ -38,7 +37,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 FILES: tuple[str, ...] = (".yaml", ".yml", ".json")
 
 # `_ELSEWHERE` maps the last part of an option's name to the names by which users of timm, ultralytics, Lightning and
-# Hugging Face know this option. If a name belongs to several options, it means the option that the command has.
+# Hugging Face know this option. A name that belongs to several options stands for the option that the command has.
 _ELSEWHERE = {
     "lr": "lr_base initial_lr init_lr lr_init learning_rate lr0 base_lr",
     "min_lr": "lr_min lr_final final_lr lr_end end_lr min_learning_rate lrf eta_min",

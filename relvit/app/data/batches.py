@@ -16,7 +16,7 @@ def pair_of(batch: Any, others: str) -> tuple[ImageBatch, Any]:
     """Return the images of a batch and what belongs to them: their labels or, to predict, their names.
 
     Raises:
-        TypeError: The batch is not a pair; `others` says in the message what belongs to the images.
+        TypeError: The batch is not a pair; the message names the second part of the pair by `others`.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]

@@ -148,7 +148,7 @@ def names_in(class_names: Iterable[Any]) -> list[str]:
     """Return the names of classes as a list of texts.
 
     Raises:
-        TypeError: `class_names` is one text, whose letters would become classes, or a dict, whose keys would.
+        TypeError: `class_names` is one text, whose letters would become classes, or a dict.
         ValueError: a name comes twice.
     """
     if isinstance(class_names, str | Mapping):

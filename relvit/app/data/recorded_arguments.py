@@ -42,10 +42,10 @@ class RecordedArguments(LightningDataModule):
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
-        For a user's class these are the given arguments and the defaults of its constructor. Where the module keeps an
-        attribute with an argument's name, the attribute's value replaces an argument that is None, and a text or number
-        if both have the same type: a relative path then becomes the absolute path that the module keeps. An argument
-        whose value is not of the types above, such as a dataset, is left out.
+        For a user's class these are the given arguments and the defaults of its constructor. If the module has an
+        attribute with the name of an argument, the attribute's value replaces None, and it replaces a text or number by
+        a value of the same type, such as a relative path by an absolute path. An argument whose value is not of the
+        types above, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -55,7 +55,7 @@ class RecordedArguments(LightningDataModule):
     def recorded_args(self) -> dict[str, Any]:
         """Return the arguments of :meth:`init_args` as files record them: with `***` in place of each given secret.
 
-        If a secret was given as None and the module found it by itself, None is recorded.
+        If a secret was given as None, and the module itself found the secret, None is recorded.
         """
         given, recorded = vars(self).get("_given") or {}, mask_secrets(self.init_args(), self.public_names())
         found = [name for name, value in recorded.items() if value == MASK and name in given and given[name] is None]

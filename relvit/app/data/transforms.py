@@ -356,7 +356,7 @@ class BatchTransform:
         match steps:
             case [v2.RandomHorizontalFlip(p=flip), *steps]:
                 pass
-        # If steps remain, this class cannot transform batches by them, or they come in an unexpected order.
+        # Steps remain if this class does not know them, or if their order is unexpected.
         if steps:
             return None
         mean, std = (255 * torch.tensor(each)[:, None, None] for each in (normalise.mean, normalise.std))

@@ -44,8 +44,8 @@ PROTOCOLS: dict[SizeProtocol, str] = {
     "field": "objects keep their scale, the model sees more or less of the image: what relative offsets promise",
 }
 """A description of each protocol: how images get their size, and which kind of positions is made for this."""
-# These arguments of data modules, and all arguments of `ImageData`, do not determine which images are used, so
-# checkpoints with different values can be compared.
+# Checkpoints may differ in these arguments of data modules, and in all arguments of `ImageData`, and still be compared,
+# because these arguments do not determine which images are used.
 LOADING = ("on_error", "cache", "download")
 # These arguments of `ImageData` describe the shape of the training's images.
 OF_THE_TRAINING = ("img_size", "train_sizes", "native", "max_tokens", "patch_size")
@@ -172,12 +172,12 @@ def evaluate_size(
         size: one number or (height, width), a multiple of the patch.
 
     Returns:
-        'height', 'width', 'protocol' (and 'fill' of 'field'), 'split', 'images', 'acc1', 'acc5' (with five classes or
-        more), 'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean cross-entropy),
-        'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward pass alone, after a first
-        pass that is not timed), 'macs' (multiply-accumulates of an image, see `count_macs`) and 'peak_memory' (bytes
-        for a batch, see `peak_memory`; None if it is not known). For a multi-label classifier 'map' and 'f1' (with its
-        thresholds) replace accuracies and calibration error.
+        'height', 'width', 'protocol' (and 'fill' if it is 'field'), 'split', 'images', 'acc1', 'acc5' (with five
+        classes or more), 'acc1_se' and 'acc5_se' (their standard errors, see `accuracy_error`), 'loss' (mean
+        cross-entropy), 'calibration_error' (see `calibration_error`), 'images_per_second' (of the forward pass alone,
+        after a first pass that is not timed), 'macs' (multiply-accumulates of an image, see `count_macs`) and
+        'peak_memory' (bytes for a batch, see `peak_memory`; None if it is not known). For a multi-label classifier
+        'map' and 'f1' (with its thresholds) replace accuracies and calibration error.
 
     Raises:
         ValueError: `size` is neither a positive integer nor two of them, or is a size that the model does not take.

@@ -50,10 +50,9 @@ class PredictionTable(BasePredictionWriter):
             time.
 
     Attributes:
-        count: The number of rows, at the end and on the main process.
-        first: The first ten rows as text, such as 'photo.jpg: bees 0.68', at the end and on the main process.
-        classes: The number of rows with each class, by the name of the class, at the end and on the main process. Empty
-            for a multi-label classifier.
+        count: The number of rows. This and the next attributes are set at the end, only on the main process.
+        first: The first ten rows as text, such as 'photo.jpg: bees 0.68'.
+        classes: The number of rows with each class, by the name of the class; empty for a multi-label classifier.
     """
 
     def __init__(self, path: Path, class_names: Sequence[str], step_maps: bool = False) -> None:

@@ -159,8 +159,8 @@ class Predictor:
     def at_size(self, img_size: int | Sequence[int] | None) -> Predictor:
         """Return a predictor of the same model, which both share, for images of another size; see `Predictor`.
 
-        It has the transform of the training, also where you have set another `transform`: a warning says so then. At
-        the same size it keeps your transform.
+        The new predictor has the transform of the training. If you have set another `transform`, the new predictor
+        keeps it only at the same size; at another size a warning says that it does not.
         """
         other = copy(self)
         other._set_size(img_size)
@@ -192,7 +192,7 @@ class Predictor:
         num_workers: int = 0,
         mirror: bool = False,
         on_error: OnError = "error",
-    ) -> Any:  # Any, not overloads: an image gives a Prediction, a folder a list, but both are given as a path.
+    ) -> Any:  # Overloads cannot tell a path of an image (a Prediction) from a path of a folder (a list).
         """Predict the most probable classes, or, with a multi-label model, all classes that reach their thresholds.
 
         Args:

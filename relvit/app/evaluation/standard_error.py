@@ -54,7 +54,7 @@ def with_errors(results: Mapping[str, float], images: int) -> dict[str, float]:
 def plus_minus(results: Mapping[str, Any], name: str, text: str = "{:.4f}") -> str:
     """Format a result by `text`, with its standard error if it has one, such as '0.8125 ± 0.0121'.
 
-    A JSON file has null, which is None here, in the place of NaN.
+    A result that is NaN is null in a JSON file, and None after reading the file.
     """
     value, error = results[name], results.get(f"{name}_se")
     return text.format(math.nan if value is None else value) + ("" if error is None else f" ± {error:.4f}")

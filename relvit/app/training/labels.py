@@ -110,7 +110,7 @@ class Labels(Protocol):
         """Return the labels of a batch; in a training they may be soft targets, floating point (B, num_classes).
 
         Raises:
-            ValueError: The labels have another shape or type, or those of an evaluation are soft.
+            ValueError: The labels have another shape or type, or are soft in an evaluation.
         """
 
     def metrics(self, num_classes: int, training: bool, mixed: bool) -> dict[str, Metric]:

@@ -28,7 +28,7 @@ def restore_loaders(trainer: Trainer, states: list[Any]) -> None:
     """Load the states of a checkpoint into the training loaders that have a `state_dict`, and iterate over them anew.
 
     Lightning itself loads the states only into loaders that are set up when its loops begin, but a schedule needs the
-    number of batches, and so the loaders, before.
+    number of batches, and so the loaders, earlier than that.
     """
     loop = trainer.fit_loop
     loop._combined_loader._load_state_dicts(states)
@@ -38,8 +38,9 @@ def restore_loaders(trainer: Trainer, states: list[Any]) -> None:
 class _RecordingFetcher(_PrefetchDataFetcher):
     """Lightning's fetcher of batches, which also keeps the states of loaders before each of the last batches.
 
-    Of data without a length, Lightning loads each batch while the batch before is trained on, and several batches may
-    make an optimiser step. So in both cases a loader is ahead of what a resumed training has to begin with.
+    If data have no length, Lightning loads each batch while it still trains on the batch before. An optimiser step may
+    also use several batches. In both cases a loader is already further than the batch at which a training has to
+    resume.
     """
 
     def record(self, kept: int) -> None:
@@ -58,7 +59,7 @@ class _RecordingFetcher(_PrefetchDataFetcher):
 
     def __next__(self) -> Any:
         if states := self.combined_loader._state_dicts():
-            # A loader may go on to change the dictionary that it has returned.
+            # Copy the states, because a loader may change the dictionary that it has returned.
             self.states[self.fetched] = deepcopy(states)
             self.states.pop(self.fetched - self.kept, None)
         return super().__next__()

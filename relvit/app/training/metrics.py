@@ -28,8 +28,8 @@ States = dict[str, dict[str, Any]]
 def epoch_metrics(labels: Labels, num_classes: int, prefix: str = "", mixed: bool = False) -> MetricCollection:
     """Create the metrics of an epoch: the mean loss 'loss', and the metrics of `Labels.metrics`."""
     training = prefix == "train/"
-    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`). But an
-    # evaluation with a loss of NaN must not get the mean of its other batches, so replace NaN by NaN.
+    # By default a `MeanMetric` leaves NaN out. A training needs this for the steps that it skips (`nonfinite`). But in
+    # an evaluation one loss of NaN must make the mean NaN, so there `nan_strategy` replaces NaN by NaN.
     loss = MeanMetric() if training else MeanMetric(nan_strategy=math.nan)
     metrics = {"loss": loss, **labels.metrics(num_classes, training, mixed)}
     return MetricCollection(metrics, prefix=prefix, compute_groups=False)
@@ -71,7 +71,7 @@ class EpochMetrics(LightningModule):
     val_metrics: MetricCollection
     test_metrics: MetricCollection
     evaluated_images: int = 0
-    # This is the number of images that this process has seen in the validation or test, with copies.
+    # This counts the images that this process has seen in the validation or test, copies included.
     _seen: int = 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EpochMetrics:

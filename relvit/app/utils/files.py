@@ -131,7 +131,7 @@ def move_complete(part: Path, path: Path) -> None:
 def _part_of(path: Path) -> Path:
     """Return a new name each time: in containers, and on machines that share a disk, processes have equal numbers.
 
-    `remove_parts` reads the number of the process.
+    The name ends in the process's number, by which `remove_parts` finds out whether the process still runs.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.part")
 
@@ -212,7 +212,8 @@ def has_links(folder: Path) -> bool:
 def remove_parts(folder: Path) -> None:
     """Remove the temporary files that `atomic_write` has left in a folder where its process was killed.
 
-    This process must not be writing to the folder: files of its own number are those of an earlier container.
+    Call this only before this process writes to the folder: a file with the number of this process is then from an
+    earlier container, in which a process had the same number.
     """
     for part in folder.glob(".*.part"):
         process = part.name.split(".")[-2]

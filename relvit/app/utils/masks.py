@@ -20,9 +20,9 @@ SECRET |= {*("accesstoken", "oauth", "sas")}
 def mask_secrets(arguments: Any, public: Collection[str] = ()) -> Any:
     """Return arguments, or the configuration of one or several classes, in which the secrets are `***`.
 
-    An argument is a secret if a whole word of its name is one of `SECRET`, such as `api_key`, and the name is not one
-    of the `public` names. Arguments with such a name stay if they are None, bool or empty. In all other texts,
-    addresses lose their user, password and query.
+    An argument is a secret if `SECRET` contains a whole word of its name, as for `api_key`, and the name is not in
+    `public`. Such an argument is not replaced if it is None, bool or empty. In all other texts, addresses lose their
+    user, password and query.
     """
     if isinstance(arguments, Mapping | Namespace):
         fields = fields_of(arguments)

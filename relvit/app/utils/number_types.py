@@ -16,9 +16,9 @@ Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]
 OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
-# A larger number is refused as a mistake, because no device can hold such a batch.
+# A larger number must be a mistake, because no device can hold such a batch.
 BatchSize = Annotated[int, Range(1, 65536)]
-# A larger number is refused as a mistake, because each worker is a process.
+# A larger number must be a mistake, because each worker is a process.
 Workers = Annotated[int, Range(0, 1024)]
 
 Port = Annotated[int, Range(0, 65535)]

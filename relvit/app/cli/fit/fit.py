@@ -138,8 +138,8 @@ class FitCLI(RelvitCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and remove its checkpoint from the parsed configuration.
 
-        Options of the model that the data decide, and a run or checkpoint to go on from, are refused in the files of
-        `--config`.
+        Files of `--config` must hold neither options of the model that the data decide, nor a run or checkpoint to
+        resume.
 
         The run's `config.yaml` is written from the parsed configuration. If `config.yaml` named the checkpoint, `relvit
         fit --config config.yaml` would resume from the checkpoint instead of training from the start.
@@ -147,7 +147,7 @@ class FitCLI(RelvitCLI):
         for config in [word.partition("=")[2] for word in args if word.startswith("--config=")]:
             options = read_config(config) if config else {}
             model = options.get("model")
-            # The parser would silently drop these options of a configuration.
+            # Refuse options that the data decide, because the parser would drop them silently.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
                 raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
             # A checkpoint is read before the options are parsed, since they are compared with it, so only the command
@@ -174,7 +174,8 @@ class FitCLI(RelvitCLI):
         check_trainer_options(self.options)
         check_recorded(self.parser, self.config)
         callbacks, history = self._callbacks(runs, save_every, patience, lr_find)
-        # Announce the training in `on_fit_start`, which Lightning calls after all checks that may refuse a checkpoint.
+        # Announce the training only in `on_fit_start`: Lightning calls it after all checks that may refuse a
+        # checkpoint.
         announce = LambdaCallback(on_fit_start=lambda *_: rank_zero_print(self.announcement))
         with self.running([announce, *callbacks], self.run_folder, history, quiet) as trainer:
             start = time.monotonic()

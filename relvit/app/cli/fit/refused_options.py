@@ -28,7 +28,7 @@ LOST = "Unable to serialize instance "
 # These are the names of relvit's own checkpoints, without their ending.
 OWN = ("best", "last", Path(EPOCH_NAME).stem)
 
-# For each of these options of the Trainer, one value is refused, for a reason.
+# `REFUSED` maps options of the Trainer to the value that is refused, and to the reason.
 REFUSED: dict[str, tuple[bool, str]] = {
     "enable_checkpointing": (False, "a run writes best.ckpt and last.ckpt"),
     "barebones": (True, "a run writes checkpoints, metrics and figures"),
@@ -94,8 +94,8 @@ def check_recorded(parser: Parser, config: Namespace) -> None:
             texts = ((name, str(value)) for name, value in _all_values(held))
             found = [(name, text.removeprefix(LOST)) for name, text in texts if text.startswith(LOST)]
         except (ValueError, yaml.representer.RepresenterError) as error:
-            # Where a type is annotated, jsonargparse raises a ValueError from PyYAML's error, so look for PyYAML's
-            # error among the causes.
+            # For annotated types, jsonargparse wraps PyYAML's error in a ValueError, so look for PyYAML's error among
+            # the causes.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, yaml.representer.RepresenterError):
                 cause = cause.__cause__

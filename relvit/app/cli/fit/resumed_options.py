@@ -35,7 +35,7 @@ FREE = {
     *(f"trainer.{name}" for name in ("limit_test_batches", "deterministic", "benchmark", "inference_mode")),
     "trainer.detect_anomaly",
 }
-# The paths in these options may change, since files move. But no path may be added where there was none, or removed.
+# The paths in these options may change, since files move. But no such option may be added or removed.
 PLACES = {"data.root", "data.name", "data.train", "data.val", "model.teacher"}
 # `REASONS` maps options, or groups of options, to the reasons why they may not change; options in `FREE` and `PLACES`
 # may. The error gives the reason of the longest name in `REASONS` with which the option's name begins.

@@ -38,12 +38,12 @@ from relvit.app.utils.remote import local_file
 from relvit.models import Reach
 from relvit.utils.ranges import Range
 
-# A user may change these options of a checkpoint's model: they change how the model is computed, but not which model it
-# is.
+# A user may change these options of a checkpoint's model, because they change how the model is computed, but not the
+# model itself.
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
-# For each item of a list, jsonargparse copies the whole list. So it gets only the first item of a longer list of texts.
+# jsonargparse copies the whole list for each item, so of a list of more texts than this it gets only the first text.
 LONG = 100
 
 # relvit checks the numbers of these options, because Lightning accepts any number or does not name the option in its

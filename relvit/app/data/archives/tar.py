@@ -16,7 +16,7 @@ from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 
-# Zip archives, and files that gzip, bzip2, xz or zstandard has compressed, begin with one of these.
+# Zip archives, and files that gzip, bzip2, xz or zstandard has compressed, begin with one of these byte sequences.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
 _CHUNK = 1 << 20
 
@@ -145,7 +145,7 @@ class TarFolders(Reader):
             if not found:
                 raise ValueError(none_in(self.place, files))
             self._check_all_are(split, [folders for _, folders in found])
-        # If an archive is not read, only its name is known.
+        # The path of each archive is known, but the folders in it only if the archive has been read.
         names = {name for file in files for name in _folders(f"{self._relative(file)}/")}
         read = (image for images in self._members.values() for image in images)
         self.splits: Sequence[str] = sorted(names.union(*(_folders(self.key(image))[:-1] for image in read)))

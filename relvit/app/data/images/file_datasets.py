@@ -129,8 +129,8 @@ def collate_readable(
 class SkipUnreadableLoader(SignalSafeDataLoader):
     """DataLoader of a `SkipUnreadable` dataset: yields readable images, and records path and reason of broken files.
 
-    A batch without a readable image is left out. Path and reason are added to the dictionary `record` of the main
-    process, in a training `ImageData.unreadable`, which the callback `DataRecord` writes as unreadable.csv.
+    A batch without a readable image is left out. The main process adds path and reason to the dictionary `record`. In a
+    training, `record` is a part of `ImageData.unreadable`, which the callback `DataRecord` writes as unreadable.csv.
     """
 
     def __init__(self, *arguments: Any, record: dict[str, str], **options: Any) -> None:

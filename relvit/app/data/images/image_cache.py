@@ -19,7 +19,7 @@ from relvit.app.utils.devices import available_memory, cores
 
 # The images may take this share of the available memory; the rest is for the model and the loaders.
 _MEMORY_SHARE = 0.8
-_UNKNOWN = (0, 0)  # An image whose header cannot be read has this size.
+_UNKNOWN = (0, 0)  # This size stands for an image whose header cannot be read.
 
 Size = tuple[int, int]
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]

@@ -26,7 +26,8 @@ class PackedList(Sequence[Any]):
         pickler = _Pickler(stream, self._shared)
         for item in items:
             pickler.dump(item)
-            # The memory of the pickler would replace what an earlier item holds, too, by a reference to that item.
+            # Clear the memo, because pickle would replace an object that an earlier item contains, too, by a reference
+            # to that item.
             pickler.clear_memo()
             self._ends.append(stream.tell())
         self._block = stream.getvalue()

@@ -105,10 +105,9 @@ class ImageData(RecordedArguments, ABC):
             class is named twice.
     """
 
-    # These are the mean and the standard deviation of each channel of the data, if known, for a `mean` or `std` of
-    # None.
+    # If `mean` or `std` is None, these means and standard deviations of the channels of the data are used, if known.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # This says whether the option `--data` offers a class of relvit. The option offers a user's class in any case.
+    # If this is False, `--data` does not offer the class; it offers all imported classes of users in any case.
     chosen_by_name: ClassVar[bool] = True
     # Only data modules that read files have `on_error` as an argument; all other data modules keep this value.
     on_error: OnError = "error"
@@ -167,7 +166,7 @@ class ImageData(RecordedArguments, ABC):
         self.normalise_by(known[0] if mean is None else mean, known[1] if std is None else std)
         self._datasets: dict[Split, Dataset[Any]] = {}
         self._begin = (0, 0)
-        # A test evaluates this split.
+        # A test uses the images of this split.
         self.evaluated_split: Split = "test"
         # For each split, this attribute maps the path of each skipped image to the reason, see `on_error`.
         self.unreadable: dict[Split, dict[str, str]] = {}

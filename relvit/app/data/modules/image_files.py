@@ -218,8 +218,7 @@ class ImageFilesData(ImageData):
         labels = [label for _, label in samples]
         if rank_zero_only.rank == 0:
             for doubt in self._doubts(class_counts(labels, self.class_names)):
-                # The caller is `cached_property`, whose line would tell a user nothing, so let the warning name this
-                # line.
+                # Let the warning name this line of relvit, because the calling line is in Python's `cached_property`.
                 warnings.warn(doubt, stacklevel=1)
         if self._has_own("val"):
             return samples, []

@@ -20,7 +20,7 @@ from relvit.app.utils.files import canonical_paths, kept_path
 from relvit.app.utils.shown_text import one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
-_SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these.
+_SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these characters.
 _RECODE = "; the list is not in UTF-8: save it as CSV in UTF-8"
 _SHOWN = 5  # A message names at most this number of wrong rows.
 
@@ -197,8 +197,7 @@ class ImageListData(ImageFilesData):
         wrong = []
         for row, of_row in zip(rows, names, strict=True):
             if unknown := [name for name in of_row if name not in known]:
-                # The message shows only the first wrong rows, and among many classes the search for a near name is
-                # slow.
+                # Search near names only for rows that the message shows, because the search among many classes is slow.
                 near = [did_you_mean(name, known) if len(wrong) < _SHOWN else "" for name in unknown]
                 listed = ", ".join(f"{name!r}{hint}" for name, hint in zip(unknown, near, strict=True))
                 wrong.append((row.line, f"unknown {'class' if len(unknown) == 1 else 'classes'} {listed}"))

@@ -140,7 +140,7 @@ class ReaderData(ImageFilesData):
         wrong = [(image, label) for image, label in labelled if label not in known]
         if wrong:
             image, label = wrong[0]
-            # A number is no misspelling of another one.
+            # Suggest only names, and not the numbers in `known`: a number is not a misspelling of another number.
             hint = did_you_mean(label, self.class_names)
             raise ValueError(
                 f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as "

@@ -38,8 +38,8 @@ COLUMNS = {
     "calibration_error": ("calibration error", "{:.4f}"),
     "macs": ("MACs", "{:.3g}"),
 }
-# The recipe leaves out these options of the data: other parts of the card show them, or they do not change the trained
-# model, as num_workers.
+# The recipe leaves out these options of the data, because other parts of the card show them, or because they do not
+# change the trained model.
 ELSEWHERE = ("class_names", "num_workers", "mean", "std")
 # The recipe contains these options of Lightning's Trainer.
 TRAINER = ("max_epochs", "max_steps", "devices", "num_nodes", "precision", "accumulate_grad_batches")

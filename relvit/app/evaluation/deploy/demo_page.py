@@ -160,7 +160,7 @@ class Viewer:
         own = [max(height, width) * share // 2 for share in (2, 3, 4)]
         fixed = [f"{h} x {w}" for h, w in ((height, 2 * width), (2 * height, width), (2 * height, 2 * width))]
         if not self.predictor.shape.fixed:
-            # Images keep their own shapes.
+            # Offer no fixed shapes, because images keep their own shapes.
             fixed = []
         labels = [(f"{longest}, the shape of the image", str(longest)) for longest in own]
         return [(f"{self.predictor.shape.words()}, as in training", ""), *labels, *zip(fixed, fixed, strict=True)]
@@ -202,7 +202,7 @@ def build_page(viewer: Viewer) -> gr.Blocks:
                 view = viewer.look(path, size or "", at, kinds, layer, head)
         except ValueError as error:
             view = View([f"Error: {one_line(error)}"], None, None, {})
-        # After any error the page shows no results, because a user would take old results for new ones. Messages of
+        # After any error the page shows no results, because a user would think that old results are new. Messages of
         # unexpected errors may contain paths of this machine, so show them only in the terminal.
         except Exception:
             traceback.print_exc()

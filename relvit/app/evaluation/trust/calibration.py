@@ -134,8 +134,8 @@ def calibrate(
     For a multi-label checkpoint the thresholds of the best F1 of each class are chosen instead.
 
     `relvit.load`, `relvit validate`, `test`, `predict`, `resolutions` and `export` divide logits by the temperature. A
-    training that resumes or starts from the checkpoint ignores the temperature, because it changes the weights to which
-    the temperature was fitted.
+    training that resumes or starts from the checkpoint ignores the temperature, because training changes the weights to
+    which the temperature was fitted.
 
     Args:
         ckpt_path: a checkpoint of `relvit fit` or `relvit average`; its earlier temperature is ignored.

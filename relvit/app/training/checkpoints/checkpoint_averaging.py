@@ -134,7 +134,8 @@ def _check_same_kind(first: Checkpoint, other: Checkpoint, parameters: set[str])
     difference = first_difference(first.model, other.model, NETWORK) or first_difference(
         first.images_args, other.images_args, Transforms._fields
     )
-    # The size may be the same where only one of the trainings used native shapes.
+    # If only one of the trainings used native shapes, the sizes may still be equal, so also compare the kinds of
+    # shapes.
     ours, theirs = ({"images": each.shape().words()} for each in (first, other))
     difference = difference or first_difference(ours, theirs, ours)
     if difference:

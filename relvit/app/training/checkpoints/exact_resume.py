@@ -72,8 +72,8 @@ class Progress:
     def __init__(self) -> None:
         self._validated_at: tuple[int, int] | None = None
         self._ended_epoch: int | None = None
-        # This is the point in the checkpoint from which the training resumes; None in a new training, and after a
-        # resumed training has started.
+        # The training resumes from this point of the checkpoint. It is None in a new training, and after a resumed
+        # training has started.
         self._resumed: ResumePoint | None = None
         # These are the states of the training loaders in the checkpoint, if the loaders have a `state_dict`.
         self._loader_states: list[Any] = []
@@ -104,7 +104,7 @@ class Progress:
             if states := loader_states(trainer, point.batch):
                 state["combined_loader"] = states
             elif point.batch == 0:
-                # Nothing of the first epoch has been used.
+                # The training resumes at the start of the first epoch, so the loaders must start there, too.
                 state.pop("combined_loader", None)
         return point
 

@@ -47,7 +47,7 @@ TIMM_KEY = "state_dict_ema"
 LONGEST_NAME = 10_000
 # If a user gives the folder of a run, `read_checkpoint` reads this file in the folder.
 BEST = Path("checkpoints") / "best.ckpt"
-# Where a folder is given, an error message suggests the first of these checkpoints that exists.
+# If a user gives a folder, an error message suggests the first of these checkpoints that the folder holds.
 SUGGESTED = (BEST.name, "last.ckpt", "*.ckpt")
 # This is the file name of the checkpoint of the last complete epoch, which is in the same folder as last.ckpt.
 EPOCH_NAME = "epoch.ckpt"
@@ -56,7 +56,7 @@ EPOCH_NAME = "epoch.ckpt"
 HUB, FOLDER = "hf-hub:", "local-dir:"
 FILES = (".ckpt", ".safetensors", ".pth", ".pt", ".bin")
 
-# This is the advice about ZIP archives that other programs than PyTorch have written.
+# Errors give this advice about ZIP archives that other programs than PyTorch have written.
 UNPACK = "if a checkpoint was packed, unpack it and give the checkpoint, otherwise take another copy"
 
 

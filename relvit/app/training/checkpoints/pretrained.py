@@ -274,7 +274,7 @@ class Pretrained:
 
 def _check_archives(folder: Path) -> None:
     """Check the archives of PyTorch from which timm may read the weights of a folder, see `check_archive`."""
-    # timm reads this file first, and then no other.
+    # If this file exists, timm reads no other file.
     if not (folder / "model.safetensors").exists():
         for file in folder.iterdir():
             if file.name.endswith((".pth", ".pth.tar", ".bin")) and zipfile.is_zipfile(file):

@@ -21,8 +21,8 @@ class FiniteCheck:
     """Check the losses since the last optimiser step and the gradients, with the same decision on all devices.
 
     If a loss or gradient is not finite, 'stop' raises an error, and 'skip' removes the gradients, so that weights do
-    not change. A skipped step counts as a step: schedule and averaged weights go on. In both cases the statistics of
-    batch norm become those before the step: a forward pass that is not finite would spoil them for ever.
+    not change. A skipped step counts as a step: schedule and averaged weights go on. In both cases batch norm gets back
+    its statistics from before the step, because a forward pass that is not finite would make them NaN for ever.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
