@@ -21,7 +21,7 @@ if find_spec("fcntl") is None:
 for _package, _oldest in OLDEST.items():
     if find_spec(_package) is None:
         raise MissingPackageError("relvit.app (training, evaluation and the command line)", _package)
-    # On the package index, only sklearn has another name than its package.
+    # `version` needs the project's name, which differs from the package's name only for sklearn.
     _project = "scikit-learn" if _package == "sklearn" else _package
     if Version(version(_project)).release < Version(_oldest).release:
         _needed = f"{_project}>={_oldest}"

@@ -128,7 +128,7 @@ class GridAttention(Mixer):
         trained_keys: see `relvit.ops.relative_attention`; `relvit.models.set_reach` sets it.
         window: rows and columns of patches; on larger grids tokens attend within windows of this size. None: tokens
             attend to the whole grid.
-        block_window: rows and columns of the windows into which the block cuts every image; None: the block cuts none.
+        block_window: rows and columns of the windows into which the block cuts every image; None: no windows.
         rotates: whether queries and keys are rotated.
     """
 

@@ -22,7 +22,7 @@ from relvit.ops.checks import check_kind, check_model
 from relvit.utils.eagerly import eagerly
 from relvit.utils.messages import an, full_name, listing, part_of
 
-# A batch of native shapes, a dictionary, has no single grid of patches.
+# Errors ask for such a tensor, because images of native shapes, in a dictionary, have no common grid of patches.
 ONE_SIZE = "a tensor (B, in_chans, height, width), images of one size"
 
 
@@ -251,7 +251,7 @@ def _recording(attentions: Sequence[nn.Module], keep: Callable[[Tensor], Tensor]
     caller = get_ident()
 
     def record(attention: nn.Module, _module: nn.Module, given: tuple[Tensor]) -> None:
-        # Other threads that run the model meanwhile call this hook, too, with the weights of their own images.
+        # Ignore calls by other threads, which may run the model on other images meanwhile.
         if get_ident() == caller:
             recorded[attention] = keep(given[0])
 

@@ -11,7 +11,7 @@ from torch import nn
 from relvit.layers.mixer import Mixer
 from relvit.ops.checks import check_model
 
-# By default the learning rate of the trainable parameters of relative positions is multiplied by this number.
+# This is the default of `position_lr_scale`, the factor on the learning rate of relative positions.
 POSITION_LR_SCALE = 10.0
 
 # The module of a parameter `kernel` stores its parametrized tensor as `parametrizations.kernel.original`, or as several

@@ -20,7 +20,7 @@ from relvit.models.weights.convert import checkpoint_filter_fn
 from relvit.ops.tracing import is_exporting
 from relvit.utils.messages import check_choice
 
-# This is the default depth of timm's `VisionTransformer`.
+# If the user gives no `depth`, timm's `VisionTransformer` has this number of blocks.
 DEPTH = 12
 ROPES = ("", *TEMPERATURES)
 

@@ -32,7 +32,7 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
     # Single precision would give some offsets a wrong row, so compute in float64: on the CPU if the device is MPS,
     # which has no float64.
     size = (offset.cpu() if offset.device.type == "mps" else offset).abs().to(torch.float64)
-    # Offsets below alpha are clamped to avoid the logarithm of zero; `torch.where` does not use their logarithms.
+    # Clamp offsets below alpha to avoid the logarithm of zero; `torch.where` does not use their logarithms anyway.
     stretched = torch.log(size.clamp(min=alpha) / alpha) * ((distance - alpha) / math.log(gamma / alpha)) + alpha
     far = stretched.round().clamp(max=distance)
     return (torch.where(size <= alpha, size, far).to(offset) * offset.sign()) + distance

@@ -16,8 +16,8 @@ from relvit.ops.tracing import knows_values
 from relvit.utils.messages import check_choice
 from relvit.utils.old_torch import compiled_replace
 
-# Dividing or multiplying by a scale in this range does not overflow, even in half precision. `completed` multiplies
-# other scales into the queries.
+# Backends may divide and multiply by a scale in this range without overflow, even in half precision. `completed`
+# multiplies queries by any other scale, so that backends get the scale 1.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 

@@ -79,9 +79,9 @@ def recompute_saved(
     saved tensors.
 
     Args:
-        tensors: the operands of operations in the context.
+        tensors: operands of operations in the context; backward recomputes these tensors instead of keeping them.
         function: the function that computes all of `tensors` from `inputs`.
-        inputs: the arguments of `function`: tensors that memory holds anyway, or None.
+        inputs: the arguments of `function`: None, or tensors that stay in memory anyway.
 
     Raises:
         RuntimeError: in backward, one of `inputs`, or another saved tensor, has been modified in place.
@@ -95,7 +95,7 @@ def recompute_saved(
     by_address = {(tensor.data_ptr(), tensor.stride()): (number, tensor) for number, tensor in enumerate(tensors)}
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
-        # Expanded views of one tensor, such as the keys of one image for a whole batch, differ in strides alone.
+        # Expanded views of one tensor, such as one image's keys for a whole batch, differ only in strides.
         number, tensor = by_address.get((saved.data_ptr(), saved.stride()), (0, None))
         if tensor is not None and tensor.shape == saved.shape:
             return partial(recomputation.take, number)

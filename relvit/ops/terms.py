@@ -149,7 +149,7 @@ def with_query_bias(query: Tensor, terms: RelativeTerms) -> tuple[Tensor, Relati
     """Add the terms' `query_bias` to queries (B, heads, N, head_dim); return them, and the other terms."""
     if terms.query_bias is None:
         return query, terms
-    # A bias of another shape might broadcast to the queries wrongly.
+    # Check the shape, because a bias of another shape might broadcast to the queries wrongly.
     check_shape("terms.query_bias", terms.query_bias, (query.shape[1], query.shape[3]))
     return query + terms.query_bias[:, None].to(query.dtype), terms._replace(query_bias=None)
 

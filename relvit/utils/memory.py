@@ -16,7 +16,7 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 def allocations(action: Callable[[], Any]) -> list[int]:
     """List the bytes of each allocation of an action on the CPU, in order; negative numbers are released bytes."""
-    # Log level 6 hides the messages that the profiler prints when it starts.
+    # Set log level 6 to hide the messages that the profiler prints when it starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # A garbage collection during the action would release older objects, and the profiler would count their memory as
     # released by the action. So switch collections off. (Collecting all garbage before the action would take too long.)

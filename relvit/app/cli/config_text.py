@@ -16,8 +16,7 @@ from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing
 
-# This is the name of `load_value` among the `parser_mode`s of jsonargparse; `set_loader` at the end of this file
-# registers it.
+# jsonargparse calls `load_value` if `parser_mode` has this name, under which `set_loader` registers it below.
 MODE = "relvit"
 _stock_loader = get_loader("yaml")
 

@@ -34,8 +34,7 @@ def run_function(command: str, function: Callable[..., Any], given: Arguments) -
         main(given, **{name: value for name, value in given.values.items() if name in own})
         return
     missing = [f"--{name}" for name in required(function) if name not in given.values]
-    # An unknown option may be the missing option, misspelt. So if an option is unknown, go on to the parser, which
-    # explains the unknown option.
+    # An unknown option may be a misspelling of the missing option, so let the parser explain unknown options first.
     known = {name.partition(".")[0] for name in given.values} <= inspect.signature(function).parameters.keys()
     if missing and known:
         raise UsageError(f"missing: {', '.join(missing)}; usage: {' or '.join(usage(command, function))}")

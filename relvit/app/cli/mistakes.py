@@ -40,8 +40,8 @@ from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-# This message is for `--root` beside a configuration that names no data module, as `--config reversible` does. Without
-# `--config`, `--root` means class folders; a configuration usually names the data module.
+# This message is for `--root` with a configuration that names no data module, such as `--config reversible`. Only
+# without `--config` does `--root` mean class folders, because most configurations name the data module.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 # `fit` has no options for these arguments of the model, because it takes them from the data. Of the arguments in
 # `OF_THE_DATA`, `img_size` and `class_names` are options of the data.
@@ -119,7 +119,7 @@ def option_types(parser: ArgumentParser) -> dict[str, Any]:
     """Return the options of a parser by name, each with its type; None: it has no type hint."""
     found: dict[str, Any] = {}
     for action in parser._actions:
-        # A link, such as 'data.in_chans --> model.in_chans', is no option that a user can give.
+        # Leave out links, such as 'data.in_chans --> model.in_chans', because users cannot give them as options.
         names = (string.lstrip("-") for string in action.option_strings if "-->" not in string)
         found |= dict.fromkeys(names, getattr(action, "_typehint", action.type))
     return found
@@ -204,7 +204,7 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
     of_fit = "resume" in known
     if of_fit and option.file is not None and (long := (OF_TRAINER | OF_FIT).get(name)) is not None:
         return f"{shown}: its name in configurations is {long}"
-    # The user may have typed the argument's name in another library.
+    # The user may have typed the name that another library has for the argument, so look up its synonyms.
     meant = [last or group, *SYNONYMS.get(last or group, [])]
     if of_fit and group != "data" and name not in INSTEAD and not DECIDED.isdisjoint(meant):
         return f"{shown}: {_BY_DATA}"
@@ -226,7 +226,8 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
-    # The name may be a key of a dictionary whose name is wrong, as in `--retrofit.rel_terms`.
+    # The user may have misspelt the option before the last dot, and mean a key of its dictionary, as in
+    # `--retrofit.rel_terms`.
     holder, _, key = name.rpartition(".")
     owner = _meant(f"{dashes}{holder}", names) if holder and holder not in known else None
     if owner is not None and known.get(names[owner]) is not None and accepts(known[names[owner]], {}):

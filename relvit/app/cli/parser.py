@@ -20,7 +20,7 @@ from relvit.app.cli.trainer.own_data import open_inherited_options
 from relvit.app.cli.typed_words import parameters, parts
 from relvit.app.data import ImageData
 
-# These texts describe options that several commands have, for commands whose docstrings do not describe them.
+# If the docstring of a command does not describe an option, the help shows one of these texts.
 SHARED: dict[str, str] = {
     "ckpt_path": "The checkpoint to use, such as runs/RUN/checkpoints/best.ckpt.",
     "reach": "How attention works at other sizes than in training; help(relvit.models.set_reach) explains the names.",

@@ -287,7 +287,7 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
             both = " and ".join(f"--{name} {text}" for name, text in given.items())
             raise UsageError(f"{both} are two values for one option: give one of them")
     values = dict(named)
-    # In a user's data module, an option of such a name may be the module's own, with another meaning.
+    # A user's data module may have options of these names with another meaning, so do not refuse them there.
     of_user = "." in str(values.get("data", "")).removeprefix("relvit.app.data.")
     for name in of_training:
         if not (of_user and name.startswith("data.")):
@@ -339,7 +339,7 @@ def _split(words: Sequence[str], hints: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _is_option(word: str) -> bool:
-    # A negative number is a value and not the name of an option.
+    # Words such as -1 are negative numbers, and not names of options.
     return re.match(r"-[^\d.\s]", word) is not None
 
 

@@ -14,7 +14,7 @@ from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.number_types import PositiveInt, check_ranges
 
-_CHUNK = 32  # A process gets at most this number of files at a time.
+_CHUNK = 32  # Each process gets at most this number of files at a time.
 
 
 class Inspected(NamedTuple):

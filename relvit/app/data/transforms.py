@@ -270,7 +270,7 @@ def _crop(size: tuple[int, int], augment: Augment) -> list[v2.Transform]:
 
 def _colours(size: tuple[int, int], mean: Sequence[float], augment: Augment) -> Any:
     """Augmentation policy of timm, with the arguments that timm's train script gives it."""
-    # Rotations and translations fill the border with this colour.
+    # timm's rotations and translations fill the border with this colour.
     grey = tuple(min(255, round(255 * value)) for value in mean)
     if augment != "deit":
         return auto_augment_transform("3a", {"img_mean": grey})
@@ -377,7 +377,7 @@ class BatchTransform:
         pixels = _pack(images)
         free = pixels.shape[1] - H, pixels.shape[2] - W
         if self.padding is None:
-            # Round as torchvision's CenterCrop does.
+            # Use `round`, as torchvision's CenterCrop does, to crop the same pixels.
             rows, columns = rows + round(free[0] / 2), columns + round(free[1] / 2)
         else:
             left, above = self.padding
@@ -393,6 +393,6 @@ class BatchTransform:
 def _pack(images: Tensor) -> Tensor:
     """Pack uint8 (B, H, W, 3) to int32 (B, H, W), so that a pixel is gathered as one number."""
     packed = np.zeros((*images.shape[:3], 4), np.uint8)
-    for channel in range(3):  # Copying one channel after the other is faster than all three at once.
+    for channel in range(3):  # Copying channel by channel is faster than copying all at once.
         packed[..., channel] = images[..., channel]
     return torch.from_numpy(packed).view(torch.int32).squeeze(-1)

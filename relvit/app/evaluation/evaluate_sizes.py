@@ -47,7 +47,7 @@ PROTOCOLS: dict[SizeProtocol, str] = {
 # Checkpoints may differ in these arguments of data modules, and in all arguments of `ImageData`, and still be compared,
 # because these arguments do not determine which images are used.
 LOADING = ("on_error", "cache", "download")
-# These arguments of `ImageData` describe the shape of the training's images.
+# Users must not change these arguments of `ImageData`, which describe the shape of the training's images.
 OF_THE_TRAINING = ("img_size", "train_sizes", "native", "max_tokens", "patch_size")
 
 

@@ -34,8 +34,8 @@ from relvit.app.utils.shown_text import visible
 from relvit.models import AttentionMaps, Reach, attention_maps
 from relvit.utils.messages import check_choice
 
-# These entries of timm's `pretrained_cfg` describe timm's own weights of the architecture, not the weights of a
-# checkpoint.
+# Leave out these entries of timm's `pretrained_cfg`, which describe timm's own weights of the architecture, not the
+# checkpoint's weights.
 FOREIGN = ("tag", "test_input_size", "test_crop_pct", "test_pool_size", "label_offset", "label_descriptions")
 
 
@@ -342,8 +342,8 @@ class Predictor:
             path, reason = next(iter(unreadable.items()))
             count = sum(row is None for row in rows)
             text = f"{count} of {len(items)} images could not be read; the first: {visible(path)}: {reason}"
-            # With this `stacklevel` the warning names the line of the user's code, which called `predict` or `embed`
-            # through the decorator.
+            # With this `stacklevel` the warning names the line of the user's code that called `predict` or `embed`,
+            # which have a decorator.
             warnings.warn(text, stacklevel=4)
         return rows
 

@@ -93,7 +93,8 @@ def build_model(
         try:
             model = timm.create_model(name, **given)
         except TypeError:
-            # If the model's class is not known, `img_size` may be no argument of the model.
+            # `img_size` was given without knowing the model's class, and may be the wrong argument: try again without
+            # it.
             if arguments or "img_size" not in given:
                 raise
             model = timm.create_model(name, **{key: value for key, value in given.items() if key != "img_size"})

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from relvit.app.plots.style import save_figure, shortened
 
-# Up to `NUMBERED` classes, numbers in the cells are legible; up to `NAMED` classes, names beside the rows are.
+# With more than `NUMBERED` classes, numbers in the cells would be illegible; with more than `NAMED`, names of classes.
 NUMBERED, NAMED = 20, 60
 # With more classes than this, neighbouring classes share a cell: the figure has no pixels for more cells, and
 # Matplotlib would take eight times the memory of a large matrix.

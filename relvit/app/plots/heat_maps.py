@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from relvit.app.plots.style import FONT, SMALL, literal
 
-# More heads than this are not legible side by side.
+# At most this number of heads is drawn, because more heads would not be legible side by side.
 MOST_HEADS = 12
 SIGNED, UNSIGNED = "RdBu_r", "viridis"
 ZERO = "all are 0"

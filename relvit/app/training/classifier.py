@@ -84,7 +84,8 @@ class ImageClassifier(BaseClassifier):
             rate is multiplied at each optimiser step; or its name as 'module.function', which a checkpoint records.
         loss: The training loss: 'ce' (cross-entropy, as in evaluation), 'bce' (binary cross-entropy of each class) or,
             with `multi_label`, 'asl' (the asymmetric loss, which counts the many absent classes less).
-        label_smoothing: The part of a label that is spread over all classes (Szegedy et al. 2016); not of soft targets.
+        label_smoothing: The part of a label, not of a soft target, that is spread over all classes (Szegedy et al.
+            2016).
         bce_threshold: With 'bce', targets above this number count as 1, all other targets as 0. None does not change
             the targets.
         class_weights: The weight of each class in the training loss, in the order of the classes.
@@ -104,7 +105,7 @@ class ImageClassifier(BaseClassifier):
         ponder_weight: The weight in the training loss of the ponder cost, which grows with the number of steps that are
             computed for each patch; for models with adaptive halting.
         ponder_warmup_epochs: The length of the linear rise of `ponder_weight` in epochs.
-        freeze_epochs: The number of first epochs that train the classifier alone; the rest is in evaluation mode.
+        freeze_epochs: The number of first epochs that train only the classifier, with the backbone in evaluation mode.
         nonfinite: What to do if a loss or gradient is not finite on any device: 'stop' before the optimiser step, or
             'skip' the step.
         compile: Whether the model is compiled by `torch.compile`, or the name of the backend that compiles it.
@@ -204,7 +205,7 @@ class ImageClassifier(BaseClassifier):
         # Checkpoints record these options of the training, in plain types, beside the hyperparameters.
         self.fit_options: dict[str, Any] = {}
         self.transfer: TransferReport | None = None
-        # While `FindLearningRate` runs, this lists the learning rate and the loss of each batch.
+        # `FindLearningRate` sets this to a list of the learning rate and the loss of each batch; otherwise it is None.
         self.range_test: list[tuple[float, float]] | None = None
         self.progress: Progress = Progress()
         self._restored_average: dict[str, Tensor] | None = None
@@ -263,7 +264,7 @@ class ImageClassifier(BaseClassifier):
         if stage != "fit":
             return
         if self.backbone is not None:
-            self.backbone.set_frozen(False)  # An error may have ended an earlier training while it was frozen.
+            self.backbone.set_frozen(False)  # An error may have ended an earlier training in a frozen epoch.
         if self.hparams.grad_checkpointing:
             recompute_blocks(self.net)
         self.temperature = 1.0
@@ -344,8 +345,7 @@ class ImageClassifier(BaseClassifier):
             self.progress.note_validation(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        # Lightning calls this hook before the callbacks that save checkpoints. So their checkpoints count this epoch as
-        # complete.
+        # Lightning calls this hook before callbacks save checkpoints, so these checkpoints count the epoch as complete.
         super().on_train_epoch_end()
         self.progress.note_epoch(self.trainer)
 
@@ -389,7 +389,7 @@ class ImageClassifier(BaseClassifier):
         return self
 
 
-# `MODEL_LOSSES` describes, for each loss that only some models return in training, these models.
+# `MODEL_LOSSES` maps each loss that only some models return in training to a description of these models.
 MODEL_LOSSES = {"ponder": "a model that halts: relvit_universal_* with model_kwargs.halting act"}
 LOSS_DEFAULTS: dict[str, Any] = {
     option: inspect.signature(ImageClassifier).parameters[option].default

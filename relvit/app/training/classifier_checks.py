@@ -76,7 +76,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {given[name]} has no effect without {needed}: give both or neither")
     backend = given["compile"]
     if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
-        # Do not offer the backends for PyTorch's own tests.
+        # Of PyTorch's backends for debugging, offer only these two.
         offered = [*torch.compiler.list_backends(), "eager", "aot_eager"]
         raise ValueError(
             f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, offered)}: give True, False or one of "

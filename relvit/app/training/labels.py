@@ -375,8 +375,8 @@ def _finite(probabilities: Tensor) -> Tensor:
 
 def most_probable(probabilities: Tensor, most: int) -> list[list[int]]:
     """List the `most` classes of the highest probability of each image (B, classes), in order."""
-    # Logits of two bytes are often equal. Of equal classes a stable sort puts the first one first, as the accuracy and
-    # the confusion matrix of a test do; `topk` may put any of them first.
+    # Two-byte logits of different classes are often equal. A stable sort then puts the first class first, as the
+    # accuracy and the confusion matrix of a test do, but `topk` may put any of the classes first.
     return probabilities.sort(descending=True, stable=True).indices[:, :most].tolist()
 
 

@@ -19,8 +19,8 @@ def validation_due(trainer: Trainer) -> bool:
     Lightning has no public function for this. The answer depends on `val_check_interval` (batches, a part of the epoch,
     or time), on `check_val_every_n_epoch`, on whether the data have a length, and on early stops.
     """
-    # The argument is the data fetcher, which Lightning reads only if a training step fetches its batches itself, as
-    # relvit's does not. So pass None.
+    # The argument is the data fetcher, which Lightning needs only if the training step itself fetches batches. relvit's
+    # training step does not, so pass None.
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)
 
 

@@ -120,7 +120,7 @@ class EpochMetrics(LightningModule):
 
     def restore_metrics(self, stored: list[States]) -> None:
         """Resume with the metrics of a checkpoint, in each process with its own."""
-        # If the number of processes has changed, the training resumes at the beginning of an epoch, without metrics.
+        # Ignore the stored metrics if the number of processes has changed, because the training then begins an epoch.
         self._metrics_at_step = stored[self.global_rank] if len(stored) == self.trainer.world_size else {}
         for metrics in (self.train_metrics, self.step_metrics):
             metrics.reset()

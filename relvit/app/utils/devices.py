@@ -12,7 +12,7 @@ import torch
 from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean
 
-# Error messages suggest these names of devices; PyTorch knows more names.
+# Error messages suggest these kinds of devices, although PyTorch knows further kinds.
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 

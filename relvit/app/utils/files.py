@@ -168,7 +168,7 @@ def disk_errors_name(path: str | os.PathLike[str], part: Path) -> Iterator[None]
         yield
     except Exception as error:
         found = _disk_error(error)
-        # Leave errors that name another file as they are.
+        # An error that names another file is not about this file, so raise it unchanged.
         if found is None or (found.filename is not None and not str(found.filename).startswith(str(part))):
             raise
         raise OSError(found.errno, os.strerror(found.errno), str(path)) from error

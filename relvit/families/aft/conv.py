@@ -28,7 +28,8 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
     Args:
         parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
         weight: w, (heads, rows, columns) of the window, both odd: one entry for each offset.
-        top: (heads, 1, 1), an upper bound of a head's w, and of the 0 outside of the window if any pair is outside.
+        top: (heads, 1, 1), an upper bound of a head's w; also of 0, the weight of pairs outside of the window, if there
+            are any.
         width: head_dim.
         grid: layout of the tokens.
         backend: 'difference' or 'convolution'.

@@ -49,7 +49,7 @@ class AFTSimple(Mixer, KeepConstants):
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {"weights": "is attention-free"}
-    # This is the number of channels of a head's keys; None means as many as the head's values have.
+    # A head's keys have this number of channels; None: as many channels as the values.
     key_dim: int | None = None
     backends: Sequence[str] = SIMPLE_BACKENDS
 

@@ -18,7 +18,7 @@ from relvit.ops.grid import Grid, key_mask, patch_coords, token_places, without_
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
     """Compute the paper's eq. 2; see `aft_full`."""
     place = token_places(grid, query.device)
-    # `transpose` turns (heads, 1 or B, queries, keys) into (1 or B, heads, queries, keys).
+    # `_average` takes the batch before the heads, (1 or B, heads, queries, keys), so exchange both axes.
     pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
     return _average(query, key, value, pairs, grid, is_causal)
 

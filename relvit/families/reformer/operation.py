@@ -120,7 +120,7 @@ def _attend(
     buckets, size = _division(tokens, rotations, chunk_size)
     if valid is not None:
         hashes = hashes.masked_fill(~valid[:, None, None], buckets)
-    # Fill the last chunk. The added tokens, like the padding of the grid, are in a last bucket, to which no token
+    # Fill up the last chunk with tokens that, like the padding of the grid, are in a last bucket, to which no token
     # attends.
     extra = -tokens % size
     hashes = F.pad(hashes, (0, extra), value=buckets)

@@ -90,7 +90,7 @@ class Chain:
     attn_mask: Tensor | None
     is_causal: bool
     dtype: torch.dtype | None  # dtype of the branches' inputs; None: the dtype of the streams
-    # This function makes a context with the autocast state of forward.
+    # Backward recomputes with the autocast state of forward, in a context that this function makes.
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     # In backward these are the recomputed outputs of the block whose backward runs next.
     streams: tuple[Tensor, Tensor] | None = None

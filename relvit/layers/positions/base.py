@@ -117,14 +117,14 @@ def covering(grid: Grid, key_grid: Grid) -> Grid:
 def needs_tokens(position: nn.Module) -> bool:
     """Return whether a position depends on tokens or has free channels."""
     if getattr(type(position), "forward", None) is nn.Module.forward:
-        # Without `forward`, only the method `terms` can compute the terms, and it takes tokens.
+        # A position without `forward` must have the method `terms`, which takes tokens.
         return True
     return getattr(position, "needs_tokens", hasattr(position, "terms"))
 
 
 def needs_extent(position: nn.Module) -> bool:
     """Return whether a position, or a position inside of it, depends on the size of the image or on places in it."""
-    # The positions of some retrofitted layers, such as SAM's, are not modules.
+    # Positions that are not modules, as in retrofitted layers of SAM, contain no further positions.
     parts = position.modules() if isinstance(position, nn.Module) else (position,)
     return any(getattr(part, "needs_extent", False) for part in parts)
 
@@ -208,7 +208,7 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
         rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
         table, distance = table.index_select(axis, rows), far
     farthest = (distance * size + trained - 1) // trained
-    # `position` is an integer in units of 1 / `size`, so that entries for whole offsets are exact.
+    # Count `position` as an integer, in units of 1 / `size`, so that entries for whole offsets are exact.
     offsets = torch.arange(-farthest, farthest + 1, device=table.device)
     position = (offsets * trained + distance * size).clamp(min=0)
     before = position // size

@@ -78,7 +78,7 @@ class ContinuousPosition2d(Position):
         """Return the bias, a table (num_heads, 2 H - 1, 2 W - 1)."""
         weight = self.mlp.fc1.weight
         if not isinstance(weight, Tensor):
-            # After `torch.ao.quantization.quantize_dynamic` the weight is a method, and the layers take float32.
+            # After `quantize_dynamic` of `torch.ao.quantization`, `weight` is a method, and layers take float32.
             weight = torch.empty(0, dtype=torch.float32)
         trained = self.trained_grid if is_stretched(grid, self.trained_grid) else None
         window = self.window if self.mode == "swin" else None

@@ -155,7 +155,7 @@ def factors_at(factors: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
             )
     of_places = factors_of_grid(factors, key_grid.height, key_grid.width)
     y, x = batched_coords(grid, factors.device).unbind(-1)
-    # A query may lie outside the grid of the keys; it then uses the factors of the nearest place in this grid.
+    # Queries may lie outside the grid of the keys, so clamp their places to the nearest place in this grid.
     index = y.clamp(0, key_grid.height - 1) * key_grid.width + x.clamp(0, key_grid.width - 1)
     # Look up in float32 at least: backward adds up the gradients of all images, and in half precision each addition
     # would round.

@@ -231,7 +231,7 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
         why = f"it has relative positions of its own, {own}; {takes}"
     else:
         why = f"retrofit takes timm's {', '.join(TIMM)}; help(relvit.retrofit) lists all"
-    # Several libraries have classes of the same names, such as torchvision's VisionTransformer.
+    # Name the library, because several libraries have classes of the same name, such as `VisionTransformer`.
     raise ValueError(f"{_library(type(model))}'s {type(model).__name__} cannot be retrofitted: {why}")
 
 

@@ -36,7 +36,7 @@ class BiasPositions(OwnPositions):
         "relative_position_index",
         "relative_coords_table",
     )
-    # These attributes of the model may hold a module with one table for all blocks.
+    # A model whose blocks share a table may hold the table's module under one of these names.
     shared: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

@@ -140,7 +140,7 @@ def restore(model: nn.Module) -> nn.Module:
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            # Skip modules that were pruned after the retrofit.
+            # The module was pruned after the retrofit, so skip it.
             continue
         module.__class__ = then.kind
         _put_back(vars(module), then.attributes)

@@ -31,7 +31,7 @@ SOURCES = {
     ),
     "segment_anything.modeling.image_encoder.ImageEncoderViT": "segment_anything_sam:RetrofittedImageEncoder",
 }
-# The error about a model of an unknown class lists these names.
+# If a model's class is not known, the error lists these names of classes.
 TIMM = [name.rpartition(".")[2] for name in SOURCES if name.startswith("timm.")]
 _SWIN = (
     "it is a Swin Transformer, whose windows have few tokens at every image size, so a retrofit would save no time: "

@@ -20,8 +20,8 @@ Exchange = Mapping[type[nn.Module], type[nn.Module]]
 # `Layers` maps the path of each attention module to the submodules that it gets: 'position', 'prefix_bias',
 # 'attn_drop'.
 Layers = Mapping[str, Mapping[str, nn.Module]]
-# The model holds the modules that its layers share under this name. timm's BEiT puts parameters whose names begin with
-# `rel_pos_bias` into the group of the stem.
+# The model holds modules that its layers share under this name, which begins with `rel_pos_bias`, so that timm's BEiT
+# puts their parameters into the group of the stem.
 SHARED_MODULES = "rel_pos_bias_shared"
 PATCH_EMBEDS = (PatchEmbed, AnySizePatchEmbed, HybridEmbed)
 

@@ -61,7 +61,7 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     else:
         rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
         grid = grid_from_naflex(coord, valid, rows, columns, prefix)
-    # Given patches of zeros, `_pos_embed` returns the prefix tokens and the absolute embedding alone.
+    # To get only the prefix tokens and the absolute embedding from `_pos_embed`, give it patches of zeros.
     blank = x.new_zeros(1, 1, 1, x.shape[2])
     if model.pos_embed is None and getattr(model, "axial", None) is None:
         return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid

@@ -74,7 +74,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
     if reach != "trained":
         refused = f"reach {reach!r} is not for {type(model).__name__}"
         if not layers:
-            # Advise no retrofit of NaFlexVit (without patch_embed) or Swin, whose layers attend in windows alone.
+            # Advise no retrofit of NaFlexVit, which has no patch_embed, and of Swin, which attends only within windows.
             usable = hasattr(model, "patch_embed") and not hasattr(model, "layers") and can_retrofit(model)
             cure = "call relvit.retrofit(model) first" if usable else "take a model such as relvit_small"
             raise ValueError(f"{refused}, which has no relative attention to all tokens: {cure}")

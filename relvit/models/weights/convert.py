@@ -20,8 +20,7 @@ from relvit.models.weights.irpe import convert_irpe
 _logger = logging.getLogger(__name__)
 
 PATCHES = "patch_embed.proj.weight"
-# These are the names of prefix tokens, in the order in which timm's models put them. relvit's models have no
-# distillation token.
+# timm's models put prefix tokens with these names in this order; relvit's models have no distillation token.
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
 # relvit's models have no head for a distillation token, and no layer `pre_logits` before the classifier, so these parts
 # of a checkpoint are left out.

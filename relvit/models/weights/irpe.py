@@ -68,7 +68,7 @@ def _convert_layer(state: dict[str, Tensor], layer: str, num_heads: int) -> None
         given = state.pop(f"{layer}.rpe_{letter}.lookup_table_weight", None)
         if given is None:
             continue
-        # Give all tables the shape (heads or 1, entries, head_dim), which the table of the value term has already.
+        # Give all tables the shape of the table of the value term, (heads or 1, entries, head_dim).
         given = given if letter == "v" else given.mT
         patches, prefix = given[:, :-1], given[:, -1:]
         table = (patches - prefix).unflatten(1, (SIDE, SIDE))[:, index][:, :, index]

@@ -263,7 +263,7 @@ def _fit_classifier(
         return False
     order = [list(theirs).index(name) for name in ours]
     for name in names:
-        # A classifier may also have a norm (LeViT, RepVit), whose entries are not classes, whatever their number.
+        # Reorder only linear layers: a classifier may also have a norm (LeViT, RepVit), whose entries are not classes.
         weight = own.get(f"{name.rpartition('.')[0]}.weight", own[name])
         if len(state[name]) == len(order) and weight.dim() > 1:
             state[name] = state[name][order]

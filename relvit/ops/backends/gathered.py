@@ -96,7 +96,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
         table, indices = entries(terms.query, key.dtype)
         per_offset = position_key @ table.transpose(-2, -1)
         for index in indices:
-            # The ONNX exporter for traces, which timm's `onnx_export` calls by default, has no operator for `mT`.
+            # Do not use `mT`: the ONNX exporter for traces, timm's default in `onnx_export`, has no operator for it.
             of_keys = index.transpose(-2, -1).expand_as(logits.transpose(-2, -1))
             logits = logits + per_offset.gather(-1, of_keys).transpose(-2, -1)
     if terms.axis_logits is not None:
@@ -160,6 +160,6 @@ def _entries(
 
 
 def _tokens(grid: Grid, device: torch.device) -> Tokens:
-    # Prefix tokens get coordinates (0, 0) as a placeholder, which nothing uses where `on_grid` is False.
+    # Prefix tokens get the coordinates (0, 0), which have no effect, because `on_grid` is False for these tokens.
     coords = F.pad(batched_coords(grid, device), (0, 0, grid.prefix, 0))
     return Tokens(coords[..., 0], coords[..., 1], torch.arange(coords.shape[1], device=device) >= grid.prefix)

@@ -46,7 +46,7 @@ from relvit.ops.tracing import without_autocast
 # A table is sliced only if more rows than this are out of reach for all pairs of tokens: slicing takes longer than
 # multiplying a few rows whose products no pair uses.
 SPARE_ROWS = 32
-# On the CPU other backends are faster if there are more pairs of tokens than this, counted over all heads and samples.
+# With more pairs of tokens than this, counted over all heads and samples, other backends are faster on the CPU.
 MOST_PAIRS = 2**17
 # If the relative logits and the one-hot rows and columns together have more numbers than this, avoiding the second of
 # two copies saves more time than the additional calls cost.

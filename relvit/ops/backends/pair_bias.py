@@ -41,7 +41,7 @@ def offset_table(inputs: AttentionInputs) -> Tensor | None:
     table = bias.table.expand(inputs.query.shape[1], -1, -1)
     for axis, queries, keys in zip((1, 2), (*inputs.grid,)[:2], (*inputs.key_grid,)[:2], strict=True):
         distance = (table.shape[axis] - 1) // 2
-        # If the table has exactly the offsets between queries and keys, it is used unchanged.
+        # A table that has exactly the offsets between queries and keys needs no lookup, which would copy it.
         if bucketing != "clip" or not queries - 1 == keys - 1 == distance:
             offsets = torch.arange(1 - queries, keys, device=table.device)
             table = table.index_select(axis, bucket(offsets, distance, bucketing))

@@ -51,7 +51,7 @@ def to_pairs(values: Tensor, keys: Positions, out: Tensor) -> None:
         torch.add(rows[..., None], cols[..., None, :], out=_raster(out, keys))
         return
     lead = rows.shape[:-1]
-    # Prefix keys have the row H and the column W, where `F.pad` puts zeros after the last row and the last column.
+    # Prefix keys have the row H and the column W, so put a zero there, after the last row and the last column.
     torch.gather(F.pad(rows, (0, 1)), -1, keys.y.expand(*lead, -1), out=out)
     out.add_(F.pad(cols, (0, 1)).gather(-1, keys.x.expand(*lead, -1)))
 

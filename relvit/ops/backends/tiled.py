@@ -78,8 +78,8 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
             valid=valid,
             is_causal=inputs.is_causal,
             dropout_p=inputs.dropout_p,
-            # The seed is drawn from PyTorch's generator of the CPU, which users seed and checkpoints restore, whatever
-            # the default device is. Each tile derives its own seed from `seed`, the same one in backward as in forward.
+            # Draw the seed from PyTorch's generator of the CPU, whatever the default device is: users seed it, and
+            # checkpoints restore it. Each tile adds its number to the seed, so backward drops the same weights.
             seed=int(torch.randint(2**48, (), device="cpu")) if inputs.dropout_p else 0,
             scale=inputs.scale,
             size=tile_size(query, key),

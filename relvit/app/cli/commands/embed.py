@@ -48,7 +48,7 @@ def embed(
         write_csv(listed, ("path", "reason"), rows)
         print(f"{unreadable_sentence('predict', len(rows))} {listed} says why.")
     else:
-        # An earlier command may have written a list for the same output.
+        # Remove the list of unreadable files that an earlier command may have written for the same output.
         listed.unlink(missing_ok=True)
     if not found.paths:
         raise UsageError(none_readable(found.unreadable))

@@ -46,7 +46,8 @@ def test(
     """
     data = evaluation.datamodule
     if (reason := data.missing(split)) and data.missing("val") is None:
-        # If the user names the images, as by `--root photos/test`, do not suggest a part that is held out as val.
+        # If the user gives other images, as by `--root photos/test`, do not suggest a part of them that is held out as
+        # val.
         is_part = "data.root" in evaluation.given.values and data.held_out()
         raise UsageError(reason if is_part else f"{reason}; or test on the images of val, by --split val")
     data.evaluate_on(split)

@@ -168,7 +168,8 @@ class FitCLI(RelvitCLI):
         """
         if self.checkpoint is not None:
             self._check_checkpoint(self.checkpoint, lr_find)
-        # Name the model in the saved configuration, even if the user has given only pretrained weights, which name it.
+        # Name the model in the saved configuration, even if the user has given only pretrained weights, whose file
+        # names the model.
         for name in Architecture._fields:
             self.config.model[name] = self.model.hparams[name]
         check_trainer_options(self.options)

@@ -24,7 +24,7 @@ from relvit.app.training.run.run_folder import missing_folders
 from relvit.app.utils.files import DISK_ERRORS, is_address, parse_json, write_json
 from relvit.app.utils.progress import rank_zero_print
 
-# The best checkpoint is chosen by one of these metrics, see `ImageClassifier.score`.
+# `ImageClassifier.score` is one of these metrics, by which the best checkpoint is chosen.
 SCORES = {"acc1": "accuracy", "map": "mean average precision"}
 
 
@@ -122,7 +122,7 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     Return None if there are none, if images have no single, known label, or if the evaluation left readable images out
     (`--trainer.limit_val_batches`), so that the counts are not of the evaluated images.
     """
-    # Do not ask for the targets of several labels, which take a byte for each class and image.
+    # Do not ask for `targets` of several labels, because they take a byte of memory for each class and image.
     if trainer.lightning_module.labels.thresholds is not None:
         return None
     dataset = trainer.datamodule.dataset(split)

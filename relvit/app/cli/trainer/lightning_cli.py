@@ -124,7 +124,8 @@ class RelvitCLI(LightningCLI):
         known.update(Namespace({name: texts[:1] for name, texts in long.items()}))
         self.config: Namespace = parser.parse_args(args, namespace=known)
         for name, texts in long.items():
-            # If the command line gives other class names, or other images, the list of the checkpoint has no effect.
+            # If the option still has the first text alone, the command line has not replaced the list, so take the
+            # whole list.
             if self.config.get(name) == texts[:1]:
                 self.config[name] = texts
         check_numbers(self.config)
@@ -248,8 +249,8 @@ def evaluate(
         function: the function of the command. Its first argument is the `Evaluation`; its other arguments become
             options.
         given: the command line.
-        data_type: the data module that the command chooses. None: the one that the user names, or else the one in the
-            checkpoint.
+        data_type: the data module that the command chooses. None: the data module that the user names, or else the
+            checkpoint's.
         changes: arguments that replace arguments of the training's data module, unless the user gives them.
 
     Raises:

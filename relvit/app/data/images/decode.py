@@ -293,7 +293,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return "it is not an image, or of an unknown format", _FIX
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"it is too large, maybe a decompression bomb ({error})", _FIX
-        # Only an OSError of the operating system has an errno; an OSError of Pillow's decoders has none.
+        # If there is an errno, the error comes from the operating system: OSErrors of Pillow's decoders have none.
         case OSError() if error.errno is not None:
             return f"the system cannot read it ({error.strerror})", "try again, or " + _FIX
         case _:
@@ -317,7 +317,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _grey16_to_rgb(image)
     if image.has_transparency_data:
-        if image.mode == "La":  # Pillow can convert premultiplied grey only to LA.
+        if image.mode == "La":  # Pillow cannot convert premultiplied grey to RGBA directly.
             image = image.convert("LA")
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

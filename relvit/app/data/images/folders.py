@@ -118,7 +118,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
             raise FileNotFoundError(
                 f"no file or folder {path!r}{near}; give image files, folders or patterns like '*.jpg'"
             )
-    # A file may be named in two spellings, such as a.jpg and ./a.jpg.
+    # Keep each file once, even if it is given in two spellings, such as a.jpg and ./a.jpg.
     once: dict[str, str] = {}
     for path in found:
         once.setdefault(absolute(path), path)

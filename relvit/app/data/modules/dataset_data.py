@@ -246,7 +246,8 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     try:
         values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
     except ValueError:
-        # NumPy makes no array of lists of different lengths, such as the names of the classes in each image.
+        # NumPy raises ValueError for lists of different lengths, such as the names of each image's classes: keep the
+        # lists.
         values = np.asarray([*targets, None], dtype=object)[:-1]
     known = values.dtype.kind in "iu" if values.ndim == 1 else values.ndim == 2 and np.isin(values, (0, 1)).all()
     if values.shape[:1] != (len(dataset),) or (values.size and not known):

@@ -366,7 +366,8 @@ def _from_parquet(file: str, wanted: list[str]) -> Iterator[tuple[int, list[str]
         raise ValueError(f"cannot read {file} as a Parquet file: {one_line(error)}; write it anew") from error
     columns = [table.column(name).to_pylist() for name in wanted]
     for number, values in enumerate(zip(*columns, strict=True), start=1):
-        # NaN, which alone differs from itself, is a missing number in tables of pandas.
+        # Take NaN as an empty cell, because tables of pandas have NaN for missing numbers. Only NaN differs from
+        # itself.
         cells = ["" if value is None or value != value else value for value in values]
         # Refuse lists, bytes and other values, which would become names of classes such as "['cat', 'dog']".
         fault = ""

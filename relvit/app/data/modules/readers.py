@@ -152,7 +152,8 @@ class ReaderData(ImageFilesData):
         return samples
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
-        # A split may be named by a path, an archive or a part, such as 'photos/val', 'val.tar' or 'test[:50%]'.
+        # The user may give a split as a path, an archive or a part ('photos/val', 'val.tar', 'test[:50%]'), so compare
+        # the words.
         given = (self.train_split, self.val_split, self.test_split)
         used = {word for name in given if name for word in re.split(r"[/.\[]", name)}
         return super()._doubts(counts) + [

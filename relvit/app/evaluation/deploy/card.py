@@ -213,7 +213,8 @@ def _results(checkpoint: Checkpoint) -> dict[str, Any]:
         values = parse_json(summary.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{summary} is damaged ({one_line(error)}): restore it, or remove it") from error
-    # A training that is resumed replaces the best checkpoint, and writes its summary only at its end.
+    # The summary may be of an earlier best checkpoint: a resumed training replaces the checkpoint before its end, and
+    # the summary only at its end.
     if checkpoint.epoch is None or values.get("best_epoch") != checkpoint.epoch + 1:
         return {}
     counts = {name: value for name, value in values.items() if name.endswith("/images")}
@@ -238,7 +239,8 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in ("pretrained", "teacher"):
         if name in network:
             network[name] = _without_folders(network[name])
-    # A training in Python records neither the options of its Trainer nor, with a user's own loaders, its data.
+    # Without `fit` the checkpoint is from a training in Python, which does not record the Trainer's options, so the
+    # recipe has only the network.
     if not fit:
         return network
     # The recipe has only the options that all data modules for image files share, and the separator of several labels,

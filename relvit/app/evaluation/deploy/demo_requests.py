@@ -65,7 +65,8 @@ class OwnPageOnly:
             return await PlainTextResponse(NOT_OURS, 400)(scope, receive, send)
         if scope["type"] == "http" and scope["method"] == "POST":
             if scope["path"] == UPLOAD:
-                # The server ignores the declared length of a body that is sent in chunks, which may be longer.
+                # Do not trust the declared length of a body that is sent in chunks, which the server ignores: the body
+                # may be longer.
                 length = "" if "transfer-encoding" in headers else headers.get("content-length", "")
                 return await self._upload(length, scope, receive, send)
             body = await _read(receive)
@@ -104,8 +105,8 @@ class OwnPageOnly:
         try:
             inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
             return inside and Path(path).is_absolute()
-        # Python raises these errors for a path with a zero byte, and for symbolic links that form a loop. Neither is an
-        # upload.
+        # A path with a zero byte, or of symbolic links that form a loop, for which Python raises these errors, is not
+        # an upload.
         except (ValueError, OSError, RuntimeError):
             return False
 

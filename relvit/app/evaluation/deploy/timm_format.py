@@ -81,7 +81,7 @@ def publish_model(
     else:
         check_folder(to)
     predictor = Predictor(ckpt_path)
-    # The model card shows how to predict an image file.
+    # The model card shows how to predict an image file, so the model has to take images of 1 or 3 channels.
     predictor.check_channels()
     rows = read_curve(predictor.checkpoint.path, curve)
     with TemporaryDirectory() if hub else atomic_folder(to) as folder:

@@ -38,7 +38,7 @@ LABELS: dict[Kind, str] = {
     "cam": "Grad-CAM",
     "aft-windows": "AFT biases around the patch",
 }
-# These kinds of pictures show the model alone: of the image, they need only the size.
+# These kinds of pictures show only the model, and depend on the size of the image, not on its content.
 OF_THE_MODEL: tuple[Kind, ...] = ("tables", "aft-windows")
 # Pictures of these kinds have a panel per head.
 OF_HEADS: tuple[Kind, ...] = ("kernels", "logits", "attention", "aft-windows")

@@ -128,7 +128,8 @@ def probe_models(
             chosen = np.isin(indices, choose_labels(targets, share, seed))
             known = features[chosen], labels[chosen]
             with warnings.catch_warnings():
-                # With few images per class scikit-learn wrongly warns that the labels may be targets of a regression.
+                # With few images per class, scikit-learn wrongly warns that labels may be targets of a regression, so
+                # ignore it.
                 warnings.filterwarnings("ignore", message="The number of unique classes is greater than 50%")
                 linear, strength = linear_right(*known, queries, truth, seed)
                 right = {"knn": knn_right(*known, queries, truth, k), "linear": linear}

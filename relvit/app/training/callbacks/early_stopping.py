@@ -15,8 +15,8 @@ class Patience(EarlyStopping):
     """
 
     def __init__(self, validations: int, monitor: str = "val/acc1") -> None:
-        # Check after validations only. If a limit of steps ends an epoch early, there is no validation and no new value
-        # of `monitor` at its end.
+        # Check only after validations: if a limit of steps ends an epoch early, the end of the epoch brings neither a
+        # validation nor a new value of `monitor`.
         super().__init__(monitor, mode="max", patience=validations, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Checkpoint:
         images: The classes and the transforms of the training's images, as far as the 'init_args' do not contain them.
         fit: Other options of the training, see `ImageClassifier.fit_options`.
         versions: The versions of the packages that wrote the checkpoint.
-        weights: The tensors of the classifier; the averaged ones if the training kept an average.
+        weights: The tensors of the classifier; the averaged weights if the training kept an average.
         temperature: The number by which logits are divided in evaluation, see `relvit.app.evaluation.calibrate`.
         thresholds: The threshold of each class, see `relvit.app.training.SeveralLabels`. None: the file has no
             thresholds.

@@ -121,7 +121,7 @@ class Progress:
         trained = checkpoint.get(KEY, {}).get("model", {})
         for name in OPTIMISER:
             before, given = trained.get(name), arguments.get(name)
-            # Empty `opt_kwargs` mean the same as None.
+            # Compare with `or None`, because empty `opt_kwargs` mean the same as None.
             if name in trained and (before or None) != (given or None):
                 raise ValueError(
                     f"the checkpoint was trained with {name} {before}, not {given}, and holds the state of that "
@@ -148,7 +148,7 @@ class Progress:
         if then == now or (point.batch == 0 and _steps(then) == _steps(now)):
             return
         if point.batch == 0:
-            # The number of steps is 0 if it is not known, for data without a length.
+            # `_steps` returns 0 steps if the number is not known, because the data have no length.
             (steps, images), (steps_now, images_now) = (
                 (count or "an unknown number of", size) for count, size in (_steps(then), _steps(now))
             )
@@ -182,7 +182,8 @@ class Progress:
         trainer, point, self._resumed = module.trainer, self._resumed, None
         if point is None:
             return
-        # A subclass of `ImageClassifier` may have no scheduler, or another one, which Lightning has restored.
+        # Update only relvit's own scheduler: a subclass may have none, or another scheduler, which Lightning has
+        # restored.
         if isinstance(scheduler := module.lr_schedulers(), LambdaLR):
             update_rates(scheduler)
         loop = trainer.fit_loop.epoch_loop

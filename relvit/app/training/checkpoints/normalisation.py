@@ -31,8 +31,8 @@ def set_normalisation(
         value = getattr(known, name)
         if name in missing and value and len(value) == data.in_chans:
             used[name] = tuple(value)
-        # With a checkpoint, mean and std are options that have the checkpoint's values. So these options are not in
-        # `missing`, and only a comparison shows that the values are the checkpoint's.
+        # If there is a checkpoint, the options mean and std have its values and are not in `missing`, so only a
+        # comparison shows whether the user has changed them.
         if value and used[name] == tuple(value) and (checkpoint is not None or name in missing):
             reason = whose
         reasons.setdefault(reason, []).append(f"{name} [{', '.join(f'{number:.4g}' for number in used[name])}]")

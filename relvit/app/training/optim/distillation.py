@@ -74,7 +74,7 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
             if each is not None:
                 check_image_size(teacher.net, parse_size(each), teacher.channels, size)
         except ValueError as error:
-            # Leave out the advice of the error, which is for the student.
+            # Keep only the reason in the error, because the advice after it is for the student.
             reason = str(error).partition(": ")[0]
             raise ValueError(
                 f"the teacher {hparams['teacher']} does not fit the images, as {reason}: give other sizes (img_size, "

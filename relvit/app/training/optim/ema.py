@@ -15,7 +15,7 @@ class WeightAverage:
     min(decay, 1 - t^(-2/3)). Without warm-up, d_1 = 0, and then d_t = decay. So in both cases the average starts as the
     weights after the first step. Buffers are copied, never averaged.
 
-    `ImageClassifier` updates and saves the copy, and `BaseClassifier.evaluated` returns it to all that evaluate.
+    `ImageClassifier` updates and saves the copy, and `BaseClassifier.evaluated` returns it for evaluation.
 
     The copy is not a submodule, so the network's state dict, gradients and optimiser do not contain it. The copy never
     replaces the network: the training continues with the network's own weights.

@@ -34,8 +34,8 @@ def make_optimizer(
     Args:
         net: A timm model.
         opt, weight_decay, opt_kwargs: See `ImageClassifier`; `timm.optim.list_optimizers()` lists the names.
-        lr: The learning rate of the last layer; without a `layer_decay`, of all layers. `make_plan` in `schedule.py`
-            has scaled this rate to the batch.
+        lr: The learning rate of the last layer, and of all layers if there is no `layer_decay`. `make_plan` in
+            `schedule.py` has scaled this rate to the batch.
         layer_decay: See `ImageClassifier`; above 0, up to 1. The network's `group_matcher` says which parameters belong
             to which layer (ELECTRA, Clark et al. 2020, arXiv 2003.10555; BEiT, arXiv 2106.08254).
         position_lr_scale: See `ImageClassifier` and `relvit.models.param_groups`.
@@ -74,8 +74,8 @@ def check_optimizer(opt: str, layer_decay: float | None, opt_kwargs: dict[str, A
     try:
         allowed = _arguments(opt)
     except ValueError:
-        # A trained classifier can be used where the package of its optimiser is missing. When a training starts,
-        # `make_optimizer` raises this error.
+        # Raise no error here, so that a trained classifier can be used without the package of its optimiser.
+        # `make_optimizer` raises the error when a training starts.
         return
     for key in opt_kwargs or {}:
         if key in TAKEN:

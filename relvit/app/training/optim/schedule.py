@@ -118,7 +118,7 @@ def make_plan(trainer: Trainer, lr: float, base_batch: int | None, warmup_epochs
     if not math.isfinite(steps):
         raise ValueError("the cosine schedule needs an end: give --trainer.max_epochs or --trainer.max_steps")
     if steps < 0:
-        # Lightning returns `max_steps`, which is -1 if it is not given, for data without a length.
+        # If the data have no length, Lightning returns `max_steps`, which is -1 if the user has not given it.
         raise ValueError(
             f"the data has no length, so the steps of max_epochs {trainer.max_epochs} cannot be counted: give "
             f"--trainer.max_steps, or {LENGTH}"
@@ -153,15 +153,15 @@ def batch_size_of(trainer: Trainer) -> int:
             raise ValueError(
                 f"the training images come from a {name} of loaders: give one loader, such as a DataLoader"
             )
-        # A pipeline such as webdataset's WebLoader makes batches, although it is an `IterableDataset`.
+        # Allow an `IterableDataset`, because pipelines that make batches, such as webdataset's WebLoader, derive from
+        # it.
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ValueError(
                 f"the training images come from a dataset, {name}: give a loader, such as DataLoader(dataset, 64, "
                 "shuffle=True)"
             )
         given = f"the training loader, {name}, does not say its batch_size"
-        # A DataLoader's own attribute cannot be set, but the attribute of its samplers can, so suggest one of the
-        # samplers.
+        # PyTorch forbids to set `batch_size` of a DataLoader, but not of its samplers, so suggest one of the samplers.
         which = next((each for each in ("batch_sampler", "sampler") if getattr(loader, each, None) is not None), None)
         part = f"its {which}, {type(getattr(loader, which)).__name__}," if which else "it"
         raise ValueError(f"{given}: give {part} the attribute batch_size, the number of images in a batch")
@@ -203,7 +203,7 @@ def describe(
             f"(lr_base_batch): --trainer.accumulate_grad_batches {accumulate} makes such batches; for few images give "
             f"--model.lr_base_batch {plan.batch}, which takes {lr:g} as it is"
         )
-    # The number of steps in the frozen epochs is known only if the loader knows its length.
+    # Steps of frozen epochs can be counted only if the loader knows its length.
     known = freeze_epochs and math.isfinite(trainer.num_training_batches)
     if known and steps_of(trainer, "freeze_epochs", freeze_epochs) >= plan.steps:
         text += (

@@ -107,7 +107,7 @@ class DataRecord(Callback):
         Raises:
             ValueError: The images of train or val differ.
         """
-        # The search for a learning rate also loads a checkpoint, which is temporary and of this training.
+        # Skip the check while `FindLearningRate` loads a checkpoint, which is a temporary one of the same training.
         resumes = trainer.state.fn == "fit" and pl_module.range_test is None
         if not resumes or not isinstance(trainer.datamodule, ImageData):
             return
@@ -158,7 +158,8 @@ class DataRecord(Callback):
             for split, files in unreadable.items():
                 if files:
                     found.setdefault(split, {}).update(files)
-        # The test after a training comes with the same data module, which still holds the images of the training.
+        # The data module of a test after a training still holds the training's unreadable files: do not report them
+        # again.
         new = {split: files for split, files in found.items() if files != self.unreadable.get(split)}
         if not new or not trainer.is_global_zero:
             return

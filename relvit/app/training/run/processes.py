@@ -91,8 +91,8 @@ def set_devices(options: dict[str, Any]) -> Launch | None:
             "task sees all GPUs of its machine"
         )
     if launch is None and options["num_nodes"] > 1:
-        # Before there is a trainer, Lightning takes the first process of each machine for the main process. But only
-        # one process may make or lock the run's folder.
+        # Without a trainer, Lightning assumes that the first process of each machine is the main process. But only one
+        # process may make and lock the run's folder, so set the rank from the number of the machine.
         rank_zero_only.rank = rank_zero_only.rank or int(os.environ.get("NODE_RANK", 0))
     if options["devices"] == "auto" and launch is not None:
         options["devices"], options["num_nodes"] = launch.per_node, launch.nodes
@@ -142,8 +142,8 @@ def environment_of(launch: Launch | None) -> ClusterEnvironment | None:
     """Return the cluster environment that Lightning is to use; None lets Lightning detect one."""
     if launch is not None:
         return SrunTasks() if launch.by == "srun" else None
-    # In a job of Slurm, Lightning by default waits for all tasks of the job, even if this process is the only one. With
-    # `LightningEnvironment`, Lightning does not wait.
+    # In a job of Slurm, Lightning waits for all tasks of the job, even if this process is alone, so return
+    # `LightningEnvironment`, with which Lightning does not wait.
     return LightningEnvironment() if "SLURM_NTASKS" in os.environ else None
 
 

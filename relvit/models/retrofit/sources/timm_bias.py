@@ -41,8 +41,8 @@ class GridInBias(BiasPositions, GridForward):
     """Mixin before timm's models whose blocks pass on a shared bias: here they pass on the grid in its place."""
 
     shared: ClassVar[tuple[str, ...]] = ("shared_rel_pos", "rel_pos_bias")
-    # BEiT and `vit_relpos_*` lack these attributes of timm's `VisionTransformer`. `GridForward` calls `pool`, or
-    # `pool_native` for padded batches, and both read `attn_pool` and `pool_include_prefix`.
+    # `GridForward` needs these attributes of timm's `VisionTransformer`, which BEiT and `vit_relpos_*` lack: its
+    # `pool`, and `pool_native` for padded batches, read the two attributes below.
     pool: ClassVar[Callable[..., Tensor]] = VisionTransformer.pool
     attn_pool = None
     pool_include_prefix = False

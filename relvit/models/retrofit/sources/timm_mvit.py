@@ -63,7 +63,7 @@ def whole_steps(
     computes the same indices. At other sizes an index may be below 0, or beyond the table.
     """
     query_step, key_step = max(built_keys / built_queries, 1.0), max(built_queries / built_keys, 1.0)
-    # Lightning's precision 'bf16-true' makes bfloat16 PyTorch's default dtype, which rounds whole numbers above 256.
+    # With Lightning's precision 'bf16-true' the default dtype is bfloat16, which rounds whole numbers above 256.
     here, there = (torch.arange(size, device=device, dtype=torch.float32) for size in (queries, key_grid[axis]))
     offset = here[:, None] * query_step - there * key_step
     offset += (built_keys - 1) * key_step

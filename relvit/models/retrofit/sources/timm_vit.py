@@ -37,7 +37,7 @@ class RetrofittedVisionTransformer(Retrofitted, TimmAbsoluteEmbedding, GridForwa
     def _run_block(self, block: nn.Module, x: Tensor, grid: Grid, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         argument = GridArgument(grid, attn_mask)
         if self.grad_checkpointing:
-            # Reentrant checkpointing, which timm's `set_reentrant_ckpt` switches on, takes no keyword arguments.
+            # Pass no keyword arguments: reentrant checkpointing (timm's `set_reentrant_ckpt`) takes none.
             return checkpoint(block, x, argument, is_causal)
         return block(x, attn_mask=argument, is_causal=is_causal)
 

@@ -18,7 +18,7 @@ from relvit.models.retrofit.sources.sam import SamEncoder, SamPatchEmbed, SamRow
 class TransformersSamAttention(SamRowsAttention):
     """Mixin before `transformers`' attention of SAM."""
 
-    # Whether the original attention returns its weights, as with `attn_implementation="eager"`.
+    # This says whether the original attention returns its weights, as with `attn_implementation="eager"`.
     forms_weights: ClassVar[bool] = True
 
     @property

@@ -25,7 +25,7 @@ from relvit.ops.tracing import without_autocast
 from relvit.utils.old_torch import BUILDS_KERNELS
 
 LARGEST_DIM = 128
-# Older GPUs have less shared memory than some tiles take, and no bfloat16.
+# GPUs of a lower compute capability have no bfloat16, and less shared memory than some tiles take.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -90,7 +90,7 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
 
 
 def _refusal_of_gpu(query: Tensor) -> str | None:
-    # The query may be a fake tensor on a GPU that is not there; then PyTorch has not initialised CUDA.
+    # If PyTorch has not initialised CUDA, the query is a fake tensor, so there may be no GPU to ask.
     if not (query.is_cuda and torch.cuda.is_initialized()):
         return None
     if (capability := torch.cuda.get_device_capability(query.device)) < LEAST_CAPABILITY:

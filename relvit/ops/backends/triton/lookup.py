@@ -71,7 +71,7 @@ def _find(
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()
-    # This is the number of entries that `join_tables` makes.
+    # Compute the number of entries by the same formula as `join_tables`.
     entries = 1 + sum(2 * distance + 1 for distance in reach)
     entries += -entries % WIDTH_MULTIPLE
     wanted = torch.arange(entries + 1, device=device).expand(*index.shape[:2], -1).contiguous()

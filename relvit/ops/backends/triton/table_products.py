@@ -11,9 +11,9 @@ range, and the sum over this range is a difference of two running sums. So no su
 import triton
 import triton.language as tl
 
-# This number of table entries is multiplied at a time.
+# The kernels multiply this number of table entries at a time.
 CHUNK = tl.constexpr(32)
-# This number of rows and columns of the key grid is looked up, or summed, at a time.
+# The kernels look up, or sum up, this number of rows and columns of the key grid at a time.
 SPAN = tl.constexpr(16)
 
 

@@ -66,7 +66,7 @@ def demo(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         import uvicorn
 
-        # If uvicorn logs more than critical errors, it complains of pages that are still open when the server ends.
+        # Log only critical errors: otherwise uvicorn complains of pages that are still open when the server ends.
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
