@@ -74,7 +74,7 @@ class GridForward(AbsoluteEmbedding):
     """
 
     depth_plan: Depth = Depth()
-    recurrence: Recurrence | None = None  # None: images are computed whole
+    recurrence: Recurrence | None = None  # None: the model computes whole images
     own_recurrence: Recurrence | None = None  # value of `recurrence` for reach 'trained', from the model's arguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

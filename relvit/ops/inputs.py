@@ -124,7 +124,7 @@ def computing_dtype(query: Tensor, backend: str) -> torch.dtype:
 def signature(given: Any) -> Any:
     """Describe inputs, or a part of them, by all that checks read: plain values; shapes, dtypes, devices of tensors.
 
-    Raise TypeError for all other values, such as objects of other subclasses of `Tensor` than `Parameter`.
+    Raise TypeError for all other values, such as instances of a subclass of `Tensor` other than `Parameter`.
     """
     kind = type(given)
     if kind is Tensor or kind is nn.Parameter:

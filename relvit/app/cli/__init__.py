@@ -112,9 +112,9 @@ def quieten() -> None:
         "isinstance.treespec, LeafSpec",
         "Be aware that when using `ckpt_path`, callbacks",
         "The dirpath has changed",
-        # Lightning cannot tell the indices of a batch's images; relvit does not use Lightning's indices.
+        # Ignore this, because relvit does not use Lightning's indices of the images in a batch.
         "Couldn't infer the batch indices",
-        # Lightning warns that a training cannot resume within an epoch; relvit's data modules can.
+        # Ignore this, because relvit's data modules can resume a training within an epoch.
         "You're resuming from a checkpoint that ended before the epoch ended",
         "Glyph .* missing from font",
     ):

@@ -261,8 +261,9 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # Compare the typed name also with names of options in other libraries: if one is exactly the typed name, with this
-    # one alone, else with all names of more than three letters, since many shorter names are similar.
+    # Also compare the typed name with names that options have in other libraries. If one of these is the typed name,
+    # compare with no others; otherwise compare with names of more than three letters, because many shorter names are
+    # similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
     # The command's own option comes first: `--data.trian` means the `--data.train` of a list of images, although

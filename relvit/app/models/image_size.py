@@ -63,8 +63,8 @@ def _check_whole_patches(net: nn.Module, img_size: Sequence[int]) -> None:
     # overlap or have padding.
     if not isinstance(conv, nn.Conv2d) or conv.kernel_size != conv.stride or any(conv.padding):
         return
-    # Such pixels need not be lost either if the embedding pads images, or if the kernel of the convolution is not as
-    # large as a patch, because it then takes the output of other convolutions.
+    # These pixels are not lost either if the embedding pads images, or if the kernel of the convolution is not as large
+    # as a patch, because the convolution then follows other convolutions.
     if getattr(embed, "dynamic_img_pad", False) or conv.kernel_size != patch_size_of(net):
         return
     architecture = (getattr(net, "pretrained_cfg", None) or {}).get("architecture")

@@ -43,10 +43,10 @@ MIXER = re.compile(r"\.attn\.(u|v|kernel|gamma|beta)$")
 class AFTVisionTransformer(GridVisionTransformer):
     """timm's `VisionTransformer` with attention-free mixers (Zhai et al. 2021, arXiv 2105.14103) for attention.
 
-    `forward` takes images of any size whose sides are multiples of the patch: 'conv' depends on offsets only, and the
-    biases of 'full' and 'local' and absolute embeddings, which are learned for `img_size`, are interpolated. As in the
-    paper, a model with 'conv' by default has neither class token nor absolute embedding and uses average pooling, and
-    models with the other mixers have an absolute embedding and a class token, which they classify.
+    `forward` takes images of any size whose sides are multiples of the patch. The mixer 'conv' depends on offsets only;
+    the biases of 'full' and 'local', and absolute embeddings, are learned for `img_size` and interpolated. By default,
+    as in the paper, a model with 'conv' has neither class token nor absolute embedding, and uses average pooling;
+    models with other mixers have an absolute embedding and classify a class token.
 
     Args:
         mixer: 'full' (`AFTFull`), 'local' (`AFTLocal`), 'simple' (`AFTSimple`) or 'conv' (`AFTConv2d`).

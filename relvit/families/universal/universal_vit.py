@@ -320,7 +320,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         if not self.gather or not own or isinstance(x, torch.fx.Proxy) or not is_eager():
             return False
         # `run_gathered` would skip hooks on the block, `attn` and `attn_drop`, because it calls only parts of them. It
-        # changes the outputs of `qkv` and `k_norm` in place, and a hook may have kept these outputs.
+        # also changes the outputs of `qkv` and `k_norm` in place, and a hook may have kept these outputs.
         modules = (self.blocks[0], attn, attn.attn_drop, attn.qkv, attn.k_norm)
         return attn.window is None and not any(map(has_hooks, modules)) and not wants_weights(attn.attn_drop)
 

@@ -11,8 +11,8 @@ from relvit.ops import Grid, JointTable, RelativeTerms
 # backends multiply unused entries of a table by 0, and 0 times infinity is NaN.
 HIDDEN = -1e4
 
-# Each head has a pair of these vectors (dy, dx), and sees a key if the key's offset has a negative dot product with
-# neither vector: half of the image if both vectors are the same, otherwise a quarter or an eighth.
+# Each directed head has a pair of these vectors (dy, dx), and sees a key if the dot products of the key's offset with
+# both vectors are not negative: in half of the image if both vectors are equal, otherwise in a quarter or an eighth.
 UP, DOWN, LEFT, RIGHT = (-1, 0), (1, 0), (0, -1), (0, 1)
 VIEWS = {
     180: [(UP, UP), (DOWN, DOWN), (LEFT, LEFT), (RIGHT, RIGHT)],

@@ -28,8 +28,8 @@ class RotaryEmbedding2d(KeepConstants):
     """Rotary embedding of queries and keys by row and column (Heo et al. 2024, arXiv 2403.13298, section 3).
 
     Neighbouring channels 2t and 2t + 1 of a patch at row y and column x are rotated by the angle y f_t + x g_t, with
-    frequencies f_t and g_t. So the places of a query and a key change their product only through their offset. Prefix
-    tokens are not rotated.
+    frequencies f_t and g_t. So the product of a query and a key depends on the offset between them, not on their
+    places. Prefix tokens are not rotated.
 
     - 'axial': the first half of the channels is rotated by y, the second half by x, at frequencies temperature^(-4 t /
       d), for t = 0 ... d / 4 - 1, the same in all heads: timm's `RotaryEmbeddingCat` with `in_pixels=False`.

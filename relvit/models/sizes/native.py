@@ -102,7 +102,7 @@ def pool_native(model: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
     """
     if model.attn_pool is None:
         options = {"num_prefix_tokens": model.num_prefix_tokens, "reduce_include_prefix": model.pool_include_prefix}
-        # timm's function adds up all tokens before it divides by their number, and in float16 such sums overflow.
+        # Use float32, because timm's function adds up all tokens before it divides, and in float16 this may overflow.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return global_pool_naflex(wide, valid, pool_type=model.global_pool, **options).to(x.dtype)
     if model.global_pool != "map":

@@ -29,7 +29,7 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     - Value term: r is added to the layer's bias of values instead; the attention weights of a query sum to 1.
 
     If there are both a query term and a key term, adding r to the queries also adds scale * (r . a) to the logit of
-    each pair, where a is the pair's vector in the key term. A bias per pair subtracts this number.
+    each pair, where a is the pair's vector in the key term. So relvit adds a bias per pair that subtracts this number.
 
     A state dict without iRPE's tables stays the same.
 

@@ -57,7 +57,7 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
         # Tables are joined outside of the checkpoint, so that backward does not join them once more.
         inputs = inputs._replace(terms=joined_ahead(inputs.terms, inputs.query.dtype))
     if trains_in_graph():
-        # Without a checkpoint the compiler's partitioner would keep the augmented vectors for backward.
+        # Use a checkpoint: otherwise the compiler's partitioner would keep the augmented vectors for backward.
         contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
         return checkpoint(_attend, inputs, use_reentrant=False, context_fn=contexts)
     return _attend(inputs)

@@ -40,7 +40,7 @@ def new_folder(runs: str, name: str) -> Iterator[Path]:
     if rank_zero_only.rank != 0:
         yield Path(runs)
         return
-    # A configuration may say `runs: ~/runs`.
+    # A configuration may say `runs: ~/runs`, in which no shell has replaced `~`.
     runs = os.path.expanduser(runs)
     parents = missing_folders(Path(runs))
     try:

@@ -204,8 +204,8 @@ def _check_cost(image: Image.Image, most: int, by_option: bool) -> None:
     if max(image.size) > _LONGEST_SIDE:
         raise _RefusedError(f"{found}, the longest side is {_LONGEST_SIDE:,}", _SHRINK)
     if image.format == "JPEG" and "progressive" in image.info:
-        # In the compressed data of a JPEG, a byte 255 is followed by 0 unless it begins a marker, so this pair of bytes
-        # marks a scan: one of the image, or of the thumbnails in its metadata, which have few scans.
+        # In the compressed data of a JPEG, a byte 255 is followed by 0 unless it begins a marker. So each pair of bytes
+        # FF DA marks a scan of the image, or of a thumbnail in its metadata, which has few scans.
         image.fp.seek(0)
         scans = image.fp.read().count(b"\xff\xda")
         if scans > _MOST_SCANS or scans * pixels > _SCANS_OF_MOST_PIXELS * most:

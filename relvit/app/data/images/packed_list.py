@@ -11,8 +11,8 @@ class PackedList(Sequence[Any]):
     """Items that are pickled one after the other, so that each access makes a new item.
 
     Python counts the references to an object in the object itself. So a worker that only reads the items of a list
-    writes into their memory, and the system then copies that memory for each worker: at ImageNet-21k's 14 million
-    images some gigabytes for each of them.
+    writes into their memory, and the system then copies that memory for each worker: several gigabytes per worker for
+    ImageNet-21k's 14 million images.
 
     Args:
         items: The items.

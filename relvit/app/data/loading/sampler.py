@@ -102,5 +102,6 @@ def all_batches_done(trainer: Trainer) -> bool:
     done = progress.current.processed
     if math.isfinite(trainer.num_training_batches):
         return done >= trainer.num_training_batches
-    # Data without a length announce their last batch when it is loaded, so this batch must be processed, too.
+    # If data have no length, the last batch is known as the last one when it is loaded, so also check that it is
+    # processed.
     return progress.is_last_batch and 0 < done == progress.current.ready

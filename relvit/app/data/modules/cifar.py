@@ -40,8 +40,8 @@ class CIFARData(ImageData):
     each machine) unpacks the archive in `root`, or downloads it. A part of train is held out for validation. Predict
     yields the test images, named 'cifar10/test/00000' and so on.
 
-    The augmentations 'none', 'shift' and 'crop-flip' transform whole batches, not one image after the other, which is
-    faster (but not with `native`).
+    The augmentations 'none', 'shift' and 'crop-flip' transform whole batches, which is faster than one image after the
+    other. With `native` they transform single images.
 
     Args:
         root: The folder that holds, or is to hold, the files.

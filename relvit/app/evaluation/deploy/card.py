@@ -213,8 +213,8 @@ def _results(checkpoint: Checkpoint) -> dict[str, Any]:
         values = parse_json(summary.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{summary} is damaged ({one_line(error)}): restore it, or remove it") from error
-    # The summary may be of an earlier best checkpoint: a resumed training replaces the checkpoint before its end, and
-    # the summary only at its end.
+    # A resumed training replaces the summary only at its end, but the best checkpoint earlier, so the summary may be of
+    # an earlier best checkpoint.
     if checkpoint.epoch is None or values.get("best_epoch") != checkpoint.epoch + 1:
         return {}
     counts = {name: value for name, value in values.items() if name.endswith("/images")}

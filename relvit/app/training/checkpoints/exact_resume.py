@@ -138,8 +138,8 @@ class Progress:
         """Refuse to resume with other steps than before.
 
         Within an epoch the layout (see `ResumePoint`) must not change. At the end of an epoch, batch size, accumulation
-        and devices may change. But the number of images in an optimiser step must not change, since the learning rate
-        depends on it, nor the number of steps in an epoch, since the schedule depends on it.
+        and devices may change. But the number of images in an optimiser step, on which the learning rate depends, must
+        not change, and neither must the number of steps in an epoch, on which the schedule depends.
         """
         point = self._resumed
         if point is None:

@@ -92,7 +92,7 @@ class Pretrained:
     def thresholds(self) -> list[float] | None:
         """The threshold of each class, where the images of the training have several labels each; otherwise None.
 
-        They are read from a checkpoint or from a folder of `relvit publish`, but not from a model on the hub.
+        Thresholds are read from a checkpoint or from a folder of `relvit publish`, but not from a model on the hub.
         """
         if self._checkpoint is not None:
             return self._checkpoint.thresholds

@@ -113,7 +113,7 @@ def recompute_blocks(net: nn.Module) -> None:
     try:
         net.set_grad_checkpointing()
     except (AssertionError, AttributeError) as error:
-        # timm asserts that gradient checkpointing is off in its models without it.
+        # Models of timm without gradient checkpointing raise an AssertionError.
         raise ValueError(
             f"{type(net).__name__} has no gradient checkpointing: leave out grad_checkpointing, or take another model"
         ) from error

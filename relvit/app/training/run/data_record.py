@@ -69,8 +69,8 @@ class DataRecord(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to run if processes have different numbers of images, as with an incomplete copy on a machine's disk.
 
-        Each process takes its share of the images that it sees, so some images would be used twice, or a process would
-        wait for another process forever.
+        Each process takes a share of all images that it sees. If processes saw different numbers of images, some images
+        would be used twice, or a process would wait for another process forever.
 
         Raises:
             ValueError: The number of images of a split differs.

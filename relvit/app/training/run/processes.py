@@ -119,8 +119,8 @@ def launched() -> Launch | None:
         return Launch("torchrun", processes, processes // here)
     tasks, nodes, name = _tasks(), _nodes(), os.environ.get("SLURM_JOB_NAME")
     if name in SHELLS and int(os.environ.get("SLURM_PROCID", 0)):
-        # A shell is always task 0, so this process is another task of srun. It must not train alone, because only task
-        # 0 makes the run's folder.
+        # A shell is always task 0, so this process is another task of srun, which must not train alone, because only
+        # task 0 makes the run's folder.
         raise ValueError(
             f"srun has started {tasks} tasks in a job with the name of a shell, {name}, so each would train alone: put "
             "SLURM_JOB_NAME=relvit before srun, or give salloc another --job-name"

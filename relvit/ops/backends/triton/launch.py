@@ -245,9 +245,8 @@ class Launch(NamedTuple):
         operands, (_, height, width) = self.operands, self.grid
         tokens = [tensor for tensor in (*operands[:4], *vectors) if tensor is not None]
         of_tokens = max((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] for tensor in tokens)
-        # Indices, bounds and logits hold at most `columns` numbers for each query. Workspaces hold at most `columns`
-        # numbers for each query of a block, in each Triton program. So no offset within these tensors exceeds `columns`
-        # times the larger of the two numbers of queries.
+        # Indices, bounds, logits and workspaces have at most `columns` numbers in each row, and at most `rows` rows:
+        # one for each query, or, in workspaces, one for each query of a block in each Triton program.
         columns = max(height + width, *(entries + 1 for entries in self.variant.entries))
         rows = max(operands.query.shape[2], self.programs() * self.constants()[0]["BLOCK_M"])
         return max(of_tokens, rows * columns)
