@@ -43,7 +43,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     def named_blocks(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the blocks of a model with their names; blocks of Swin stage by stage."""
         for path, part in model.named_modules():
-            # The stem of a hybrid model may be a ResNet, whose blocks have no attention.
+            # Skip the stem: in a hybrid model it may be a ResNet, whose blocks have no attention.
             if path.rpartition(".")[2] == cls.container and not path.startswith("patch_embed."):
                 yield from ((f"{path}.{name}", block) for name, block in part.named_children())
 

@@ -301,9 +301,9 @@ class Entries(NamedTuple):
     # `sums` holds zeros, (B, N, heads, entries), to which `sum_by_entry` applies `scatter_add`, which returns a new
     # tensor. So `index` and `sums` are only read, and can be expanded views, which take little memory.
     sums: Tensor
-    # From the joined tables of all terms `table` cuts this term's entries, ([heads,] entries, head_dim), and `factor`
-    # the transposed entries of each head, (heads, head_dim, entries). `by_token` views products with `factor`, (heads,
-    # B N, entries), as (B, N, heads, entries). All three are None for a bias.
+    # `table` and `factor` cut this term's entries from the joined tables of all terms: ([heads,] entries, head_dim), or
+    # transposed for each head, (heads, head_dim, entries). `by_token` views products with `factor`, (heads, B N,
+    # entries), as (B, N, heads, entries). All three are None for a bias.
     table: View | None = None
     factor: View | None = None
     by_token: View | None = None

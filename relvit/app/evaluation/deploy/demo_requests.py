@@ -105,8 +105,8 @@ class OwnPageOnly:
         try:
             inside = isinstance(path, str) and Path(path).resolve().is_relative_to(self.uploads.resolve())
             return inside and Path(path).is_absolute()
-        # A path with a zero byte, or of symbolic links that form a loop, for which Python raises these errors, is not
-        # an upload.
+        # Python raises these errors for a path with a zero byte, or with links that form a loop: such a path is not an
+        # upload.
         except (ValueError, OSError, RuntimeError):
             return False
 
