@@ -133,8 +133,8 @@ class GridAttention(Mixer):
     """
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    # `position` and `prefix_bias` have no default values here: a default value is a class attribute, which Python finds
-    # before it looks for the module of the same name in `_modules`.
+    # Give `position` and `prefix_bias` no default values here: Python would find a default value, a class attribute,
+    # before the module of the same name in `_modules`.
     position: nn.Module | None
     prefix_bias: nn.Module | None
     backend: str

@@ -139,7 +139,7 @@ def check_images(images: Tensor, projection: nn.Module) -> None:
     number = getattr(base_layer(projection), "in_channels", None)
     in_chans = "in_chans" if number is None else number
     if not isinstance(images, Tensor):
-        # timm's tracer keeps this layer whole; other tracers of torch.fx call its `forward` with a `Proxy`.
+        # Only other tracers than timm's call this layer with a `Proxy`, so advise to use timm's tracer.
         traced = isinstance(images, torch.fx.Proxy)
         hint = ": to trace a model by torch.fx, use timm.models.create_feature_extractor" if traced else ""
         raise TypeError(f"images must be a tensor (B, {in_chans}, height, width), got {type(images).__name__}{hint}")

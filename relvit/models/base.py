@@ -295,7 +295,7 @@ class GridVisionTransformer(NoTorchScript, TablesWithoutDecay, FillConstants, Gr
         for block in self.blocks:
             block.mlp_chunk = check_chunk(mlp_chunk, block.mlp)
         if patch_drop_rate > 0:
-            # timm's `PatchDropout` does not return the indices of the kept patches, which the grid needs.
+            # The grid needs the indices of the kept patches, which timm's `PatchDropout` does not return.
             self.patch_drop: nn.Module = PatchDropoutWithIndices(
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )

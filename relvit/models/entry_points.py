@@ -16,7 +16,7 @@ from relvit.models.depth import lack
 from relvit.utils.messages import did_you_mean, full_name
 from relvit.utils.ranges import Range, check_in_ranges
 
-# relvit's models set these arguments of timm's class themselves.
+# Users must not give these arguments of timm's class, because relvit's models set them.
 FIXED = {"dynamic_img_size", "block_fn", "attn_layer"}
 # `check_arguments` checks these numbers, because timm's class does not check them, and would fail later with less clear
 # errors.

@@ -100,5 +100,5 @@ def integer(name: str, given: int, least: int) -> int:
         raise TypeError(f"{name} must be an integer, got {given!r}")
     if given < least:
         raise ValueError(f"{name} must be at least {least}, got {given}")
-    # `int` would turn a symbolic integer of a graph into a constant.
+    # Do not call `int` on a symbolic integer of a graph, which would become a constant.
     return given if isinstance(given, int) else int(given)

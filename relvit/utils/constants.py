@@ -67,7 +67,7 @@ class KeepConstants(FillConstants, nn.Module):
                 continue
             after = self._buffers[name]
             if constant.is_meta and not after.is_meta:
-                # `Module.to_empty` has given the buffers memory without numbers, which no state dict would fill.
+                # `Module.to_empty` has left the buffers without numbers, and no state dict contains them: compute them.
                 self.init_non_persistent_buffers()
                 break
             precision = torch.promote_types(after.dtype, torch.float32)

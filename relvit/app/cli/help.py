@@ -25,7 +25,7 @@ WIDTH, INDENT = 100, 34
 
 DATA = ("root", "img_size", "batch_size", "num_workers", "data", "data.on_error")
 DEVICES = ("devices", "accelerator", "precision")
-# `fit` has hundreds of options; its help shows the options that matter, by groups.
+# Of the hundreds of options of `fit`, its help shows only these, by groups; `--help-all` shows all options.
 FIT: dict[str, tuple[str, ...]] = {
     "data": (*DATA, "data.augment", "data.cache"),
     "model": (

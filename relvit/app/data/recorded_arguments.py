@@ -43,9 +43,9 @@ class RecordedArguments(LightningDataModule):
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
         For a user's class these are the given arguments and the defaults of its constructor. If the module has an
-        attribute with the name of an argument, the attribute's value replaces None, and it replaces a text or number by
-        a value of the same type, such as a relative path by an absolute path. An argument whose value is not of the
-        types above, such as a dataset, is left out.
+        attribute with the name of an argument, the attribute's value replaces an argument that is None, or a text or
+        number if both have the same type: an absolute path can thus replace a relative path. An argument whose value is
+        not of the types above, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:
@@ -153,7 +153,8 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # `torch.load(weights_only=True)`, by which `relvit.load` reads checkpoints, refuses NumPy's numbers and texts.
+    # Convert NumPy's numbers and texts, which `torch.load(weights_only=True)` refuses when `relvit.load` reads a
+    # checkpoint.
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, tuple | list):

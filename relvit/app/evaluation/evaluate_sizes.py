@@ -108,7 +108,8 @@ def evaluate_sizes(
     paths = [ckpt_path] if isinstance(ckpt_path, str | os.PathLike) else list(ckpt_path)
     check_each_once("checkpoint", paths)
     check_each_once("size", [parse_size(size, "sizes") for size in sizes])
-    # `set_reach` and protocol 'field' compare each size with the size of the training, which the checkpoint records.
+    # The size of the training must stay as recorded, because `set_reach` and protocol 'field' compare each size with
+    # it.
     if wrong := [name for name in data_args or {} if name in OF_THE_TRAINING]:
         raise ValueError(f"{wrong[0]} of the data is that of the training: leave it out, and give the sizes by `sizes`")
     data_type = named_data_module(data)
@@ -126,8 +127,8 @@ def evaluate_sizes(
     todo = _possible(checkpoints, pairs, sizes, squares)
     device = Fabric(accelerator=accelerator, devices=1).device
     rows = []
-    # `of_first` says for each size whether the first checkpoint classifies each image right. The other checkpoints are
-    # compared with the first.
+    # `of_first` says for each size whether the first checkpoint classifies each image right. The results of other
+    # checkpoints are compared with it.
     of_first: dict[Size, np.ndarray] = {}
     for checkpoint, (classifier, images), possible in zip(checkpoints, pairs, todo, strict=True):
         classifier.to(device)

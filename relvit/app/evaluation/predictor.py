@@ -131,8 +131,8 @@ class Predictor:
     @property
     def num_features(self) -> int:
         """The length of the feature vectors."""
-        # timm's `num_features` is the length before the pooling, and some models have a pooling or a layer before the
-        # last layer that changes the length. Models that are not of timm may lack `head_hidden_size`.
+        # In some models of timm the pooling, or a layer before the last one, changes the length `num_features`, so
+        # prefer `head_hidden_size`, which models that are not of timm may lack.
         return getattr(self.model, "head_hidden_size", self.model.num_features)
 
     @property

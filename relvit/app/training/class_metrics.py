@@ -136,7 +136,8 @@ class MultiLabelScores(Metric):
     full_state_update: bool | None = False
 
     def __init__(self, thresholds: Sequence[float] | None = None) -> None:
-        # torchmetrics' option `compute_on_cpu` fails with NCCL, which gathers only tensors on GPUs.
+        # NCCL gathers only tensors on GPUs, so torchmetrics' option `compute_on_cpu` fails: `_gather` moves tensors
+        # instead.
         super().__init__(dist_sync_fn=self._gather)
         self.thresholds: Sequence[float] | None = thresholds
         self.classes: MultiLabelMetrics | None = None

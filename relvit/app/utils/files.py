@@ -277,8 +277,8 @@ def absolute(path: str) -> str:
     after a link to a folder, `..` is the parent of the folder that the link leads to. If there is no such folder, `..`
     stays, and opening the path fails.
     """
-    # `abspath` would make the `//` of an address a single slash, and the code that hides passwords in addresses would
-    # no longer recognise the address.
+    # Return addresses unchanged: `abspath` would make `//` a single slash, and the code that hides passwords in
+    # addresses would no longer recognise the address.
     if is_address(path):
         return path
     # If a path has no `..`, `abspath` only puts the current folder before a relative path, and removes `.` and surplus

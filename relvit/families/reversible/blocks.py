@@ -217,7 +217,8 @@ class ReversibleBlock(torch.autograd.Function):
             grad2 = grad2 + added
         found = list(map(_sum, of_mixer, of_mlp))
         if wanted and all(grad is None for grad in found):
-            # `fully_shard` gives a module other parameters while it computes, and their gradients would be lost here.
+            # Refuse `fully_shard`: it gives a module other parameters during computation, whose gradients would be lost
+            # here.
             raise RuntimeError(
                 "a reversible block was recomputed without its own parameters, so these would get no gradients: use "
                 "DistributedDataParallel instead of fully_shard, or a model with reversible=False"

@@ -153,7 +153,7 @@ def restore(model: nn.Module) -> nn.Module:
         values.append((module, then.values))
     put_classifier_last(model)
     if hasattr(model, "_model_args"):
-        # timm may have recorded changes since the retrofit, such as a change by `reset_classifier`.
+        # Keep changes that timm has recorded since the retrofit, such as a change by `reset_classifier`.
         model._model_args = {**model._model_args, **arguments}
     delattr(model, RECORD)
     delattr(model, WINDOWS)

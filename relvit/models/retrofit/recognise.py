@@ -10,8 +10,8 @@ from packaging.specifiers import SpecifierSet
 from relvit.models.retrofit.source import Retrofitted
 from relvit.utils.messages import full_name
 
-# `SOURCES` maps each class of a model to a file in `sources/` and the class in this file that the model becomes.
-# Classes are given by name, because their library may not be installed.
+# `SOURCES` maps the class of an original model to a file in `sources/` and to the file's class for the retrofitted
+# model. Classes are given by name, because their library may not be installed.
 SOURCES = {
     "timm.models.vision_transformer.VisionTransformer": "timm_vit:RetrofittedVisionTransformer",
     "timm.models.deit.VisionTransformerDistilled": "timm_vit:RetrofittedVisionTransformerDistilled",

@@ -87,7 +87,7 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
             raise ValueError(f"{refused}, which has no patch_embed, so the size of its training is not known: {cure}")
         if own := getattr(model, "own_recurrence", None):
             raise ValueError(f"{refused}, which computes in parts already: leave it out ({own.undo} ends that)")
-        # timm's `grid_size` leaves out the patches at the edges that `dynamic_img_pad` fills up.
+        # With `dynamic_img_pad` compute the grid: timm's `grid_size` leaves out the padded patches at the edges.
         grid = embed.dynamic_feat_size(embed.img_size) if embed.dynamic_img_pad else embed.grid_size
         if trained_size is not None:
             grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))

@@ -164,7 +164,7 @@ def one_hot(grid: Grid, axes: Axes, dtype: torch.dtype, device: torch.device) ->
         # A token beyond the outermost row or column counts as a token of this row or column, so move it there.
         y = torch.minimum(torch.maximum(y, rows[:1]), rows[-1:])
         x = torch.minimum(torch.maximum(x, cols[:1]), cols[-1:])
-    # `F.one_hot` would break export with symbolic sizes.
+    # Compare instead of calling `F.one_hot`, which would break export with symbolic sizes.
     hot = padded_cat([equal.to(dtype) for equal in (y == rows, x == cols)], -1)
     return F.pad(hot, (0, 0, grid.prefix, 0))[:, None]
 

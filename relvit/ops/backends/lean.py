@@ -127,8 +127,8 @@ def _axes(inputs: AttentionInputs) -> axis_logits.Axes:
 def _kernel(inputs: AttentionInputs) -> Kernel | None:
     query, (batch, heads, tokens, width) = inputs.query, inputs.query.shape
     if type(query) is not Tensor:
-        # `stock_kernel` reads only the device of fake tensors, and PyTorch 2.8 cannot make new fake tensors for a GPU
-        # that is not there.
+        # Make no new tensors: `stock_kernel` reads only the device of fake tensors, and PyTorch 2.8 cannot make fake
+        # tensors for an absent GPU.
         return stock_kernel(query, query, query)
     width += sum(axis.size for axis in _axes(inputs))
     operands = query.new_empty(3, batch, tokens, heads, width, requires_grad=True)

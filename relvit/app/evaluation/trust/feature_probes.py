@@ -97,7 +97,7 @@ def probe_models(
         raise ValueError("probes need one label for each image: give data without label_separator")
     rows: list[dict[str, Any]] = []
     # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
-    # features classifies each test image right. The other models are compared with the first.
+    # features classifies each test image right. The results of other models are compared with it.
     of_first: dict[tuple[float, str], np.ndarray] = {}
     for model in models:
         with torch.random.fork_rng(devices=[]):

@@ -259,8 +259,8 @@ class Pretrained:
                 f"{self.name} has input_size {list(size)}; allowed are three positive integers: channels, height and "
                 "width"
             )
-        # timm writes the size of the images to `input_size` only for models of one size, and a retrofitted model takes
-        # every size. The argument `img_size` is the size of the absolute embedding for all models.
+        # Prefer the argument `img_size`, the size of the absolute embedding: timm writes the size of the images to
+        # `input_size` only for models of one size, and a retrofitted model takes every size.
         if size and self._config and (built := self._config[2].get("img_size")):
             size = (size[0], *parse_size(built))
         return Weights(

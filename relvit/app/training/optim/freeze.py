@@ -38,8 +38,8 @@ class Backbone:
         for head in self.heads:
             head.train()
         if len(self.heads) > 1:
-            # timm's models with a distillation token return the logits of both heads only in training mode. In
-            # evaluation mode the models return the mean, and both heads would learn from labels and teacher.
+            # Only in training mode do timm's models with a distillation token return the logits of both heads. In
+            # evaluation mode they return the mean, so both heads would learn from labels and from the teacher.
             self.net.training = True
         for parameter in self.parameters:
             parameter.requires_grad_(not (frozen and without_gradients))

@@ -70,7 +70,7 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
 
     @classmethod
     def dropout(cls, attn: nn.Module) -> float:
-        # `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention` do not use their attribute `dropout`: they have no
+        # Ignore the attribute `dropout` of `SamVisionSdpaAttention` and `SamHQVisionSdpaAttention`, which have no
         # dropout.
         return attn.dropout if cls.attention_classes[type(attn)].forms_weights else 0.0
 

@@ -99,7 +99,7 @@ class Variant(NamedTuple):
 
     dims: tuple[int, int, int]  # widths of queries, of values and of the vectors that the key table is multiplied by
     entries: tuple[int, int]  # numbers of entries of the key table or bias, and of the value table; 0 where absent
-    position: str  # factor of the key table: 'query', 'own' (`Operands.position`), or '' if there is no table
+    position: str  # what is multiplied by the key table: 'query', 'own' (`Operands.position`); '' without table
     bias: bool
     # If this is True, forward also stores `entries`, the attention weights summed by entry of the value table, which
     # backward needs.
