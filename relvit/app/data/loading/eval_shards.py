@@ -20,7 +20,7 @@ def rank_of(index: int, processes: int) -> int:
 def images_without_copies(loader: Any) -> int | None:
     """Return the number of images of this process before the copies that `DistributedSampler` appends to its shard.
 
-    Lightning gives this sampler to a user's own loader. None: the loader has no such sampler.
+    Lightning gives this sampler to a user's own loader. Return None if the loader has no such sampler.
     """
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     found = next((each for each in samplers if isinstance(each, DistributedSampler)), None)

@@ -145,7 +145,7 @@ def check_sizes(
 
     Raises:
         ValueError: `train_sizes` is empty, has a size twice, or has something other than positive integers; or the
-            schedule is unknown, or is not 'random' without sizes.
+            schedule is unknown, or is given without `train_sizes` and is not 'random'.
     """
     check_choice("size_schedule", schedule, get_args(SizeSchedule))
     if train_sizes is None:
