@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightning import Trainer
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 
@@ -24,17 +25,6 @@ def validation_due(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(None)
 
 
-def restore_loaders(trainer: Trainer, states: list[Any]) -> None:
-    """Load the states of a checkpoint into the training loaders that have a `state_dict`, and iterate over them anew.
-
-    Lightning itself loads the states only into loaders that are set up when its loops begin, but a schedule needs the
-    number of batches, and so the loaders, earlier than that.
-    """
-    loop = trainer.fit_loop
-    loop._combined_loader._load_state_dicts(states)
-    iter(loop._data_fetcher)
-
-
 class _RecordingFetcher(_PrefetchDataFetcher):
     """Lightning's fetcher of batches, which also keeps the states of loaders before each of the last batches.
 
@@ -43,35 +33,68 @@ class _RecordingFetcher(_PrefetchDataFetcher):
     resume.
     """
 
-    def record(self, kept: int) -> None:
-        """Begin to record, and keep the states of this number of batches."""
-        self.states, self.kept = {}, kept
+    def record(self, trainer: Trainer) -> None:
+        """Begin to record, and keep the states of the batches of an optimiser step."""
+        self.trainer, self.states, self.kept = trainer, {}, trainer.accumulate_grad_batches + 2
+
+    def restore(self, states: list[Any], epoch: int, batch: int) -> None:
+        """Iterate over the loaders anew, from their states after this batch of this epoch, if they have states."""
+        set_epoch(self.trainer, epoch)
+        self.combined_loader._load_state_dicts(deepcopy(states))
+        super().__iter__()
+        # A loader of litdata that is asked for its state now, before its first batch, forgets the state it has loaded.
+        self.states[batch] = states
 
     def reset(self) -> None:
         super().reset()
         self.states = {}
 
     def __iter__(self) -> Any:
+        stateful = any(self.states.values())
+        if stateful and self.done and self.length and self.length == sized_len(self.trainer.train_dataloader):
+            # Lightning does not ask a loader with a length for the end of its data, which some loaders have to reach
+            # before they begin another epoch, such as litdata's after a resume.
+            next(self.iterator, None)
         states = self.combined_loader._state_dicts()
+        set_epoch(self.trainer, self.trainer.current_epoch)
         super().__iter__()
         self.states[0] = deepcopy(states)
         return self
 
     def __next__(self) -> Any:
-        if states := self.combined_loader._state_dicts():
+        if self.fetched not in self.states and (states := self.combined_loader._state_dicts()):
             # Copy the states, because a loader may change the dictionary that it has returned.
             self.states[self.fetched] = deepcopy(states)
             self.states.pop(self.fetched - self.kept, None)
         return super().__next__()
 
 
-def record_loaders(trainer: Trainer) -> None:
-    """Let the training loop, which has been set up, keep the states that `loader_states` returns."""
+def record_loaders(trainer: Trainer, states: list[Any], epoch: int, batch: int) -> None:
+    """Let the training loop, which has been set up, keep the states that `loader_states` returns.
+
+    If loaders have `states` in a checkpoint, or `set_epoch`, let them begin anew after this batch of this epoch.
+    Lightning itself does so only for loaders that are set up when its loops begin, but a schedule needs the number of
+    batches, and so the loaders, earlier than that.
+    """
     fetcher = trainer.fit_loop._data_fetcher
-    if type(fetcher) is _PrefetchDataFetcher:
-        # A new fetcher would need a new iterator, and the loaders would lose the batch that is already loaded.
-        fetcher.__class__ = _RecordingFetcher
-        fetcher.record(trainer.accumulate_grad_batches + 2)
+    if type(fetcher) is not _PrefetchDataFetcher:
+        return
+    # A new fetcher would need a new iterator, and the loaders would lose the batch that is already loaded.
+    fetcher.__class__ = _RecordingFetcher
+    fetcher.record(trainer)
+    if states or (epoch and set_epoch(trainer, epoch)):
+        fetcher.restore(states, epoch, batch)
+
+
+def set_epoch(trainer: Trainer, epoch: int) -> bool:
+    """Tell the epoch to a training dataset that shuffles by it, as a Hugging Face stream does; return if there is one.
+
+    Lightning tells the epoch only to samplers.
+    """
+    tell = getattr(getattr(trainer.train_dataloader, "dataset", None), "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+    return callable(tell)
 
 
 def loader_states(trainer: Trainer, batch: int) -> list[Any] | None:

@@ -78,6 +78,88 @@ class WithoutLength(Noise):
         return Unsized()
 
 
+class Shuffled(IterableDataset):
+    """Images in an order that depends on the epoch, as in a shuffled stream of Hugging Face datasets."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        data = Noise()
+        order = torch.randperm(23, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return ((data.images[index], data.labels[index]) for index in order)
+
+
+class ByEpoch(Unsized):
+    """A loader of `Shuffled` whose state, as of a Hugging Face stream, has an effect in its own epoch alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.dataset, self.loaded = Shuffled(), {}
+
+    def __iter__(self):
+        self.done = self.loaded.get("done", 0) if self.loaded.get("epoch") == self.dataset.epoch else 0
+        for batch in itertools.islice(DataLoader(self.dataset, batch_size=4), self.done, None):
+            self.done += 1
+            yield batch
+
+    def state_dict(self):
+        return {"done": self.done, "epoch": self.dataset.epoch}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+class Counting(Stateful):
+    """A loader that counts its epochs as litdata's `StreamingDataLoader` does: it has to reach the end of its data.
+
+    If it is asked for its state between `load_state_dict` and its first batch, it forgets the order of the epoch.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.epoch, self.order, self.loaded, self.restore = 0, 1, None, False
+
+    def __iter__(self):
+        if not self.restore:
+            self.done, self.loaded = 0, None
+            self.epoch += 1
+        self.order = self.epoch if self.loaded is None else self.loaded["order"]
+        dataset = Shuffled()
+        dataset.set_epoch(self.order)
+        for batch in itertools.islice(DataLoader(dataset, batch_size=4), self.done, None):
+            self.done += 1
+            yield batch
+        self.restore = False
+
+    def state_dict(self):
+        state = {"done": self.done, "epoch": self.epoch, "order": self.order}
+        if self.loaded is not None:
+            self.loaded.update(state)
+        return state
+
+    def load_state_dict(self, state):
+        self.done, self.epoch, self.loaded, self.restore = state["done"], state["epoch"], state, 0 < state["done"] < 6
+
+
+class ShuffledStream(Noise):
+    def train_dataloader(self):
+        return DataLoader(Shuffled(), batch_size=4)
+
+
+class StreamByEpoch(Noise):
+    def train_dataloader(self):
+        return ByEpoch()
+
+
+class CountedEpochs(Noise):
+    def train_dataloader(self):
+        return Counting()
+
+
 def classifier():
     return build(warmup_epochs=0, ema_decay=0.5)
 
@@ -165,7 +247,18 @@ def test_a_loader_with_a_state_goes_on_after_the_last_batch(tmp_path):
         assert_close(resumed.state_dict(), whole.state_dict())
 
 
-@pytest.mark.parametrize("data", [WithState, WithoutLength])
+def test_a_stream_that_shuffles_by_epoch_has_another_order_in_each(tmp_path):
+    whole, first = classifier(), []
+    record_steps(whole, lambda batch, index: first.append(batch[1].tolist()) if index == 0 else None)
+    train(whole, ShuffledStream(), max_steps=18, callbacks=save(tmp_path))
+    assert len(first) == 3
+    assert first[0] != first[1] != first[2] != first[0]
+    resumed = classifier()
+    train(resumed, ShuffledStream(), tmp_path / "epoch 6.ckpt", max_steps=18)
+    assert_close(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("data", [WithState, WithoutLength, StreamByEpoch, CountedEpochs])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_loader_with_a_state_loses_no_batch(data, accumulated, tmp_path):
     """Neither the batch that is loaded ahead, nor batches that no optimiser step has used."""
@@ -176,7 +269,7 @@ def test_a_loader_with_a_state_loses_no_batch(data, accumulated, tmp_path):
 
     whole, options = classifier(), {"max_steps": 12 // accumulated, "accumulate_grad_batches": accumulated}
     train(whole, data(), **options, callbacks=[LambdaCallback(on_train_batch_end=on_train_batch_end)])
-    for batch in (1, 3, 6, 8):
+    for batch in (1, 3, 6, 7):
         resumed = classifier()
         train(resumed, data(), tmp_path / f"{batch}.ckpt", **options)
         assert_close(resumed.state_dict(), whole.state_dict())

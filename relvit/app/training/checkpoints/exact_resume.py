@@ -23,7 +23,6 @@ from relvit.app.training.lightning_internals import (
     data_ended,
     loader_states,
     record_loaders,
-    restore_loaders,
     validation_due,
 )
 from relvit.app.training.optim.schedule import batch_size_of, update_rates
@@ -173,9 +172,8 @@ class Progress:
         Further checkpoints get the states that fit the batches that optimiser steps have used.
         """
         states, self._loader_states = self._loader_states, []
-        record_loaders(trainer)
-        if states:
-            restore_loaders(trainer, states)
+        epoch, batch = (0, 0) if self._resumed is None else self._resumed[:2]
+        record_loaders(trainer, states, epoch, batch)
 
     def resume(self, module: LightningModule) -> None:
         """Let a trainer, whose loops are about to run, continue at the point of the checkpoint that `load` has read."""
