@@ -38,7 +38,8 @@ class DatasetData(ImageData):
         test: The dataset to test on.
         predict: The dataset to predict, of images, or of pairs of an image and its name; None: test, or val if there is
             no test. Images without names are called 'test/00000' and so on.
-        class_names: Name of each class; the label of a class is its index in this list. None takes `train.classes`.
+        class_names: Name of each class; the label of a class is its index in this list. None takes `train.classes`, if
+            train has no `target_transform`.
         in_chans: Channels of the images for the model: 3, or 1 for grey.
         multi_label: Whether images have any number of labels.
         val_fraction: Share of train that is held out if there is no val, in (0, 1): a share of each class if the
@@ -48,8 +49,8 @@ class DatasetData(ImageData):
 
     Raises:
         ValueError: An argument is out of its range, there are no class names, or a dataset is empty or has another
-            number of `targets` than of items; or, when an image is loaded, its label is not a class or the image cannot
-            be converted.
+            number of `targets` than of items, or `targets` that are not classes; or, when an image is loaded, its label
+            is not a class or not the one in `targets`, or the image cannot be converted.
         TypeError: An argument is unknown, or a dataset is an `IterableDataset` or has no length; or an item of a
             dataset is not a pair of image and label, which shows when it is loaded.
     """
@@ -80,6 +81,11 @@ class DatasetData(ImageData):
                 )
         if in_chans not in (1, 3):
             raise ValueError(f"in_chans is {in_chans}; images are given to the model with 3 channels, or 1 (grey)")
+        if class_names is None and getattr(train, "target_transform", None) is not None:
+            raise ValueError(
+                f"{type(train).__name__} has a target_transform, which changes the classes: give class_names, the name "
+                "of each class after it"
+            )
         if class_names is None and (class_names := getattr(train, "classes", None)) is None:
             raise ValueError("no class_names; give the name of each class, such as ['cat', 'dog'], label 0 first")
         self.train: Dataset[Any] | None = train
@@ -198,12 +204,22 @@ class LabelledImages(SourceImages):
         self.multi_label = multi_label
         if (targets := targets_of(source)) is not None:
             self.targets: list[int | np.ndarray] = targets
+            # A class that does not exist would end the listing of the images with an unclear error, so refuse it here.
+            known = np.asarray(targets)
+            for index in np.flatnonzero((known < 0) | (known >= num_classes))[:1] if known.ndim == 1 else ():
+                self._label(int(index), targets[index])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
         item = self.source[index]
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise TypeError(f"{self.place(index)} is {type(item).__name__}; give a pair (image, label)")
-        return self.image(index, item[0]), self._label(index, item[1])
+        label = self._label(index, item[1])
+        if hasattr(self, "targets") and not np.array_equal(label, self.targets[index]):
+            raise ValueError(
+                f"{self.place(index)} has the label {label}, but `targets` says {self.targets[index]}: correct "
+                "`targets`, the labels of the items in order, or leave the attribute out"
+            )
+        return self.image(index, item[0]), label
 
     def _label(self, index: int, given: Any) -> int | np.ndarray:
         label = np.asarray(given)
@@ -243,6 +259,10 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
     targets = getattr(dataset, "targets", None)
     if targets is None:
         return None
+    # Datasets of torchvision apply this function to the labels of items, but not to `targets`.
+    if (transform := getattr(dataset, "target_transform", None)) is not None:
+        listed = targets.tolist() if isinstance(targets, Tensor | np.ndarray) else targets
+        targets = [transform(label) for label in listed]
     try:
         values = torch.as_tensor(targets).numpy() if isinstance(targets, Tensor) else np.asarray(targets)
     except ValueError:

@@ -45,6 +45,14 @@ class Fewer(Pairs):
         return 5
 
 
+class Shifted(Pairs):
+    """A dataset whose `targets` are not the labels of its items."""
+
+    def __init__(self):
+        super().__init__(targets=True)
+        self.targets = np.roll(self.labels, 1)
+
+
 def tensor(pixels):
     return torch.from_numpy(pixels).permute(2, 0, 1) / 255
 
@@ -105,6 +113,35 @@ def test_classes_that_a_dataset_knows_and_balance():
         data_of(Pairs(), balance="loss")
 
 
+class Turned(Pairs):
+    """A dataset whose items have other labels than its `targets`, by a function, as torchvision's datasets."""
+
+    classes = NAMES
+
+    def __init__(self, **options):
+        super().__init__(targets=True, **options)
+        self.target_transform = lambda label: int(label > 0)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, self.target_transform(label)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, list])
+def test_labels_that_a_dataset_transforms_are_known_transformed(kind):
+    data = data_of(Turned(labels=kind(np.arange(20) % 3)), class_names=["ant", "other"], balance="loss")
+    train = data.dataset("train")
+    assert [train[index][1] for index in range(len(train))] == train.targets
+    np.testing.assert_allclose(data.class_weights, len(train) / 2 / np.bincount(train.targets), rtol=1e-6)
+    assert {image.label for image in data.manifest("train")} == {"ant", "other"}
+
+
+def test_a_class_of_several_names():
+    pairs = Pairs()
+    pairs.classes = [("tench", "Tinca tinca"), ("dog",), "owl"]
+    assert DatasetData(pairs).class_names == ["tench, Tinca tinca", "dog", "owl"]
+
+
 def test_several_labels():
     labels = np.eye(3, dtype=np.int64)[np.arange(20) % 3]
     data = data_of(Pairs(labels=labels, targets=True), multi_label=True)
@@ -155,6 +192,15 @@ def test_what_is_predicted():
             lambda: data_of(Pairs(targets=True, labels=[["ant"], []] * 10), multi_label=True).setup("fit"),
             r"`targets` .* as 0 or 1 for each class, got an array of shape \(20,\) and type object",
         ),
+        (
+            lambda: data_of(Shifted(), val=Pairs()).dataset("train")[1],
+            r"item 1 of Shifted has the label 1, but `targets` says 0: correct `targets`",
+        ),
+        (
+            lambda: data_of(Pairs(targets=True), val=Pairs(), class_names=NAMES[:2]).setup("fit"),
+            r"item 2 of Pairs has the label 2; allowed is a whole number from 0 to 1",
+        ),
+        (lambda: DatasetData(Turned()), r"Turned has a target_transform, .*: give class_names"),
         (lambda: data_of(Pairs()).dataset("predict"), r"no dataset to predict"),
         (lambda: data_of(TensorDataset(torch.rand(9, 3, 8, 8))).dataset("train")[0], r"item \d of .* give a pair"),
         (lambda: data_of(Pairs(lambda p: tensor(p) * 5 - 2)).dataset("train")[1], r"item \d of Pairs: .* not normal"),
