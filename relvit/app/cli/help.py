@@ -25,7 +25,7 @@ WIDTH, INDENT = 100, 34
 
 DATA = ("root", "img_size", "batch_size", "num_workers", "data", "data.on_error")
 DEVICES = ("devices", "accelerator", "precision")
-# Of the hundreds of options of `fit`, its help shows only these, by groups; `--help-all` shows all options.
+# The help of `fit` shows only these of its hundreds of options, by groups; `--help-all` shows all options.
 FIT: dict[str, tuple[str, ...]] = {
     "data": (*DATA, "data.augment", "data.cache"),
     "model": (

@@ -296,7 +296,7 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
     if value is None and file is None:
         return f"--{name} needs a value"
     classes = subclasses(hint)
-    # Of relvit's classes, suggest only data modules: users choose no other classes of relvit on the command line.
+    # Suggest only data modules among relvit's classes: users choose no other classes of relvit on the command line.
     others = [other for other, cls in classes.items() if not cls.__module__.startswith("relvit.")]
     names = sorted([cls.__name__ for cls in data_modules()] if name == "data" else others)
     names = [*LOGGERS, *names] if name == "trainer.logger" else names
