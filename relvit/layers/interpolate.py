@@ -77,8 +77,9 @@ def mirror_weights(old: int, new: int, wanted: int, device: torch.device, dtype:
     # This is (new - old) // 2, written without a negative dividend, because some runtimes of exported programs round
     # quotients towards zero.
     before = (new + old) // 2 - old
-    # `place` is twice the distance, in points, from the first edge of the old points to the middle of a new point: an
-    # odd number. `abs` mirrors at the first edge, `minimum` at the last edge; the pattern repeats after 2 `old` points.
+    # Take each point as the centre of a cell of length 2. `place` is the distance from the outer edge of the first old
+    # cell to the centre of a new cell. `abs` mirrors at this edge, `minimum` mirrors at the outer edge of the last old
+    # cell, and the mirrored pattern repeats after twice the length of all old cells, 4 `old`.
     place = (2 * (torch.arange(wanted, device=device) - before) + 1).abs() % (4 * old)
     nearest = torch.minimum(place, 4 * old - place) // 2
     return (nearest[:, None] == torch.arange(old, device=device)).to(dtype)

@@ -22,7 +22,7 @@ from relvit.ops.checks import check_kind, check_model
 from relvit.utils.eagerly import eagerly
 from relvit.utils.messages import an, full_name, listing, part_of
 
-# Errors ask for such a tensor, because images of native shapes, in a dictionary, have no common grid of patches.
+# Errors ask for images of one size, because images of native shapes, in a dictionary, have no common grid of patches.
 ONE_SIZE = "a tensor (B, in_chans, height, width), images of one size"
 
 

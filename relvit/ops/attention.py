@@ -166,8 +166,9 @@ def attend_projected(
         return None
     tables, eager, decision = [table for term in of_tables if term is not None for table in term], is_eager(), None
     if eager:
-        # `key` identifies a cached decision. Of tables the key holds only shapes, because reading an attribute takes as
-        # long as making a view; `lean` casts tables to one dtype, and PyTorch checks devices.
+        # `key` identifies a cached decision. The key holds only the shapes of tables, because reading another attribute
+        # takes as long as making a view. It needs no dtypes and devices of tables: `lean` casts tables to one dtype,
+        # and PyTorch checks devices.
         of_mask = None if attn_mask is None else _SIGN(attn_mask)
         of_prefix = None if prefix_bias is None else prefix_bias.shape
         signs = *map(_SIGN, contents), *map(_SHAPE, tables), *map(type, of_tables)

@@ -104,7 +104,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
         width: a number of columns that no image exceeds.
         prefix: number of tokens without coordinates, which the model puts before the patches.
 
-    Raises: as `make_grid`; coordinates of padding may be anything.
+    Raises: see `make_grid`. Coordinates of padding may be anything.
     """
     height, width, prefix = _checked_sizes(height, width, prefix)
     _check_integers("patch_coord", patch_coord)
@@ -259,7 +259,7 @@ class Remembered(dict[Any, Any]):
         """Return a result, or None; a result that is found while a CUDA graph is captured is never freed."""
         result = self.get(key)
         if result is not None and is_capturing():
-            # Replays read the tensors of this result where they are, so PyTorch must not give their memory to others.
+            # Replays of the graph read these tensors at their present addresses, so their memory must never be freed.
             self._captured[id(result)] = result
         return result
 

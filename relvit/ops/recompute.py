@@ -62,7 +62,8 @@ def recomputed(function: Callable[..., Tensor], *args: object, preserve_rng_stat
     if is_compiling():
         return checkpoint(function, *args, **options)
     # PyTorch's checkpoint saves its tensor arguments as autograd saves any tensor: autograd notices if they are
-    # modified in place, and an outer checkpoint need not keep them. Tensors within tuples lack both, so flatten `args`.
+    # modified in place, and an outer checkpoint need not keep them. Neither holds for tensors within tuples, so flatten
+    # `args`.
     leaves, structure = tree_flatten(args)
     return checkpoint(lambda *leaves: function(*tree_unflatten(leaves, structure)), *leaves, **options)
 

@@ -75,8 +75,9 @@ class Channels(NamedTuple):
 class AxisLogits(NamedTuple):
     """Relative logits that are already computed: for each query a number per row and per column of the key grid.
 
-    Such logits serve positions that no table of offsets describes, such as pooled tokens, whose queries and keys have
-    grids of different steps. `relvit.ops.relative_logits` computes the same numbers from tables.
+    These logits are for layers whose relative positions `AxisTables` cannot express. In MViTv2, for example, queries
+    and keys are pooled with different strides, so their grids differ. `relvit.ops.relative_logits` computes such logits
+    from tables.
 
     Examples:
         >>> logits = AxisLogits(rows=torch.randn(2, 12, 6, 2), cols=torch.randn(2, 12, 6, 3))  # keys on a grid of 2 x 3
@@ -126,10 +127,10 @@ class RelativeTerms(NamedTuple):
             `AxisLogits`.
     """
 
-    # If you add a field, compute or refuse it in: the checks of `inputs.py`, `is_stock`, `attend_projected` (it unpacks
-    # the fields by position), code that reads the first four fields as `[:4]`, `refusal` of `lean` and of `triton`
-    # (they refuse only fields that they name), the other backends, the reference, `LETTERS` in `layers/attention.py`,
-    # and the oracle `tests/support/oracles/relative_attention.py`.
+    # If you add a field, change all code that has to know the fields: the checks of `inputs.py`, `is_stock`,
+    # `attend_projected` (which unpacks the fields by position), code that reads the first four fields as `[:4]`,
+    # `LETTERS` in `layers/attention.py`, the reference, the oracle `tests/support/oracles/relative_attention.py`, and
+    # all backends. `refusal` of `lean` and of `triton` refuses only fields that it names.
     query: AxisTables | JointTable | None = None
     key: AxisTables | JointTable | None = None
     value: AxisTables | JointTable | None = None

@@ -92,7 +92,7 @@ def from_windows(windows: Tensor, grid: Grid, size: int | Sequence[int], shift: 
     Returns:
         (B, H W, C) tokens in raster order.
 
-    Raises: as `to_windows`.
+    Raises: see `to_windows`.
     """
     division = _divide(grid, size, shift)
     check_kind("windows", windows, Tensor, "a tensor")

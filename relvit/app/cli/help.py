@@ -79,7 +79,7 @@ METAVARS: dict[str, str] = {
     "X": "VALUE",
 }
 # `USAGE` has further lines of usage for some commands. `usage` derives the first line from the signature of the
-# command's function, except for `fit`, whose only lines are these.
+# command's function, except for `fit`, whose lines are all in `USAGE`.
 USAGE: dict[str, list[str]] = {
     "fit": ["relvit fit --root DIR [options]", "relvit fit --config FILE [options]"],
     "predict": ["relvit predict FILE.onnx PATH ... [options]"],

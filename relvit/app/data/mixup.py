@@ -14,11 +14,11 @@ from relvit.utils.ranges import Range
 class BatchMix(nn.Module):
     """Mix each image of a batch with another one, and the labels in the same proportion.
 
-    ``(images, labels) -> (images, targets)``, in the same order; the given tensors do not change. Images are float (B,
-    C, H, W), before and after mixing. Labels int64 (B,) become targets float32 (B, num_classes), whose rows sum to one.
-    Labels of multi-label images are bool (B, num_classes), and the rows of their targets can have any sum. Each image
-    x_i is mixed with a random other image x_j of the batch. The proportion lam is drawn once for the whole batch, from
-    Beta(alpha, alpha) with the alpha of mixup or of CutMix:
+    A call with images and labels returns mixed images and targets, in the same order, and does not change the given
+    tensors. Images are float (B, C, H, W), before and after mixing. Labels int64 (B,) become targets float32 (B,
+    num_classes), whose rows sum to one. Labels of multi-label images are bool (B, num_classes), and the rows of their
+    targets can have any sum. Each image x_i is mixed with a random other image x_j of the batch. The proportion lam is
+    drawn once for the whole batch, from Beta(alpha, alpha) with the alpha of mixup or of CutMix:
 
     - mixup (Zhang et al. 2017, arXiv 1710.09412): ``lam x_i + (1 - lam) x_j``
     - CutMix (Yun et al. 2019, arXiv 1905.04899): a rectangle of x_i is replaced by the same rectangle of x_j. Its area

@@ -10,10 +10,10 @@ def stratified_split(
 ) -> tuple[list[int], list[int]]:
     """Split images into a larger and a smaller part, each class in the same proportion; return their indices.
 
-    Of each class ``round(n * fraction)`` images go to the smaller part, at least one and at most n - 1; the image of a
-    class with a single image stays in the larger part. A hash of the seed and the name decides to which part an image
-    goes. So the split does not depend on random state, machine or location, and adding an image moves few images to the
-    other part.
+    Of the n images of a class, ``round(n * fraction)`` go to the smaller part, but at least one and at most n - 1; the
+    only image of a class stays in the larger part. A hash of the seed and the name decides to which part an image goes.
+    So the split does not depend on random state, machine or location, and adding an image moves few images to the other
+    part.
 
     Args:
         names: Name of each image, without the location of the data.

@@ -32,8 +32,9 @@ class PredictionTable(BasePredictionWriter):
     The columns are path, then class and probability of the most probable class, then class2, probability2 and so on, up
     to the fifth most probable class. Paths are relative if they are below the current folder, otherwise absolute.
 
-    For a multi-label classifier the columns are path, label and probability: all classes that reach their thresholds,
-    the most probable first, joined by ';', and their probabilities. `ImageListData` reads such a table as a list.
+    For a multi-label classifier the columns are path, label and probability. A cell of the column label has all classes
+    that reach their thresholds, joined by ';', the most probable first; the next cell has their probabilities, in the
+    same order. `ImageListData` reads such a table as a list.
 
     On several devices each process writes its rows into a separate file beside the table, and the main process merges
     these files at the end, so all machines have to see the folder. The table appears complete or not at all.

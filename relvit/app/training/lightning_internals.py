@@ -52,8 +52,8 @@ class _RecordingFetcher(_PrefetchDataFetcher):
     def __iter__(self) -> Any:
         stateful = any(self.states.values())
         if stateful and self.done and self.length and self.length == sized_len(self.trainer.train_dataloader):
-            # Lightning does not ask a loader with a length for the end of its data, which some loaders have to reach
-            # before they begin another epoch, such as litdata's after a resume.
+            # Some loaders, such as litdata's after a resume, have to reach the end of their data before they begin
+            # another epoch. Lightning stops at the last batch if a loader has a length, so ask for one more batch.
             next(self.iterator, None)
         states = self.combined_loader._state_dicts()
         set_epoch(self.trainer, self.trainer.current_epoch)

@@ -150,7 +150,7 @@ def checkpoint_filter_fn(
 ) -> dict[str, Tensor]:
     """Turn a checkpoint of a Vision Transformer, attention-free or not, into the state dict of `model`.
 
-    Tensors outside of mixers are converted as in `relvit.models.checkpoint_filter_fn`. For tensors of mixers:
+    Tensors outside of mixers are converted as in `relvit.models.checkpoint_filter_fn`, tensors of mixers as follows:
 
     - The factors of a bias that was learned on another grid are interpolated (an approximation).
     - From a model with attention, the projections of values and outputs are loaded, as in the paper's fine-tuning of a
@@ -164,7 +164,7 @@ def checkpoint_filter_fn(
         in_part: a dictionary to which this function adds each tensor of which only a part is loaded, with a
             description of the part.
 
-    Returns, raises: see `relvit.models.checkpoint_filter_fn`.
+    For the result and errors see `relvit.models.checkpoint_filter_fn`.
     """
     state_dict = convert.unwrap(state_dict)
     state = convert.checkpoint_filter_fn(state_dict, model, log)

@@ -123,10 +123,10 @@ def aft_local(
 
     Args:
         window: one number or (rows, columns): the bias is kept for tokens that are less than this number of rows, and
-            less than this number of columns, apart. Pairs with a prefix token, which has no place, keep their bias. A
-            window of 0 removes all biases, as in `aft_simple`.
+            less than this number of columns, apart. Prefix tokens have no row and column, so pairs with them keep their
+            bias. A window of 0 removes all biases, as in `aft_simple`.
 
-    Returns, raises: as `aft_full`.
+    For the result and errors see `aft_full`.
     """
     reach = int_pair("window", window, 0)
     check_tokens("query", query, "grid", grid)
@@ -164,7 +164,7 @@ def aft_simple(
             own average.
         backend: 'auto' or 'reference'.
 
-    Returns, raises: as `aft_full`.
+    For the result and errors see `aft_full`.
     """
     check_backend(backend, SIMPLE_BACKENDS)
     _check_contents(query, key, value, grid, backend)
@@ -214,7 +214,7 @@ def aft_conv(
               weights. On other devices and in graphs, where checking is slow or impossible, 'convolution'. With
               `is_causal` 'pairs'.
 
-    Returns, raises: as `aft_full`.
+    For the result and errors see `aft_full`.
     """
     check_backend(backend, CONV_BACKENDS)
     _check_contents(query, key, value, grid, backend)

@@ -37,7 +37,7 @@ def aft_local(
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
-    # Pairs with a prefix token, which has no place, keep their bias, unless the window is 0, which removes all biases.
+    # Prefix tokens have no row and column, so pairs with them keep their bias; but a window of 0 removes all biases.
     near = F.pad(near, (grid.prefix, 0, grid.prefix, 0), value=min(rows, cols) > 0)
     return aft_full(query, key, value, torch.where(near, bias, 0.0), grid, is_causal=is_causal)
 

@@ -42,8 +42,8 @@ def lsh_attention(
 
     and i itself counts only if P_i holds no other token. A token that several rounds put into P_i counts once. If each
     P_i holds all tokens, the result is full attention in which tokens do not attend to themselves. Source: Kitaev et
-    al. 2020, Reformer (arXiv 2001.04451), section 2 and appendix A; as in the authors' code, keys have unit length, and
-    logits are not divided further.
+    al. 2020, Reformer (arXiv 2001.04451), section 2 and appendix A. As in the authors' code, keys have unit length, so
+    the default `scale` is 1 instead of head_dim^(-1/2).
 
     Examples:
         >>> query_key, value = torch.randn(2, 2, 4, 400, 16).unbind()  # (B, heads, N, width) each

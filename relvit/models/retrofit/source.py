@@ -32,7 +32,7 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
     block_classes: ClassVar[Classes]  # blocks that the retrofit knows; it refuses all others
     container: ClassVar[str] = "blocks"  # name of the module that holds the blocks; Swin has one for each stage
     in_block: ClassVar[str] = "attn"  # path of the attention within a block
-    attention_classes: ClassVar[Exchange]  # classes of the original model's attention
+    attention_classes: ClassVar[Exchange]
     # These patch embeddings return, or can be set to return, their patches as a grid.
     patch_embed_classes: ClassVar[Collection[type[nn.Module]]] = PATCH_EMBEDS
     absolute: ClassVar[tuple[str, ...]] = ("pos_embed",)  # names of the absolute embeddings among the parameters

@@ -20,8 +20,8 @@ NAMES = ("patches", "patch_coord", "patch_valid")
 def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]:
     """Embed the patches of a batch, add prefix tokens and absolute embeddings, and make the grid of the tokens.
 
-    The convolution of the patch embedding takes the patches of each image as one row. Absolute embeddings are resampled
-    to the rows and columns of each image, as if the image were not in a batch.
+    The convolution of the patch embedding gets the patches of an image side by side, as an image of one row of patches.
+    Absolute embeddings are resampled to the rows and columns of each image, as if the image were not in a batch.
 
     Args:
         model: a timm `VisionTransformer` with relvit's `GridForward`.
@@ -51,8 +51,8 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
             f"patches have {patches.shape[2]} values each, the model takes {values}: cut patches of "
             f"{height} x {width} px with {channels} channels"
         )
-    # Call the projection as a module, so that its hooks and adapters such as LoRA's run: each sample's patches are an
-    # image of one row of patches, (B, C, height, N width).
+    # Lay the patches of each image side by side, (B, C, height, N width), and call the projection as a module, so that
+    # its hooks, and adapters such as LoRA's, run.
     row = patches.unflatten(2, (height, width, channels)).permute(0, 4, 2, 1, 3).flatten(3)
     x = model.patch_embed.norm(model.patch_embed.proj(row).flatten(2).transpose(1, 2))
     prefix = model.num_prefix_tokens

@@ -231,8 +231,8 @@ def times_table(weights: Tensor, table: Tensor) -> Tensor:
 def plus_times_table(content: Tensor, weights: Tensor, table: Tensor) -> Tensor:
     """Add `times_table` of float32 or float64 weights to content (B, N, heads, dim), and keep the content's dtype."""
     if table.dim() == 2:
-        # One `addmm` adds up in single precision and rounds once, as stock attention does for values, so no wider copy
-        # of the content is needed.
+        # One `addmm` adds up in single precision and rounds once, as stock attention does for values, so `content` need
+        # not be converted to float32.
         weights, table = weights.to(content.dtype), table.to(content.dtype)
         return torch.addmm(content.flatten(0, 2), weights.flatten(0, 2), table).view(content.shape)
     with without_autocast(content.device):
@@ -250,7 +250,7 @@ def by_head(x: Tensor, heads: int | None = None) -> Tensor:
 
 def by_row(x: Tensor) -> Tensor:
     """Reshape (B, N, heads, dim) to (B N heads, dim): one view where memory allows it."""
-    # On small grids `flatten` would take longer than the product that follows; `as_strided` does not.
+    # Use `as_strided`, because on small grids `flatten` takes longer than the matrix product that reads the result.
     (batch, tokens, heads, dim), (of_batch, of_token, of_head, of_number) = x.shape, x.stride()
     if of_token == heads * of_head and of_batch == tokens * of_token:
         return x.as_strided((batch * tokens * heads, dim), (of_head, of_number))
@@ -298,12 +298,12 @@ class Entries(NamedTuple):
     zeros: Tensor
     # (B, N, heads, S) int64, the entry for each of the S rows and columns; for prefix tokens a zero vector's entry.
     index: Tensor
-    # `sums` holds zeros, (B, N, heads, entries), to which `sum_by_entry` applies `scatter_add`, which returns a new
-    # tensor. So `index` and `sums` are only read, and can be expanded views, which take little memory.
+    # `sums` holds zeros, (B, N, heads, entries). `sum_by_entry` calls `sums.scatter_add`, which returns a new tensor.
+    # So `index` and `sums` are only read, and can be expanded views, which take little memory.
     sums: Tensor
-    # `table` and `factor` cut this term's entries from the joined tables of all terms: ([heads,] entries, head_dim), or
-    # transposed for each head, (heads, head_dim, entries). `by_token` views products with `factor`, (heads, B N,
-    # entries), as (B, N, heads, entries). All three are None for a bias.
+    # `table` and `factor` are views of this term's entries in the joined tables of all terms: `table` has the axes
+    # ([heads,] entries, head_dim), `factor` is transposed for each head, (heads, head_dim, entries). `by_token` is a
+    # view (B, N, heads, entries) of the products with `factor`, (heads, B N, entries). All three are None for a bias.
     table: View | None = None
     factor: View | None = None
     by_token: View | None = None

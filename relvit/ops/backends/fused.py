@@ -15,8 +15,8 @@ No N x N tensor is formed here, except for a joint bias (see `pair_bias`): the f
 `scaled_dot_product_attention` compute the attention and its gradients in O(N (H + W)) extra memory. The augmented
 vectors are not kept for backward, but recomputed.
 
-Prior art for the parts: SAM 3's `concat_rel_pos` (key side), FlashBias (low-rank biases, arXiv 2505.12044), FlashIPA
-(value-side concatenation).
+Earlier work also appends such channels: SAM 3's `concat_rel_pos` for the key term, FlashBias (arXiv 2505.12044) for
+low-rank biases, and FlashIPA for values.
 """
 
 from __future__ import annotations

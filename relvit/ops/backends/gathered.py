@@ -1,8 +1,9 @@
 """Relative attention for joint tables and torch.func: tiles of queries in which every pair looks up its table entries.
 
 Joint tables do not split into rows and columns. So the other fast backends take a joint table only as the bias, and
-only on grids without `coords`; `_choose` in `ops/attention.py` says where 'auto' prefers one of them. Besides,
-`torch.func` can transform only plain operations, such as the operations here, which have derivatives of any order.
+only on grids without `coords`; `_choose` in `ops/attention.py` says where 'auto' prefers one of these backends.
+`torch.func` uses this backend, too, because it can transform only plain operations, which have derivatives of any
+order.
 
 One product with all table rows gives each query's logit for each offset; a pair of tokens then looks up the logit of
 its offset. Each tile forms its logits against all keys, and backward recomputes them, so no N x N tensor is stored

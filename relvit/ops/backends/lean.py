@@ -48,8 +48,8 @@ from relvit.ops.tracing import without_autocast
 SPARE_ROWS = 32
 # With more pairs of tokens than this, counted over all heads and samples, other backends are faster on the CPU.
 MOST_PAIRS = 2**17
-# If the relative logits and the one-hot rows and columns together have more numbers than this, avoiding the second of
-# two copies saves more time than the additional calls cost.
+# If the relative logits and the one-hot rows and columns together have more numbers than this, copying them once
+# instead of twice (see `Plan.apart`) saves more time than the additional calls cost.
 MOST_COPIED = 2**23
 
 
@@ -73,10 +73,10 @@ class Plan(NamedTuple):
     value: Entries | None
     bias: Entries | None
     vectors: tuple[Entries, ...]  # `key` and `value`, if not None: the terms with tables of vectors
-    # `operands` cut augmented queries, keys and values, (B, heads, N, width) each, from blocks of memory, each of which
-    # holds one, two or all three of them.
+    # Augmented queries, keys and values, (B, heads, N, width) each, are views of a block of memory. `operands[n - 1]`
+    # has the n views of a block that holds n of the three tensors.
     operands: tuple[tuple[View, ...], ...]
-    # `mixed` and `marginals` cut stock attention's output into (B N heads, head_dim) and (B, N, heads, S).
+    # `mixed` and `marginals` are views of stock attention's output, (B N heads, head_dim) and (B, N, heads, S).
     mixed: View
     marginals: View
     kernel: Kernel
@@ -170,8 +170,8 @@ def plan_of(inputs: AttentionInputs) -> Plan:
     hot = one_hot(grid, axes, query.dtype, device)[0, 0][:, None]
     both_hot, hot = hot.expand(batch, tokens, 2 * heads, -1), hot.expand(*by_token, -1)
     if device.type == "cpu":
-        # On the CPU, where grids are small, `cat` of contiguous tensors takes half as long as `cat` of expanded views,
-        # so make these contiguous.
+        # On the CPU 'auto' chooses this backend only for small grids. There `cat` of contiguous tensors takes half as
+        # long as `cat` of expanded views, so make this view contiguous.
         both_hot = both_hot.contiguous()
     apart = hot.numel() + both_hot.numel() > MOST_COPIED
     no_logits = query.new_zeros(1).expand(*by_token, hot.shape[-1])

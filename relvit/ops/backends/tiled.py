@@ -9,8 +9,8 @@ So relative terms cost only passes over a tile that fits into the CPU's cache, a
 `fused`. GPUs take this backend where the augmented vectors of `fused` would be too wide.
 
 Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2). With the attention weights
-P and their gradient dP, the gradient of the logits is P (dP - D). D, the sum of P dP over all keys, equals the product
-of the result with its gradient; this also holds here, where dP includes the value term.
+P and their gradient dP, the gradient of the logits is P (dP - D). D, the sum of P dP over all keys, equals the dot
+product of a query's result and its gradient; this also holds here, where dP includes the value term.
 """
 
 from __future__ import annotations

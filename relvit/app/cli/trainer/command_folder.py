@@ -119,8 +119,8 @@ def explained_failures(command: str, trainer: Trainer, folder: Path | None) -> I
 def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     """Count the readable images of each class in the split that was evaluated last.
 
-    Return None if there are no readable images, if labels are not known or images have several labels, or if the
-    evaluation left out readable images (`--trainer.limit_val_batches`), which the counts would then include.
+    Return None if no image is readable, if the labels are not known, or if images have several labels. Also return None
+    if the evaluation had a limit (`--trainer.limit_val_batches`): the counts would include images that it left out.
     """
     # Do not ask for `targets` of several labels, because they take a byte of memory for each class and image.
     if trainer.lightning_module.labels.thresholds is not None:

@@ -58,10 +58,10 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class ImageData(RecordedArguments, ABC):
     """Images with one label each, or several, in the splits train, val, test and predict.
 
-    Items are ``(image, label)``, and in predict ``(image, name)``: image float32 (C, H, W), or a dictionary of patches
-    with `native`; label int, or bool (num_classes,) if :attr:`multi_label` is true; name str. Class names and the
-    number of channels are known at construction, so that a model can be built from them. No image is decoded before its
-    split is first used.
+    An item of a dataset is a pair ``(image, label)``, or, in predict, ``(image, name)``. The image is float32 (C, H,
+    W), or, with `native`, a dictionary of patches. The label is an int, or, if :attr:`multi_label` is true, bool
+    (num_classes,). Class names and the number of channels are known at construction, so that a model can be built from
+    them. No image is decoded before its split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, takes the keyword arguments below as ``**options`` and
     passes them to this class. A simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which already

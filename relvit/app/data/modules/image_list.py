@@ -36,11 +36,11 @@ class Row(NamedTuple):
 class ImageListData(ImageFilesData):
     """Images in lists with the columns `path` and `label`: CSV, TSV (.tsv) or Parquet (with ``relvit[parquet]``).
 
-    Paths are absolute, or relative to root; without root, relative to the folder of the list. Labels are names of
-    classes, or numbers. Without a list for val, a part of train is held out. All other columns are ignored. All rows
-    of a list are checked before its first image is loaded, and errors name the line of a wrong row.
+    A relative path starts from `root`, or, if `root` is None, from the folder of the list. A label is the name or the
+    number of a class, see `class_names`. Further columns are ignored. All rows of a list are checked before its first
+    image is loaded, and errors name the line of a wrong row. Without a list for val, a part of train is held out.
 
-    With `label_separator` images have several labels, or none: multi-label classification.
+    With `label_separator` an image may have several labels, or none (multi-label classification).
 
     Args:
         train: The list to train on.

@@ -30,8 +30,8 @@ class ReaderData(ImageFilesData):
     ``hfds/NAME`` is a dataset of the Hugging Face hub, or a local folder (``hfds//path``) of Parquet files, of images
     or from `save_to_disk`; it needs ``relvit[hfds]``. ``wds/NAME`` are WebDataset shards in root. Any other name is a
     tar archive with class folders, or a folder of such archives. Shards and archives have to be on disk and not
-    compressed, because images are read from them directly. Labels are names of classes or numbers; images whose label
-    is missing, empty or a negative number are left out with a warning.
+    compressed, because images are read from them directly. A label is the name or the number of a class, see
+    `class_names`; images whose label is missing, empty or a negative number are left out with a warning.
 
     Args:
         name: The data, see above.

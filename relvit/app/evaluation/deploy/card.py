@@ -139,7 +139,7 @@ def model_card(
     if curve:
         text += f"\n## Accuracy by image size\n\n{_table(curve)}\n"
     if averaged:
-        # The trainings of an average may have had different options, so there is no recipe of all weights.
+        # An average of checkpoints has no recipe, because their trainings may have had different options.
         return text
     recipe = yaml.safe_dump(_recipe(checkpoint), sort_keys=False)
     introduction = "Options of `relvit fit`; all others but folders and workers had their defaults:"
@@ -202,9 +202,9 @@ def _results(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     path = Path(checkpoint.path)
     summary = path.parent.parent / "summary.json"
-    # best_calibrated.ckpt has the weights of best.ckpt, and a temperature or other thresholds, with which only the
-    # accuracies or average precisions in summary.json are still valid: they depend on the order of the logits alone.
-    # Losses and calibration errors depend on the temperature, F1 on the thresholds.
+    # best_calibrated.ckpt has the weights of best.ckpt, but a temperature or other thresholds. Losses and calibration
+    # errors depend on the temperature, and F1 depends on the thresholds. Only accuracies and average precisions in
+    # summary.json are valid for both checkpoints, because they depend on the order of the logits alone.
     of_order = ("val/acc", "test/acc", "val/map", "test/map")
     kept = {"best.ckpt": ("val/", "test/"), "best_calibrated.ckpt": of_order}.get(path.name)
     if kept is None or not summary.is_file():
@@ -243,8 +243,9 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, Any]:
     # recipe has only the network.
     if not fit:
         return network
-    # The recipe has only the options that all data modules for image files share, and the separator of several labels,
-    # without which a training would have one label per image: other options could show where the images are stored.
+    # The recipe has only the options that all data modules for image files share, because other options could show
+    # where the images are stored. The recipe also has the separator of labels: if a list has several labels per image,
+    # a training needs it.
     defaults = (imported_data_module(data["class_path"]) or ImageFilesData).argument_defaults()
     known = (*ImageFilesData.argument_names(), "label_separator")
     shared = [name for name in defaults if name in known and name not in ELSEWHERE]

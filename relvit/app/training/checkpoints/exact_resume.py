@@ -169,7 +169,8 @@ class Progress:
     def restore_loaders(self, trainer: Trainer) -> None:
         """Let training loaders with a `state_dict`, which have been set up, go on where the checkpoint was.
 
-        Further checkpoints get the states that fit the batches that optimiser steps have used.
+        The training loop then records the states of the loaders, and a later checkpoint stores the states that the
+        loaders had at its last optimiser step.
         """
         states, self._loader_states = self._loader_states, []
         epoch, batch = (0, 0) if self._resumed is None else self._resumed[:2]

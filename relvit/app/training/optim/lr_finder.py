@@ -18,7 +18,7 @@ LOWEST, HIGHEST, STEPS = 1e-7, 1.0, 100
 # The losses are smoothed over neighbouring rates by a Gaussian, whose standard deviation is this number of steps of the
 # test: a third of a decade of rates.
 WIDTH = 5
-# If the smoothed loss falls by less than this number of standard deviations, the fall counts as noise.
+# A fall of the smoothed loss counts as noise if it is at most this number of standard deviations of the smoothed loss.
 CLEAR = 5.0
 
 

@@ -238,8 +238,9 @@ def _started(trainer: Trainer) -> list[Any]:
 def explain_lost_process(error: RuntimeError, trainer: Trainer, hint: str) -> Exception | SystemExit:
     """Replace the error of a broken connection by one about the process that has ended; return other errors unchanged.
 
-    If another process has failed, it has printed the reason, so the present process ends with the same exit status and
-    prints nothing more. `hint`, which says how to resume, is for a process that a signal has ended, or that is unknown.
+    If another process has failed, it has printed the reason, so the main process ends with the same exit status and
+    prints nothing more. If a signal has ended the other process, or if it is not known which process has ended, the new
+    error says how to resume (`hint`).
     """
     if not torch.distributed.is_initialized() or not re.search(LOST, str(error)):
         return error

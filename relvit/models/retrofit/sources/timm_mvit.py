@@ -74,8 +74,9 @@ class PooledOffsets(LayerTables):
     """Position of MViTv2's attention after `relvit.retrofit`.
 
     Queries and keys are pooled with different strides, so their grids differ. Offsets are counted in steps of the finer
-    grid, and a table has a row for each step. Each pair of a query row and a key row looks up a vector, and so does
-    each pair of columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq. 3 and 4.
+    grid, and each table has one vector for each offset. A query and a key look up one vector by the offset between
+    their rows, and one by the offset between their columns. Source: Li et al. 2022 (arXiv 2112.01526), section 4.1, eq.
+    3 and 4.
     """
 
     needs_tokens: ClassVar[bool] = True

@@ -1,10 +1,10 @@
 """The backward kernels in Triton: one over query tiles, one over key tiles, so that no sum needs atomics.
 
 As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) the attention weights P are recomputed from the
-log-sum-exp, and the gradient of the logits is dS = P (dP - D), with dP the gradient of the weights and D the product of
-the result with its gradient. Here dP is the product of the result's gradient with the sum of three vectors: the value,
-and the value table's vectors for the key's row and column. `backward_queries` looks up products with the value table,
-as it looks up logits.
+log-sum-exp, and the gradient of the logits is dS = P (dP - D), with dP the gradient of the weights and D the dot
+product of a query's result and its gradient. Here dP is the dot product of the result's gradient and the sum of three
+vectors: the value, and the value table's vectors for the key's row and column. `backward_queries` looks up products
+with the value table, as it looks up logits.
 
 Sums of dS along the axes of a tile are the gradients of row and column logits. These gradients are summed by table
 entry. The sums times the key table are a part of the queries' gradient; the sums times the queries (computed in

@@ -10,7 +10,7 @@ In a tile of one row of patches each query has a single row logit. The query's r
 the tile, which the softmax needs anyway, and the weights themselves are added to the column marginals. So such a tile
 needs no further sums.
 
-Prefix keys come first, in tiles without terms.
+The tiles of prefix keys come first. They have no relative terms, because prefix tokens have no row and no column.
 """
 
 import triton
@@ -158,7 +158,8 @@ def forward(
 ):  # fmt: skip
     """Compute the attention of blocks of BLOCK_M queries, head by head, and the log-sum-exp of their logits, in base 2.
 
-    `scale` is the scale times log2(e). A query without keys gets zeros and the log-sum-exp +inf. Axes of tensors:
+    `scale` is the scale of attention times log2(e), because the kernel computes powers of 2. A query without keys gets
+    zeros as its result, and +inf as its log-sum-exp, so that backward computes weights of zero. The tensors are:
 
     - query: (B, heads, Nq, DIM), key and value likewise with Nk tokens, all with the last stride 1
     - position: as query; if it is given, the key table is multiplied by position instead of query

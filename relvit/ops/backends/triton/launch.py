@@ -39,8 +39,8 @@ class Blocks(NamedTuple):
     by_row: bool = False
 
 
-# Each key names the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose matrix
-# units read shared memory and leave more registers. The values are the largest tiles that `tools/gpu/kernels.py`
+# Each key names the kernel, whether heads are wider than 64, and whether the GPU is a Hopper (sm_90), whose Tensor
+# Cores read shared memory and leave more registers. The values are the largest tiles that `tools/gpu/kernels.py`
 # compiles without spilled registers, `by_row` where this takes fewer instructions; `tools/gpu/tune.py` finds the
 # fastest tiles for a GPU. `joint/joint_launch.py` has the tiles of kernels with a joint bias.
 BLOCKS = {
@@ -57,8 +57,8 @@ BLOCKS = {
     ("backward_keys", False, True): Blocks(64, 64, 4, 2),
     ("backward_keys", True, True): Blocks(64, 64, 8, 2),
 }
-# All kernels have these tiles in float32, in which they avoid matrix units, which would round to ten bits. Larger tiles
-# would spill registers.
+# In float32 all kernels have these tiles, and do not use Tensor Cores, because Tensor Cores would round inputs to TF32.
+# Larger tiles would spill registers.
 BLOCKS_OF_FLOAT32 = Blocks(16, 32, 4, 1)
 
 
@@ -127,7 +127,7 @@ def constants(
     """
     dims = variant.dims
     blocks = BLOCKS[kernel.__name__, max(dims) > 64, hopper] if dtype != torch.float32 else BLOCKS_OF_FLOAT32
-    # A matrix instruction takes at least 16 keys, so tiles have at least 16, even if the grid has fewer.
+    # In half precision `tl.dot` sums over at least 16 keys, so tiles have at least 16, even if the grid has fewer.
     keys = min(blocks.keys, max(16, triton.next_power_of_2(size[0] * size[1])))
     rows, cols = row_shape(keys, *size) if blocks.by_row else tile_shape(keys, *size)
     named = {}

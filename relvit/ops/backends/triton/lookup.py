@@ -64,10 +64,10 @@ def _find(
 ) -> tuple[Distances, Tensor, Tensor]:
     """Find the table entry of each row and column of keys, and the rows and columns of each entry, as int16 or int32.
 
-    Returns the clip distances that `table_index` returns; the index (1 or B, Nq, H + W), which never decreases from one
-    row or column of the key grid to the next; and the bounds (1 or B, Nq, entries + 1): query i uses entry e for the
-    rows and columns of the key grid numbered from bounds[i, e] to bounds[i, e + 1] - 1, where columns are numbered
-    after all rows.
+    Returns the clip distances that `table_index` returns, an index, and bounds. The index, (1 or B, Nq, H + W), has the
+    table entry that each query uses for each row of the key grid, then for each column. Entries never decrease along
+    the last axis, so each query uses an entry for a range of the axis. The bounds, (1 or B, Nq, entries + 1), are the
+    ends of these ranges: query i uses entry e at the positions bounds[i, e] to bounds[i, e + 1] - 1.
     """
     reach, index = table_index(grid, distances, bucketing, axes, device)
     index = index[:, 0].contiguous()

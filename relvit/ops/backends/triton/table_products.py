@@ -1,11 +1,11 @@
 """Products of queries with the tables by offset, and sums by table entry, for the Triton kernels.
 
 `axis_logits.join_tables` joins a term's two tables, the table for rows above the table for columns. A block of queries
-is multiplied by the entries, `CHUNK` at a time, on matrix units; an index (Nq, H + W) says which of these products each
-row and each column of the key grid has.
+is multiplied by the entries of the joined table, `CHUNK` at a time, on Tensor Cores. An index (Nq, H + W) says which
+entry a query uses for each row and each column of the key grid.
 
-The index never decreases from one row or column of the key grid to the next, so the rows or columns of one entry are a
-range, and the sum over this range is a difference of two running sums. So no sum needs atomics.
+Entries never decrease along the last axis of the index, so each query uses an entry for a range of rows or columns, and
+the sum over this range is a difference of two running sums. So no sum needs atomics.
 """
 
 import triton
@@ -19,7 +19,7 @@ SPAN = tl.constexpr(16)
 
 @triton.jit
 def add_product(total, left, right, PRECISION: tl.constexpr):
-    """Add left right to total; float32 avoids matrix units, which would round to ten bits."""
+    """Add left right to total; in float32 without Tensor Cores, which would round inputs to TF32."""
     if PRECISION == "interpreted":
         # Triton's interpreter would multiply the bits of bfloat16 as integers.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
@@ -114,8 +114,8 @@ def run_up(
 def sums_of_entries(sums, bounds, slots, queries, axes, inside, place, ENTRIES: tl.constexpr):
     """Compute the sums for some entries as differences of running sums: (queries, entries) float32.
 
-    `place` holds the numbers of these entries. `bounds` is (Nq, ENTRIES + 1): query i uses table entry e for the rows
-    and columns of the key grid numbered from bounds[i, e] to bounds[i, e + 1] - 1; columns are numbered after all rows.
+    `place` holds the numbers of these entries. `bounds` is (Nq, ENTRIES + 1): query i uses entry e at the positions
+    bounds[i, e] to bounds[i, e + 1] - 1 of the axis of H rows and W columns.
     """
     keep = inside[:, None] & (place < ENTRIES)[None, :]
     pointers = bounds + queries[:, None] * (ENTRIES + 1) + place[None, :]

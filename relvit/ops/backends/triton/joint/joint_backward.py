@@ -1,8 +1,8 @@
 """The backward kernels in Triton for a joint bias: one over blocks of queries, one over blocks of keys.
 
 As in FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.2) the attention weights P are recomputed from the
-log-sum-exp, and the gradient of the logits is P (dP - D), with dP the gradient of the weights and D the product of the
-result with its gradient. The gradient of the table is computed in `table_gradient`.
+log-sum-exp, and the gradient of the logits is P (dP - D), with dP the gradient of the weights and D the dot product of
+a query's result and its gradient. The gradient of the table is computed in `table_gradient`.
 """
 
 import triton

@@ -32,9 +32,14 @@ def joint_forward(
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of one head, and their log-sum-exp in base 2.
 
-    `scale` is the scale times log2(e). Axes: query (B, heads, Nq, DIM), key and value with Nk tokens, the last stride
-    1; valid (B, Nk) bytes; table (heads, entries) float32; `query_places` and `key_places` are the `queries` and `keys`
-    of `layout`; lse (B, heads, Nq) float32. A query without keys gets zeros and the log-sum-exp +inf.
+    `scale` is the scale of attention times log2(e), because the kernel computes powers of 2. A query without keys gets
+    zeros as its result, and +inf as its log-sum-exp, so that backward computes weights of zero. The tensors are:
+
+    - query: (B, heads, Nq, DIM), key and value likewise with Nk tokens, all with the last stride 1
+    - valid: (B, Nk) bytes
+    - table: (heads, entries) float32
+    - query_places, key_places: the `queries` and `keys` of `layout`
+    - lse: (B, heads, Nq) float32
     """
     batch, head, pair, queries = place_of_block(tl.program_id(0), heads, length, BLOCK_M)
     inside = queries < length

@@ -48,7 +48,7 @@ BLOCKS = {
     ("joint_backward_table", False, True): Blocks(64, 64, 4, 2),
     ("joint_backward_table", True, True): Blocks(64, 64, 8, 2),
 }
-# All kernels have these tiles in float32, in which they avoid matrix units, which would round to ten bits.
+# In float32 all kernels have these tiles, and do not use Tensor Cores, because Tensor Cores would round inputs to TF32.
 BLOCKS_OF_FLOAT32 = Blocks(16, 16, 4, 2)
 
 
@@ -90,7 +90,8 @@ def constants(
         named["ROWS"], named["COLS"] = tile_shape(blocks.queries, grid[:2], key_grid[:2])
     else:
         lengths = [num_tokens(tokens) for tokens in (grid, key_grid)]
-        # A matrix instruction takes at least 16 tokens, so blocks have at least 16, even if the grid has fewer.
+        # In half precision `tl.dot` sums over at least 16 tokens, so blocks have at least 16, even if the grid has
+        # fewer.
         queries, keys = (
             min(block, max(16, triton.next_power_of_2(length)))
             for block, length in zip(blocks[:2], lengths, strict=True)
@@ -145,7 +146,8 @@ class Launch(NamedTuple):
         first = layout(self.grid, self.key_grid, query.device).before
         named, _ = self.constants(joint_backward_table)
         tile, (samples, heads) = (named["ROWS"], named["COLS"]), query.shape[:2]
-        # These are the numbers of vertical and horizontal distances between rectangles of queries and of keys.
+        # These numbers say how many vertical and how many horizontal distances, counted in rectangles, there are
+        # between a rectangle of queries and a rectangle of keys.
         distances = [
             triton.cdiv(size, of_tile) + triton.cdiv(key_size, of_tile) - 1
             for size, key_size, of_tile in zip(self.grid, self.key_grid, tile, strict=False)
@@ -241,8 +243,8 @@ def joint_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with a joint bias between grids without `coords`; `triton.refusal` has let `inputs` pass."""
     vectors = (inputs.query, inputs.key)
     if (width := inputs.query.shape[-1]) % 8:
-        # Free channels, as in BEiT, can make a width that is not a multiple of 8. A GPU would load such vectors in
-        # small pieces, so fill queries and keys up with zeros. Tensor cores take 16 channels at a time, so fill up to a
-        # multiple of 16 rather than 8, which costs no further product.
+        # With free channels (`RelativeTerms.channels`), as in BEiT, the width may not be a multiple of 8. A GPU would
+        # load such vectors in small pieces, so fill queries and keys up with zeros. Tensor Cores take 16 channels at a
+        # time, so fill up to a multiple of 16 rather than 8, which costs no further product.
         vectors = (F.pad(tensor, (0, -width % 16)) for tensor in vectors)
     return JointAttention.apply(inputs, *vectors, inputs.value, inputs.terms.bias.table)

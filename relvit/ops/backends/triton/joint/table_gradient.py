@@ -43,7 +43,7 @@ def joint_backward_table(
     item = tl.program_id(0)
     head = (item // (down * across) % heads).to(tl.int64)
     split = item // (down * across) // heads
-    # `below` and `beside` are the vertical and the horizontal distance of the two rectangles, counted in rectangles.
+    # The rectangle of keys is `below` rectangles below the rectangle of queries, and `beside` rectangles to its right.
     below, beside = item // across % down - (rows - 1), item % across - (cols - 1)
     first_row, first_col = tl.maximum(0, -below), tl.maximum(0, -beside)
     number_of_cols = tl.minimum(cols, key_cols - beside) - first_col

@@ -1,7 +1,8 @@
 """Functions that the kernels of a joint bias share: vectors in two parts, and the bias of a tile of pairs.
 
-A head of width 80, or of 64 plus some free channels, would need tiles of width 128, because Triton's tiles have powers
-of two as sizes. With two parts, of width 64 and 16, all products are more than a third smaller.
+A head of width 80, or a head of width 64 with free channels (`RelativeTerms.channels`), would need tiles of width 128,
+because Triton's tiles have powers of two as sizes. With two parts, of width 64 and 16, all products are more than a
+third smaller.
 """
 
 import triton
