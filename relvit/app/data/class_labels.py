@@ -144,6 +144,11 @@ def _is_number(label: str) -> bool:
     return label.isascii() and label.isdigit()
 
 
+def name_text(name: Any) -> str:
+    """Return the name of a class as text; a class of torchvision's ImageNet has several names."""
+    return ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+
+
 def names_in(class_names: Iterable[Any]) -> list[str]:
     """Return the names of classes as a list of texts.
 
@@ -156,8 +161,7 @@ def names_in(class_names: Iterable[Any]) -> list[str]:
             "class_names must be a list with the name of each class, label 0 first, such as ['cat', 'dog'], got "
             f"{reprlib.repr(class_names)}"
         )
-    # A class of torchvision's ImageNet has several names.
-    names = [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in class_names]
+    names = [name_text(name) for name in class_names]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"class_names holds {', '.join(map(repr, twice))} more than once; name each class once")
     return names

@@ -1,5 +1,6 @@
 """DatasetData: any `torch.utils.data.Dataset` of images and labels as a data module."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
 
-from relvit.app.data.class_labels import Label, label_of, label_text, rarest
+from relvit.app.data.class_labels import Label, label_of, label_text, name_text, rarest
 from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import ImageData, Split
@@ -49,8 +50,9 @@ class DatasetData(ImageData):
 
     Raises:
         ValueError: An argument is out of its range, there are no class names, or a dataset is empty or has another
-            number of `targets` than of items, or `targets` that are not classes; or, when an image is loaded, its label
-            is not a class or not the one in `targets`, or the image cannot be converted.
+            number of `targets` than of items, or `targets` that are not classes, or `classes` in another order than
+            `class_names`; or, when an image is loaded, its label is not a class or not the one in `targets`, or the
+            image cannot be converted.
         TypeError: An argument is unknown, or a dataset is an `IterableDataset` or has no length; or an item of a
             dataset is not a pair of image and label, which shows when it is loaded.
     """
@@ -96,11 +98,29 @@ class DatasetData(ImageData):
         self.val_fraction = val_fraction
         self.split_seed = split_seed
         super().__init__(class_names, in_chans, **options)
+        self._check_order()
         if self.balance != "none" and (multi_label or (train is not None and targets_of(train) is None)):
             raise ValueError(
                 f"balance {self.balance!r} needs one label for each image, and a dataset with `targets`, its labels in "
                 "order: add that attribute, or leave balance out"
             )
+
+    def _check_order(self) -> None:
+        """Refuse `classes` of a dataset in which a class has another label than in `class_names` or in train.
+
+        An `ImageFolder` numbers the classes that it finds, so if a class has no images in val, all later labels are
+        too small there.
+        """
+        orders = {split: labels_of(classes_of_items(getattr(self, split))) for split in ("train", "val", "test")}
+        for where, known in {"class_names": labels_of(self.class_names), "`classes` of train": orders["train"]}.items():
+            for split, own in orders.items():
+                for name, label in own.items():
+                    if known.get(name, label) != label:
+                        raise ValueError(
+                            f"{name!r} has the label {label} in `classes` of {split}, and {known[name]} in {where}: "
+                            "give the same classes the same labels everywhere (ImageFolderData does so for class "
+                            "folders), or correct class_names or `classes`"
+                        )
 
     def missing(self, split: Split) -> str | None:
         """Explain which dataset is missing or empty, or return None."""
@@ -244,6 +264,22 @@ class NamedImages(SourceImages):
         item = self.source[index]
         image, name = item if isinstance(item, tuple | list) else (item, None)
         return self.image(index, image), name if isinstance(name, str) else f"{self.split}/{index:05d}"
+
+
+def classes_of_items(dataset: Dataset[Any] | None) -> list[str]:
+    """Return the classes of a dataset in the order of its labels; [] if it has no `classes` or changes its labels."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    if not isinstance(names, list | tuple) or getattr(dataset, "target_transform", None) is not None:
+        return []
+    return [name_text(name) for name in names]
+
+
+def labels_of(names: Sequence[str]) -> dict[str, int]:
+    """Return the label of each class, without classes that share a name."""
+    counts = Counter(names)
+    return {name: label for label, name in enumerate(names) if counts[name] == 1}
 
 
 def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:

@@ -142,6 +142,42 @@ def test_a_class_of_several_names():
     assert DatasetData(pairs).class_names == ["tench, Tinca tinca", "dog", "owl"]
 
 
+def known_by(*classes):
+    pairs = Pairs()
+    pairs.classes = classes
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": known_by(*NAMES), "val": known_by("ant", "cat")}, "'cat' .* label 1 in `classes` of val, and 2 in"),
+        (
+            {"train": Subset(known_by("cat", "ant", "bee"), range(9))},
+            "'cat' .* 0 in `classes` of train, and 2 in class",
+        ),
+        (
+            {"test": known_by("bee", "cat")},
+            "'bee' has the label 0 in `classes` of test, and 1 in class_names: give the",
+        ),
+        (
+            {"train": known_by("n1", "n2", "n3"), "test": Subset(known_by("n1", "n3"), range(9))},
+            "'n3' has the label 1 in `classes` of test, and 2 in `classes` of train",
+        ),
+    ],
+)
+def test_labels_of_another_order_are_refused(options, message):
+    """torchvision's `ImageFolder` numbers the classes that have a folder, so splits may have different orders."""
+    with pytest.raises(ValueError, match=message):
+        DatasetData(class_names=NAMES, **options)
+
+
+def test_classes_of_datasets_may_have_other_names_or_be_fewer():
+    DatasetData(known_by("ANT", "bee", "Cat"), known_by("ant", "bee"), Turned(), class_names=NAMES)
+    twice = known_by("crane", "bee", "crane")
+    DatasetData(twice, twice, class_names=["crane", "bee", "crane (bird)"])
+
+
 def test_several_labels():
     labels = np.eye(3, dtype=np.int64)[np.arange(20) % 3]
     data = data_of(Pairs(labels=labels, targets=True), multi_label=True)
