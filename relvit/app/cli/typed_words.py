@@ -25,6 +25,8 @@ OF_TRAINER: dict[str, str] = {name: f"data.{name}" for name in ("root", "img_siz
 OF_TRAINER |= {name: f"trainer.{name}" for name in ("devices", "accelerator", "precision")}
 OF_FIT: dict[str, str] = {"model": "model.model", "lr": "model.lr", "pretrained": "model.pretrained"}
 OF_FIT |= {"epochs": "trainer.max_epochs", "logger": "trainer.logger"}
+# Configurations name the class of the data by `class_path`, and jsonargparse takes this as an option, too.
+_CLASS = {"data.class_path": "data"}
 # `--logger` takes these short names. `tensorboard` is the default (null): relvit itself writes a TensorBoard log. `csv`
 # means no log besides metrics.csv, which relvit always writes.
 LOGGERS: dict[str, str] = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger", "tensorboard": "null", "csv": "false"}
@@ -204,8 +206,8 @@ def short_names(command: str, function: Callable[..., Any]) -> dict[str, str]:
     """Return the short and other names of a command's options, each with the name that the parser knows."""
     own = parameters(function)
     if "evaluation" in own or "training" in own:
-        return OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
-    names = {"model.model": "model"} if command == "explain" else {}
+        return _CLASS | OF_TRAINER | {"fit": OF_FIT, "predict": {"on_error": "data.on_error"}}.get(command, {})
+    names = {"model.model": "model"} if command == "explain" else _CLASS if "data" in own else {}
     # If `--data` is parsed as a data module, `--data.NAME` is an option of the module. In all other commands,
     # `--data.NAME` stands for the command's own option NAME, if there is one.
     with_options = type_hints(function).get("data", str | None) != str | None
@@ -295,11 +297,11 @@ def read_arguments(command: str, function: Callable[..., Any], words: Sequence[s
     if (
         command == "fit"
         and "data.root" in values
-        and values.keys().isdisjoint(("data", "data.class_path", "config", "resume", "ckpt_path"))
+        and values.keys().isdisjoint(("data", "config", "resume", "ckpt_path"))
     ):
         named.insert(0, ("data", "ImageFolderData"))
     named += _named(command, function, bare, values).items()
-    named.sort(key=lambda option: option[0].startswith("data.") and option[0] != "data.class_path")
+    named.sort(key=lambda option: option[0].startswith("data."))
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in named if type(value) is not list]
     return Arguments(words, dict(named), typed)
 

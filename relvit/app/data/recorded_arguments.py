@@ -2,13 +2,16 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 from lightning import LightningDataModule
 
+from relvit.app.data.shape import AS_PATCHES
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.utils.messages import did_you_mean
 
@@ -16,6 +19,11 @@ from relvit.utils.messages import did_you_mean
 # cannot contain them.
 _OF_SUBCLASS = ("class_names", "in_chans")
 _LEFT_OUT = object()
+# These attributes of a data module describe the classes and the transforms of its images.
+IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", *AS_PATCHES)
+# These are the transforms that `transforms_of` sets.
+_TRANSFORMS: ContextVar[Mapping[str, Any]] = ContextVar("transforms")
+P = ParamSpec("P")
 
 
 class RecordedArguments(LightningDataModule):
@@ -114,6 +122,39 @@ class RecordedArguments(LightningDataModule):
         """
         found = cls.arguments()
         return [name for name, (_, part) in found.items() if not cls.is_of_user() or part.__init__ is cls.__init__]
+
+
+@contextmanager
+def transforms_of(training: Mapping[str, Any]) -> Iterator[None]:
+    """Within a `with` block, new data modules have the transforms of a training where they are given no others.
+
+    A checkpoint cannot pass these transforms to a user's class as arguments, because only the constructor of the class
+    knows which of them it sets itself.
+    """
+    token = _TRANSFORMS.set({name: training[name] for name in IMAGES[1:] if name in training})
+    try:
+        yield
+    finally:
+        _TRANSFORMS.reset(token)
+
+
+def with_transforms(init: Callable[P, None]) -> Callable[P, None]:
+    """Wrap the constructor of `ImageData`, so that it takes the transforms of `transforms_of` if it gets no others."""
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def constructor(*args: P.args, **given: P.kwargs) -> None:
+        known = dict(_TRANSFORMS.get({}))
+        # Another image size replaces the number of patches of the training, which images of one size do not have.
+        if not given.keys().isdisjoint(("img_size", "native")):
+            known.pop("max_tokens", None)
+        # If the images have other channels, `Checkpoint.check_data` refuses them later, with a better message.
+        channels = signature.bind(*args, **given).arguments["in_chans"]
+        other = [name for name in ("mean", "std") if name in known and len(known[name]) != channels]
+        given |= {name: value for name, value in known.items() if name not in (*other, *given)}
+        init(*args, **given)
+
+    return constructor
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:

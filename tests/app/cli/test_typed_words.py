@@ -34,6 +34,9 @@ def read(command, words):
         ("fit", "--data.root=a --data=ImageNetData", "--data=ImageNetData --data.root=a"),
         ("fit", "--model.opt_kwargs.betas [0.9,0.99]", "--model.opt_kwargs.betas=[0.9,0.99]"),
         ("fit", "--trainer.callbacks+=Timer", "--trainer.callbacks+=Timer"),
+        ("fit", "--root a --data.class_path m.Mine", "--data=m.Mine --data.root=a"),
+        ("test", "a.ckpt --data.class_path=m.Mine", "--data=m.Mine --ckpt_path=a.ckpt"),
+        ("calibrate", "a.ckpt --data.class_path m.Mine", "--data=m.Mine --ckpt_path=a.ckpt"),
         ("validate", "--model a.ckpt", "--ckpt_path=a.ckpt"),
         ("predict", "--model a.onnx --device cpu", "--ckpt_path=a.onnx --device=cpu"),
         ("fit", "--quiet --lr=1", "--quiet=true --model.lr=1"),
@@ -54,6 +57,7 @@ def test_the_home_folder_is_no_folder_of_the_name_tilde(monkeypatch, tmp_path):
     ("command", "given", "message"),
     [
         ("fit", "--lr 0.1 --model.lr 0.2", "--lr 0.1 and --model.lr 0.2 are two values for one option: give one"),
+        ("test", "--data A --data.class_path B", "--data A and --data.class_path B are two values for one option"),
         ("embed", "--root a --data.root b", "--root a and --data.root b are two values"),
         ("fit", "photos", "unexpected argument 'photos': each value follows the name of its option; relvit fit --help"),
         ("validate", "a.ckpt b", "unexpected argument 'b'"),

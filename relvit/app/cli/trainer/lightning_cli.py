@@ -15,9 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.app.cli.errors import UsageError
 from relvit.app.cli.parser import Parser
 from relvit.app.cli.trainer.command_folder import check_runs, explained_failures
+from relvit.app.cli.trainer.own_data import data_in
 from relvit.app.cli.typed_words import Arguments
 from relvit.app.data import ImageData
 from relvit.app.data.modules.base import Split
+from relvit.app.data.recorded_arguments import transforms_of
 from relvit.app.data.registry import import_data_module
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, DataRecord, History, ImageClassifier
@@ -133,7 +135,8 @@ class RelvitCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build the data and the model; refuse options that contradict the checkpoint, this machine or each other."""
-        self.config_init: Namespace = self.parser.instantiate_classes(self.config)
+        with transforms_of({} if self.checkpoint is None else self.checkpoint.images_args):
+            self.config_init: Namespace = self.parser.instantiate_classes(self.config)
         self.datamodule: ImageData = self.config_init.data
         self.model: BaseClassifier = self.config_init.model
         if self.datamodule.max_tokens is not None and self.given.values.get("data.img_size") is not None:
@@ -256,7 +259,7 @@ def evaluate(
     Raises:
         UsageError: no checkpoint is given.
     """
-    path, asked = given.values.get("ckpt_path"), given.values.get("data")
+    path, asked = given.values.get("ckpt_path"), data_in(given.words)
     if path is None and any(name.endswith(("help", "help-all")) for name in given.values):
         # To print the help and exit, the parser needs no checkpoint.
         RelvitCLI(function, given)
@@ -277,8 +280,9 @@ def evaluate(
 
 def refuse_other_images(given: Arguments, others: Sequence[str], named: str) -> None:
     """Refuse options that name images if `named`, another argument, already names the images."""
+    values = given.values | {"data": data_in(given.words)}
     for other in others:
-        if (value := given.values.get(other)) is not None:
+        if (value := values.get(other)) is not None:
             raise UsageError(f"--{other} {value} and {named} both name the images: give one of them")
 
 

@@ -39,5 +39,5 @@ def data_in(words: Sequence[str]) -> str | None:
         if name == "config" and value:
             data = read_config(value).get("data")
             found = (data.get("class_path") if isinstance(data, dict) else data) or found
-    given = [word.partition("=")[2] for word in words if word.startswith(("--data=", "--data.class_path="))]
+    given = [word.partition("=")[2] for word in words if word.startswith("--data=")]
     return [found, *given][-1]

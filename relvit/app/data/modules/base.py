@@ -27,7 +27,7 @@ from relvit.app.data.loading.eval_shards import EvalShardLoader, shard
 from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
-from relvit.app.data.recorded_arguments import RecordedArguments
+from relvit.app.data.recorded_arguments import RecordedArguments, with_transforms
 from relvit.app.data.shape import ImageShape, image_shape
 from relvit.app.data.transforms import Augment, eval_transform, parse_size, train_transform
 from relvit.app.utils.number_types import (
@@ -114,6 +114,7 @@ class ImageData(RecordedArguments, ABC):
     # If this is True, an image may have any number of labels, even no label.
     multi_label: bool = False
 
+    @with_transforms
     def __init__(
         self,
         class_names: Sequence[str],

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from relvit.app.data import ImageData, ImageFilesData, ImageFolderData, parse_size
+from relvit.app.data.recorded_arguments import IMAGES, transforms_of
 from relvit.app.data.registry import class_path_of, imported_data_module
 from relvit.app.data.shape import ImageShape, shape_of
 from relvit.app.training.checkpoints.exact_resume import POINT_KEY, ResumePoint
@@ -211,7 +212,8 @@ class Checkpoint:
                 f"(in Python data_module({names[0]}=...)), or let {name} read it from the environment by default"
             )
         try:
-            data = data_type(**arguments)
+            with transforms_of(self.images_args):
+                data = data_type(**arguments)
         except TypeError as error:
             raise ValueError(
                 f"{an(data_type.__name__)} cannot be built as {self.path} describes it: {error}"
@@ -250,6 +252,7 @@ class Checkpoint:
                 module does not have are left out.
         """
         path, known, names = self.data["class_path"], self.data_args, list(self.data_args)
+        images = self.images
         if data_type is not None and data_type is not self.data_type:
             path, names = class_path_of(data_type), data_type.names_to_restore()
             if note := self.assumed_transforms():
@@ -257,8 +260,9 @@ class Checkpoint:
                 rank_zero_warn(f"{note}; if yours differ, give {given}")
             # Images of another kind lie in another place, so do not hand `root` on.
             known = {name: value for name, value in self.images_args.items() if name != "root"}
+            images = images | {name: value for name, value in (known | changes).items() if name in IMAGES}
         arguments = {name: value for name, value in (known | changes).items() if name in names}
-        return replace(self, data={"class_path": path, "init_args": arguments})
+        return replace(self, data={"class_path": path, "init_args": arguments}, images=images)
 
     def assumed_transforms(self) -> str | None:
         """Say which values of the transforms are not known but assumed; None: all are known."""

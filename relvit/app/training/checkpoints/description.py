@@ -10,17 +10,13 @@ from lightning import LightningDataModule
 
 from relvit.app.data import ImageData, parse_size
 from relvit.app.data.class_labels import known_names
-from relvit.app.data.recorded_arguments import plain_values
+from relvit.app.data.recorded_arguments import IMAGES, plain_values
 from relvit.app.data.registry import class_path_of
-from relvit.app.data.shape import AS_PATCHES
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT
 
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
-
-# These attributes of a data module describe the classes and the transforms of its images.
-IMAGES = ("class_names", "img_size", "mean", "std", "crop_pct", *AS_PATCHES)
 
 
 def describe(classifier: ImageClassifier) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import io
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from command_line import QUIET, evaluate, only, rows, summary, without_figures, 
 from photos import TINY
 
 from relvit.app.cli import main
-from relvit.app.data.registry import data_modules
+from relvit.app.data.registry import data_modules, import_data_module
 from relvit.app.training import Checkpoint
 from relvit.app.utils.masks import mask_secrets
 
@@ -53,6 +55,12 @@ class Typed(DatasetData):
 class Nothing(DatasetData):
     def __init__(self):
         super().__init__(**splits(), img_size=16, num_workers=0, batch_size=8)
+
+
+class Elsewhere(DatasetData):
+    # Another class for a test, which says nothing about the transforms.
+    def __init__(self, **options):
+        super().__init__(test=dataset(6), class_names=NAMES, **options)
 
 
 class Private(DatasetData):
@@ -106,7 +114,7 @@ def place(tmp_path_factory):
         yield place
     # Make the classes abstract, so that `data_modules` does not list them in the tests of other files.
     for cls in data_modules():
-        if cls.__module__ == NAME:
+        if cls.__module__.startswith(NAME):
             cls.__abstractmethods__ = frozenset({"build"})
 
 
@@ -173,6 +181,68 @@ def test_predict_takes_images_that_are_named(best, photos, tmp_path):
     found = rows(evaluate("predict", best("Defaults"), tmp_path, photos / "val") / "predictions.csv")
     assert len(found) == 18
     assert {row["class"] for row in found} <= {"ant", "bee", "cat"}
+
+
+@pytest.fixture
+def fine_tuned(best, tmp_path):
+    """A checkpoint whose images have mean and std of pretrained weights, which are no arguments of the class."""
+    content = torch.load(best("Handed"), weights_only=True)
+    content["relvit"]["images"] |= {"mean": [0.4] * 3, "std": [0.3] * 3, "crop_pct": 0.8}
+    torch.save(content, tmp_path / "fine_tuned.ckpt")
+    return str(tmp_path / "fine_tuned.ckpt")
+
+
+def transforms(data):
+    return data.img_size, data.mean, data.crop_pct
+
+
+@pytest.mark.parametrize("cls", ["Handed", "Elsewhere"])
+def test_a_class_that_gives_no_transforms_has_those_of_the_training(cls, fine_tuned):
+    checkpoint = Checkpoint.read(fine_tuned).with_data(import_data_module(f"{NAME}.{cls}"))
+    expected = (16, 16), (0.4, 0.4, 0.4), 0.8
+    assert transforms(checkpoint.data_module()) == expected
+    assert transforms(checkpoint.data_module(img_size=24, crop_pct=1.0)) == ((24, 24), expected[1], 1.0)
+    assert transforms(import_data_module(f"{NAME}.{cls}")()) == ((224, 224), (0.485, 0.456, 0.406), 1.0)
+    giving = checkpoint.with_data(import_data_module(f"{NAME}.Typed"))
+    assert transforms(giving.data_module(crop=1.0)) == (*expected[:2], 1.0)
+
+
+def test_another_class_has_the_native_shapes_of_the_training(fine_tuned):
+    checkpoint = Checkpoint.read(fine_tuned)
+    native = checkpoint.images | {"native": True, "max_tokens": 9, "patch_size": [8, 8]}
+    checkpoint = replace(checkpoint, images=native).with_data(import_data_module(f"{NAME}.Elsewhere"))
+    shapes = [checkpoint.data_module(**options).shape for options in ({}, {"img_size": 16}, {"native": False})]
+    assert [shape.record() for shape in shapes[:2]] == [{"patch_size": [8, 8], "max_tokens": n} for n in (9, 4)]
+    assert shapes[2].fixed
+
+
+def test_another_class_is_tested_as_the_training_was_validated(fine_tuned, tmp_path, capsys):
+    data = f"--data={NAME}.Elsewhere"
+    tested = summary(evaluate("test", fine_tuned, tmp_path / "tested", data))
+    assert (tested["images"], tested["img_size"]) == (6, [16, 16])
+    sizes = ["--sizes", "16", "--split", "test", "--accelerator", "cpu", "--output", str(tmp_path / "sizes.json")]
+    assert main(["resolutions", fine_tuned, data, *sizes]) == 0
+    (row,) = json.loads((tmp_path / "sizes.json").read_text())
+    assert row["loss"] == pytest.approx(tested["test/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["--data.class_path", "--config"])
+def test_a_class_may_be_named_as_in_a_configuration(how, place, fine_tuned, capsys):
+    module = f"{NAME}_{how.strip('-').replace('.', '_')}"
+    (place / f"{module}.py").write_text(f"from {NAME} import Elsewhere\n\n\nclass Later(Elsewhere):\n    pass\n")
+    (place / "data.yaml").write_text(f"data:\n  class_path: {module}.Later\n")
+    content = torch.load(fine_tuned, weights_only=True)
+    content["relvit"]["data"]["class_path"] = "not.imported"
+    torch.save(content, fine_tuned)
+    named = f"{how}={'data.yaml' if how == '--config' else f'{module}.Later'}"
+    assert main(["test", fine_tuned, named, f"--runs={place / module}", *QUIET]) == 0
+    assert "6 images of test at 16 x 16 px" in capsys.readouterr().out
+
+
+def test_a_configuration_and_paths_cannot_both_name_the_images(best, photos, fails):
+    Path("named.yaml").write_text(f"data: {NAME}.Handed")
+    message = fails(["predict", best("Handed"), photos / "val", "--config=named.yaml", *QUIET])
+    assert f"--data {NAME}.Handed and {photos / 'val'} both name the images" in message
 
 
 def test_images_of_other_classes_are_refused(best, photos, fails):
@@ -303,6 +373,6 @@ def test_options_of_a_class_are_typed_and_named(best, fails):
 
 
 def test_no_argument_of_relvits_own_data_is_a_secret():
-    for cls in (cls for cls in data_modules() if cls.__module__ != NAME):
+    for cls in (cls for cls in data_modules() if not cls.__module__.startswith(NAME)):
         arguments = dict.fromkeys(cls.argument_names(), "x")
         assert mask_secrets(arguments, cls.public_names()) == arguments
