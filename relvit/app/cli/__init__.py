@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake
+from relvit.app.cli.errors import describe, is_self_explanatory, is_users_mistake, without_parser
 from relvit.app.cli.typed_words import Arguments, read_arguments
 from relvit.app.utils.shown_text import visible_lines
 from relvit_start import COMMANDS, answer
@@ -68,15 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        reason = without_parser(error)
+        status = 2 if is_users_mistake(reason) else 1
         if debug:
             # Do not let Python print the traceback: `visible_lines` removes passwords that stand in addresses.
             print(visible_lines("".join(traceback.format_exception(error))), file=sys.stderr, end="")
-            return 2 if is_users_mistake(error) else 1
-        message = visible_lines(given.as_typed(describe(error, command)))
+            return status
+        message = visible_lines(given.as_typed(describe(reason, command)))
         print(f"relvit {command}: error: {message}", file=sys.stderr)
-        if not is_self_explanatory(error):
+        if not is_self_explanatory(reason):
             print("(with --debug it shows where this happened)", file=sys.stderr)
-        return 2 if is_users_mistake(error) else 1
+        return status
     return 0
 
 

@@ -45,11 +45,7 @@ def describe(error: Exception, command: str = "fit") -> str:
     # Import this class only here: the import takes seconds, and every command imports the present file.
     from relvit.app.data.images.decode import UnreadableImageError
 
-    # If a constructor raises an exception, jsonargparse raises an error of its own, which lists all types that it has
-    # tried: follow `__cause__` to the constructor's exception.
-    cause: BaseException = error
-    while cause.__cause__ is not None and _raised_in_jsonargparse(cause):
-        cause = cause.__cause__
+    cause = _cause(error)
     text = str(cause)
     if "Original Traceback" in text:
         # PyTorch puts a worker's traceback into the message: the worker's own message follows the last line that begins
@@ -74,6 +70,26 @@ def describe(error: Exception, command: str = "fit") -> str:
             cure = f": {DISK_ERRORS[error.errno]}" if error.errno in DISK_ERRORS else ""
             text = f"{text}: {error.filename}{cure}"
     return text if is_self_explanatory(error) else f"{type(error).__name__}: {text}"
+
+
+def without_parser(error: Exception) -> Exception:
+    """Return the exception that a constructor raised instead of the one that jsonargparse made of it.
+
+    A TypeError stays as it is, because constructors of relvit raise it for wrong arguments; so does an ImportError,
+    which Lightning's loggers raise if their package is missing. Both are a user's mistake.
+    """
+    cause = _cause(error)
+    return cause if isinstance(cause, Exception) and not isinstance(cause, TypeError | ImportError) else error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Follow `__cause__` to the exception of a constructor.
+
+    jsonargparse raises an error of its own around it, which lists all types that jsonargparse has tried.
+    """
+    while error.__cause__ is not None and _raised_in_jsonargparse(error):
+        error = error.__cause__
+    return error
 
 
 def _raised_in_jsonargparse(error: BaseException) -> bool:

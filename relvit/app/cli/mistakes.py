@@ -32,8 +32,9 @@ from relvit.app.cli.typed_words import (
     PRECISIONS,
     SYNONYMS,
 )
+from relvit.app.data import ImageData
 from relvit.app.data.images.folders import LIST_ENDINGS
-from relvit.app.data.registry import data_modules, file_note
+from relvit.app.data.registry import NO_DATA_MODULE, data_modules, file_note
 from relvit.app.models import model_arguments
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.shown_text import cut
@@ -84,6 +85,7 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
     names = {option.name for option in given if option.value is not None or option.file is None}
     short = {own: name for name, own in (OF_TRAINER | OF_FIT).items()}
     missing = []
+    own: type[ImageData] | None = None
     for option in given:
         if (cls := _class_named(known.get(option.name), option.value)) is not None:
             probe = type(parser)()
@@ -91,13 +93,15 @@ def explain(parser: ArgumentParser, words: Sequence[str], namespace: Namespace |
             known = option_types(probe) | known
             needed = [f"{option.name}.{name}" for name in required(cls)]
             missing += [f"--{short.get(name, name)}" for name in needed if name not in names]
+            if option.name == "data":
+                own = cls if cls.is_of_user() else None
     for option in given:
         if option.name.startswith("data.") and "data" in known and "data" not in names:
             instead = "--data ImageFolderData --data.root DIR in the place of --root"
             if "root" in names:
                 return f"--{option.name} is for --data NAME: {instead}"
             return NO_KIND if "data.root" in names else NO_DATA
-        if complaint := _wrong_name(option, known) or _wrong_value(option, known):
+        if complaint := _not_passed_on(option, known, own) or _wrong_name(option, known) or _wrong_value(option, known):
             # Without a hint about the name, the user has to read the help, so say which option shows the help.
             dashes = "--" if option.file is None else ""
             bare = complaint == f"unknown option {dashes}{option.name}{option.place}"
@@ -152,6 +156,11 @@ def _options_in(
             for item in value:
                 yield from _options_in({key: item}, file, known, prefix)
         elif isinstance(value, dict) and "class_path" in value:
+            if outside := [each for each in value if each not in ("class_path", "init_args", "dict_kwargs")]:
+                place = Given(name, value, file).place
+                raise UsageError(
+                    f"{name}{place} holds {listing(outside)} beside class_path: put options into init_args"
+                )
             yield Given(name, value["class_path"], file)
             inner = value.get("init_args") or {}
             if not isinstance(inner, dict):
@@ -182,6 +191,18 @@ def _class_named(hint: Any, value: Any) -> type | None:
 @cache
 def _arguments_of_models() -> Set[str]:
     return {each for model in timm.list_models("relvit*_small") for each in model_arguments(model)} - {*OF_THE_DATA}
+
+
+def _not_passed_on(option: Given, known: Mapping[str, Any], own: type[ImageData] | None) -> str | None:
+    """Refuse an option of relvit's data modules that the user's class `own` sets itself or does not have."""
+    group, _, last = option.name.partition(".")
+    if own is None or group != "data" or option.name in known or last not in own.public_names():
+        return None
+    dashes = "--" if option.file is None else ""
+    return (
+        f"unknown option {dashes}{option.name}{option.place}: the constructor of {own.__name__} sets it itself, or "
+        "does not pass on its **options"
+    )
 
 
 def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
@@ -316,7 +337,9 @@ def _wrong_value(option: Given, known: Mapping[str, Any]) -> str | None:
             # code that has not run before.
             getattr(importlib.import_module(module), cls)
         except Exception as reason:
-            return f"--{name}{place}: {value}: {cut(reason)}{file_note(module)}"
+            return f"--{name}{place}: {value}: {cut(reason)}{file_note(module, reason)}"
+        if name == "data":
+            return f"--{name}{place}: {value} {NO_DATA_MODULE}"
     several = item_type(hint) is not None and not takes_one(hint)
     if several and isinstance(value, str | int | float) and accepts(hint, f"[{value}]"):
         return f"--{name}{place} must be a list in brackets, '[{value}]', got {cut(value)}"

@@ -9,6 +9,12 @@ from relvit.app.data.modules.base import ImageData
 from relvit.app.utils.shown_text import one_line
 from relvit.utils.messages import did_you_mean, listing
 
+# Messages say this of an object in a user's module, such as a dataset.
+NO_DATA_MODULE = (
+    "must be a subclass of relvit.app.data.DatasetData, whose constructor makes the datasets, or of ImageData with all "
+    "abstract methods defined"
+)
+
 
 def data_modules() -> list[type[ImageData]]:
     """List the data modules that can be chosen by name: all that have been imported, also a user's."""
@@ -61,7 +67,7 @@ def _find(name: str) -> type[ImageData] | str:
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
-        return f": module {module!r} cannot be imported ({one_line(error)})"
+        return f": module {module!r} cannot be imported ({one_line(error)}){file_note(module, error)}"
     if (found := imported_data_module(name)) is not None:
         return found
     if not hasattr(loaded, last):
@@ -69,11 +75,16 @@ def _find(name: str) -> type[ImageData] | str:
     value = getattr(loaded, last)
     if isinstance(value, type) and value in data_modules():
         return f": give {class_path_of(value)}, the module that defines it"
-    return ": it must be a subclass of relvit.app.data.ImageData that defines all abstract methods"
+    return f": it {NO_DATA_MODULE}"
 
 
-def file_note(module: str) -> str:
-    """Name the file of an imported module: an installed module comes before a user's file of the same name."""
+def file_note(module: str, error: Exception | None = None) -> str:
+    """Name the file of an imported module: an installed module comes before a user's file of the same name.
+
+    If `error` says that there is no such module, say instead where modules are found.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+        return "; run the command in the folder that holds it, or install it"
     file = getattr(sys.modules.get(module), "__file__", None)
     return f"; that module is {file}" if file else ""
 

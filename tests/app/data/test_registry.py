@@ -22,11 +22,14 @@ def test_relvits_classes_are_named_by_their_package_and_a_users_class_by_its_mod
     ("name", "message"),
     [
         ("DigitData", r"no data module 'DigitData' \(did you mean 'DigitsData'\?\): give one of '.*, or MODULE.CLASS"),
-        ("own_broken.Mine", r"'own_broken' cannot be imported \(No module named 'not_installed'\)"),
-        ("own_gone.Mine", r"'own_gone' cannot be imported \(No module named 'own_gone'\)"),
+        ("own_broken.Mine", r"'own_broken' cannot be imported \(No module named 'not_installed'\)$"),
+        (
+            "own_gone.Mine",
+            r"'own_gone' cannot be imported \(No module named 'own_gone'\); run the command in the folder",
+        ),
         ("own_data.Mien", r"'own_data' has no 'Mien' \(did you mean 'Mine'\?\)"),
-        ("own_data.NUMBER", "must be a subclass of relvit.app.data.ImageData"),
-        ("own_data.ImageData", "that defines all abstract methods"),
+        ("own_data.NUMBER", "must be a subclass of relvit.app.data.DatasetData"),
+        ("own_data.ImageData", "must be a subclass of relvit.app.data.DatasetData, whose"),
         ("own_data.DigitsData", "give relvit.app.data.DigitsData"),
     ],
 )

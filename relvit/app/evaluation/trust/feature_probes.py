@@ -94,7 +94,7 @@ def probe_models(
             raise ValueError(f"{name} is not a checkpoint, so its data are not known: give --root DIR or --data NAME")
         data = Checkpoint.read(name).data_module()
     if data.multi_label:
-        raise ValueError("probes need one label for each image: give data without label_separator")
+        raise ValueError("probes need one label for each image: give data without multi_label, or label_separator")
     rows: list[dict[str, Any]] = []
     # `of_first` says for each share of labels and each probe ('knn' or 'linear') whether the probe on the first model's
     # features classifies each test image right. The results of other models are compared with it.

@@ -63,6 +63,11 @@ class Elsewhere(DatasetData):
         super().__init__(test=dataset(6), class_names=NAMES, **options)
 
 
+class Faulty(DatasetData):
+    def __init__(self):
+        {}["labels"]
+
+
 class Private(DatasetData):
     # Data behind a password. A key that is not given is one of the environment.
     def __init__(self, password: str, token=None, api_key=None, storage=None, **options):
@@ -283,6 +288,22 @@ def test_what_a_class_cannot_do_is_said(best, tmp_path, fails):
     message = fails(["predict", file, data, *QUIET, f"--runs={tmp_path / 'p'}"], 1)
     assert "items to predict are pairs of an image and its name" in message
     assert "unknown option --img_size" in fails(["fit", data, "--img_size=8"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data={}.NAMES"], "--data: {}.NAMES must be a subclass of relvit.app.data.DatasetData, whose constructor"),
+        (["--data={}.Nothing", "--img_size=8"], "unknown option --img_size: the constructor of Nothing sets it itself"),
+        (["--data={}.Faulty"], "error: KeyError: 'labels'\n(with --debug it shows where this happened)"),
+        (["--data=gone.Mine"], "gone.Mine: No module named 'gone'; run the command in the folder that holds it, or"),
+        (["--config=c.yaml"], "data in c.yaml holds 'root', 'n' beside class_path: put options into init_args"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said(words, message, fails):
+    Path("c.yaml").write_text(f"data: {{class_path: {NAME}.Handed, root: photos, n: 3}}")
+    words = [word.format(NAME) for word in words]
+    assert message.format(NAME) in fails(["fit", *words], 1 if "KeyError" in message else 2)
 
 
 def test_a_default_that_no_configuration_can_hold(fails, tmp_path, capsys):
