@@ -48,8 +48,8 @@ def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> T
         return compute(x)
     chunk, parameters = compute, ()
     if torch.is_grad_enabled():
-        # Backward reads the parameters again, and `recomputed` notices changes of its arguments alone, so the
-        # parameters are arguments, too.
+        # Backward reads the parameters again. `recomputed` notices only changes of its arguments, so the parameters are
+        # arguments, too.
         parameters = (*norm.parameters(), *mlp.parameters())
         # Save the state of the random number generator only if there is dropout, because the state takes more memory
         # than a small chunk.

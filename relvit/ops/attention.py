@@ -38,9 +38,11 @@ BACKENDS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module for module in (reference, fused, tiled, gathered, lean, triton)
 }
 
-# Up to this number N of tokens the CPU may keep N x N weights, per head no more numbers than N vectors of width 64.
+# With a joint bias and at most this number N of tokens, the CPU may keep N x N weights: per head these are no more
+# numbers than N vectors of width 64.
 SMALL_WINDOW = 64
-# With more tokens than this, a GPU does not keep N x N weights in training, because they would take too much memory.
+# With a joint bias and more tokens than this, a GPU does not keep N x N weights, because they would take too much
+# memory in training.
 LARGEST_MASK = 1024
 
 

@@ -64,8 +64,9 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | str, ...]) -> N
 def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
     """Return whether a tensor has one of several shapes.
 
-    Python compares numbers in tuples before the tuples' lengths. So in a graph for all batch sizes B, Python would
-    compare B in (B, patches) with `patches` in (patches,), and the graph would refuse a B equal to it.
+    Do not compare the shapes as tuples first: Python compares the numbers in two tuples before the tuples' lengths. So
+    in a graph for all batch sizes B, Python would compare B of (B, patches) with `patches` of (patches,), and the graph
+    would refuse batches of size `patches`.
     """
     return any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
 

@@ -115,8 +115,8 @@ def computing_dtype(query: Tensor, backend: str) -> torch.dtype:
         return torch.promote_types(query.dtype, torch.float32)
     kind = query.device.type
     if backend == "fused" and query.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
-        # Under autocast stock attention converts its operands to half precision. So make the operands for that dtype:
-        # in float16 the numbers that hide padding in float32, and large biases and channels, would be infinite.
+        # Under autocast stock attention converts its operands to half precision, so make the operands in that dtype. In
+        # float16 the number that hides padding in float32 would be infinite, and so would large biases and channels.
         return torch.get_autocast_dtype(kind)
     return query.dtype
 

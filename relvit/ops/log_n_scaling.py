@@ -15,12 +15,13 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     log(trained_keys) is Qwen's LogN-scaling (Bai et al. 2023, arXiv 2309.16609), here also used with fewer keys than in
     training.
 
-    `inputs` are a result of `relvit.ops.inputs.checked`. The result is `inputs` with multiplied queries, position
-    queries, position keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`, no value changes.
+    `inputs` have all defaults filled in, see `relvit.ops.inputs.completed`. The result is `inputs` with multiplied
+    queries, position queries, position keys, bias tables and axis logits; dtypes do not change. If n is `trained_keys`,
+    no value changes.
 
     Raises:
-        ValueError: there is a bias, whose tables all samples share, and each sample has a padding mask of its own, and
-            with it a factor of its own.
+        ValueError: there is a bias, whose tables all samples share, and each sample has its own padding mask, and so
+            its own factor.
     """
     if inputs.trained_keys is None:
         return inputs
@@ -30,7 +31,7 @@ def with_log_n_scaling(inputs: AttentionInputs) -> AttentionInputs:
     if valid is None:
         count = query.new_full((1, 1, 1, 1), inputs.key.shape[2], dtype=precision)
     else:
-        # A sample with padding alone has no logits, but its factor must be finite: count one key.
+        # A sample that is all padding has no logits, but its factor must be finite, so count one key.
         count = valid.sum(dim=1).clamp(min=1).to(precision)[:, None, None, None]
     # Both logarithms are computed by PyTorch, so that the ratio is exactly 1 if n is `trained_keys`.
     factor = count.log() / torch.full_like(count, inputs.trained_keys).log()

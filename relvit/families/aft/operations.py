@@ -206,7 +206,7 @@ def aft_conv(
         backend: one of
 
             - 'convolution': a depthwise convolution with exp(w). A weight that is more than 70 below the head's largest
-              weight, the 0 outside of the window included, counts as 70 below it.
+              weight counts as 70 below it. The weight 0 of pairs outside of the window is one of these weights.
             - 'difference': a depthwise convolution with exp(w) - 1, as in the paper, with the same limit. Weights below
               -5 lose digits.
             - 'pairs', 'reference': see `aft_full`.

@@ -35,8 +35,8 @@ def lsh_attention(
 
     The query of token i is q_i, and its key is k_i = q_i / |q_i|. Round r has a random matrix R_r. In this round the
     bucket of token i is the index of the largest number in (q_i R_r, -q_i R_r). Tokens are sorted by bucket, stably,
-    and cut into chunks. P_i is the set of tokens j that in any round are in the bucket of i, and in the chunk of i or
-    the chunk before. Then
+    and cut into chunks. P_i is the set of tokens j that in at least one round are in the bucket of i, and in the chunk
+    of i or the chunk before. Then
 
         out_i = sum_{j in P_i} softmax_j(logit_ij) v_j,    logit_ij = scale * q_i . k_j + b_ij,
 

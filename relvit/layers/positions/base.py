@@ -64,7 +64,7 @@ class Position(KeepConstants):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass of `RelativePosition2d` may override `terms` alone. If it inherited `needs_tokens = False`, LSH
+        # A subclass of `RelativePosition2d` may override only `terms`. If it inherited `needs_tokens = False`, LSH
         # attention would call the inherited `forward`, and ignore the new `terms`.
         if "terms" in vars(cls) and "needs_tokens" not in vars(cls):
             cls.needs_tokens = True

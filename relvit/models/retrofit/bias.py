@@ -22,7 +22,8 @@ from relvit.models.retrofit.source import SHARED_MODULES, Layers, OwnPositions
 TABLE = "relative_position_bias_table"
 # If the model has a class token, a bias table has this number of entries for it, as `PrefixBias` has.
 PREFIX_ENTRIES = 3
-# `NETWORKS` maps the prefixes of parameters' names in timm's networks to their prefixes in relvit's networks.
+# Some models compute the bias with a small MLP instead of a table. `NETWORKS` maps the prefixes of its parameters'
+# names in timm to their prefixes in relvit.
 NETWORKS = {"rel_pos.mlp.": "mlp.", "mlp.": "mlp.", "cpb_mlp.0.": "mlp.fc1.", "cpb_mlp.2.": "mlp.fc2."}
 
 
@@ -182,8 +183,8 @@ def revert(leaf: str, tensors: Mapping[str, Tensor]) -> Tensor:
 def set_window(position: nn.Module, old: tuple[int, int], new: tuple[int, int]) -> None:
     """Change the window, (rows, columns), for which a position of `modules_for` is made, as timm's `set_input_size`.
 
-    timm interpolates tables, and divides the offsets of networks by the new window size. Networks of mode 'cr' do not
-    depend on the window size.
+    Tables are interpolated, as in timm. An MLP that computes the bias gets offsets that are divided by the window size,
+    so only the window size changes; with mode 'cr' nothing changes.
     """
     if new == old or getattr(position, "mode", None) == "cr":
         return

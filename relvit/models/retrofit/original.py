@@ -66,8 +66,8 @@ def record_changes(model: nn.Module, before: Mapping[str, Before]) -> None:
     """
     record, after = {}, snapshot(model)
     for name, then in before.items():
-        # If the retrofit has removed a module, the `members` of its parent record the removal, so compare the module
-        # with itself: it then has no changes of its own to record, except `values`.
+        # If the retrofit has removed this module, the `members` of its parent record the removal. So compare the module
+        # with itself: only `values` can then have something to record.
         now = after.get(name, then)
         values = _not_computed(then, now.members["_buffers"] if name in after else {})
         attributes = _changed(then.attributes, now.attributes)

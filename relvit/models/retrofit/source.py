@@ -93,8 +93,8 @@ class OwnPositions(Retrofitted):
     """
 
     own_positions: ClassVar[bool] = True
-    # If a model was built without relative positions, the error says 'build the model with' and this text: the argument
-    # of the original class that adds them.
+    # If a model was built without relative positions, the error advises to build the model with this text: the argument
+    # of the original class that adds relative positions.
     built_with: ClassVar[str] = "its own"
 
     @classmethod

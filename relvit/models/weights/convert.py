@@ -304,9 +304,9 @@ def convert_positions(state: dict[str, Tensor], model: nn.Module, own: dict[str,
                 else:
                     state.update({key: torch.zeros_like(own[key]) for key in own if key.startswith(f"{name}.{term}_")})
         elif name.endswith(".position") and not held:
-            # The checkpoint has no relative positions. With tables of zeros, as above, the model computes what the
-            # checkpoint's model computes. For other positions such values are not known, so they keep the model's
-            # values.
+            # The checkpoint has no relative positions. Tables get zeros above, with which the model computes what the
+            # checkpoint's model computes. For other positions such values are not known, so their parameters keep the
+            # model's values.
             state.update({key: tensor for key, tensor in own.items() if key.startswith(f"{name}.")})
     for part, fill in ((".prefix_bias.weight", torch.zeros_like), (".rope.frequencies", torch.Tensor.detach)):
         if not any(key.endswith(part) for key in state):

@@ -151,8 +151,8 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
             f"({shapes}); build the model that the weights were trained in"
         )
     # Find out which tensors of the checkpoint the filter used, and which tensors it added. A tensor that the filter
-    # only renamed is still the same object. A tensor that the filter added is a tensor of the model, or holds equal
-    # numbers, such as zeros.
+    # only renamed is still the same object. A tensor that the filter added is a tensor of the model, or has the same
+    # number everywhere, such as zero.
     theirs, used = ({id(tensor) for tensor in tensors.values()} for tensors in (given, fitting))
 
     def is_added(name: str, tensor: Tensor) -> bool:

@@ -96,7 +96,7 @@ def _served_queue(threads: int, process: int) -> SimpleQueue[Callable[[], None]]
             jobs.get()()
 
     # Python does not wait for daemon threads when the process ends, so these threads, which wait for jobs for ever, do
-    # not keep it alive.
+    # not keep the process alive.
     for number in range(threads):
         Thread(target=serve, name=f"relvit-heads-{number}", daemon=True).start()
     started.wait()

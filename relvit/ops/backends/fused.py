@@ -129,8 +129,8 @@ def _attend(inputs: AttentionInputs) -> Tensor:
         result = out.transpose(1, 2)[..., : value.shape[-1]].transpose(1, 2)
     # Under autocast stock attention returns half precision, even for float32 inputs, so convert the result back.
     result = result.to(query.dtype)
-    # For a query without any allowed key, stock attention has averaged keys that the query must not attend to. Replace
-    # its result by zeros, which also stops its gradient.
+    # If a query may attend to no key, stock attention has averaged the values of keys that the query must not attend
+    # to. Replace this result by zeros, which also stops its gradient.
     return result if attending is None else torch.where(attending, result, 0.0)
 
 

@@ -3,7 +3,7 @@
 On small grids launching operations takes longer than their arithmetic. The augmented vectors are the same as in
 `fused`, and the docstring of `fused` derives them. This backend computes only the usual case, in which the tokens of a
 grid without `coords` attend to each other with tables per axis. The steps are one `cat` of all tables, one product, one
-`gather`, one `cat` for queries, one for keys and values, stock attention, one `scatter_add_` and one product. The
+`gather`, one `cat` for queries, one for keys and values, stock attention, one `scatter_add` and one product. The
 backward, written by hand, computes the gradients of these steps in reverse order: it makes the augmented vectors again
 and calls the backward of stock attention's kernel. A `Plan` holds all values that depend only on shapes, dtypes and the
 device, and is computed once.

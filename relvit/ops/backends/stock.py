@@ -85,8 +85,8 @@ def stock_kernel(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
 
     PyTorch names no fused kernel for fake tensors (`FakeTensorMode`), so they get the flash kernel of their device.
     """
-    # Subclasses for metadata, such as torchvision's `TVTensor` and `Parameter`, leave operations to PyTorch; only
-    # subclasses like `FakeTensor` compute in their own `__torch_dispatch__`.
+    # Most subclasses of `Tensor`, such as `Parameter` and torchvision's `TVTensor`, only add metadata, and leave
+    # operations to PyTorch. Only subclasses like `FakeTensor` compute in their own `__torch_dispatch__`.
     real = type(query).__torch_dispatch__ is Tensor.__torch_dispatch__
     choice = torch._fused_sdp_choice(query, key, value) if real else SDPBackend.FLASH_ATTENTION.value
     return KERNELS.get((query.device.type, choice))

@@ -6,7 +6,8 @@ tensors, broadcast over the key grid, and the product of queries and keys is add
 multiplied by the attention's marginals, which are the sums of the weights over each row and each column of keys.
 
 So relative terms cost only passes over a tile that fits into the CPU's cache, and products stay narrow, unlike in
-`fused`. GPUs take this backend where the augmented vectors of `fused` would be too wide.
+`fused`. GPUs take this backend in float64, and where the augmented vectors of `fused` would be too wide and `triton`
+cannot compute the inputs.
 
 Backward is computed as in flash attention (Dao et al. 2022, arXiv 2205.14135, appendix B.2). With the attention weights
 P and their gradient dP, the gradient of the logits is P (dP - D). D, the sum of P dP over all keys, equals the dot
