@@ -41,8 +41,8 @@ from relvit.app.utils.shown_text import cut
 from relvit.utils.messages import did_you_mean, listing, nearest
 
 NO_DATA = "no data given: give --root DIR, which holds train/CLASS/IMAGE, or --data NAME, or --config FILE"
-# This message is for `--root` with a configuration that names no data module, such as `--config reversible`. Only
-# without `--config` does `--root` mean class folders, because most configurations name the data module.
+# This message is for `--root` with a `--config` that names no data module, such as `--config reversible`. Most
+# configurations name a data module, so `--root` means class folders only if there is no `--config`.
 NO_KIND = "no kind of data is named: for class folders in --root add --data ImageFolderData, or a --config with data"
 # `fit` has no options for these arguments of the model, because it takes them from the data. Of the arguments in
 # `OF_THE_DATA`, `img_size` and `class_names` are options of the data.
@@ -241,9 +241,9 @@ def _wrong_name(option: Given, known: Mapping[str, Any]) -> str | None:
         if of_fit or not (other.startswith("model.") or other in ONLY_IN_TRAINING)
     }
     if option.file is None:
-        # Also suggest short names of data options, such as --root for data.root, if the user has not given --data;
-        # `known` then lacks the data options. Only commands with a Trainer have these short names; for all other
-        # commands the prefix "-" matches no option.
+        # `known` has the options of the data only if the user has given --data. So also suggest their short names, such
+        # as --root for data.root. Commands without a Trainer do not have these short names; for these commands no
+        # option begins with the prefix "-".
         of_data = "data." if "trainer.devices" in known else "-"
         short = OF_TRAINER | (OF_FIT if of_fit else {})
         names |= {f"--{each}": own for each, own in short.items() if own in known or own.startswith(of_data)}
@@ -282,13 +282,13 @@ def _meant(typed: str, names: Mapping[str, str]) -> str | None:
     lasts = {name: {part.rpartition(".")[2].lstrip("-") for part in (name, full)} for name, full in names.items()}
     of_command = set().union(*lasts.values())
     others = {other: own for other, owns in SYNONYMS.items() for own in owns[::-1] if own in of_command}
-    # Also compare the typed name with names that options have in other libraries. If one of these is the typed name,
-    # compare with no others; otherwise compare with names of more than three letters, because many shorter names are
-    # similar.
+    # Compare the typed name with the options of the command, and with the names that other libraries have for these
+    # options. If the typed name is itself a name in another library, leave out all other names of other libraries.
+    # Otherwise leave out their names of up to three letters, because many short names are similar.
     names_elsewhere = [other for other in others if last == other or (len(other) > 3 and last not in SYNONYMS)]
     spelt = nearest(last, [*names_elsewhere, *of_command], parts=False) or _of_same_words(last, of_command)
-    # The command's own option comes first: `--data.trian` means the `--data.train` of a list of images, although
-    # `train` is also a name of `--root` elsewhere.
+    # An option of the command comes first: `--data.trian` means `--data.train` of lists of images, although `train` is
+    # also a name in other libraries, for `--root`.
     own = spelt if spelt in of_command else others.get(spelt or "")
     found = [name for name, parts in lasts.items() if own in parts]
     beside = [name for name in found if name.rpartition(".")[0] == group and own == spelt]

@@ -133,8 +133,8 @@ def doubtful_classes(counts: Mapping[str, int]) -> list[str]:
         if len(name) < 3 or re.search(r"\d", name):
             continue
         larger = [other for other in counts if other[:1] == name[0] and counts[other] >= _RARER * counts[name] > 0]
-        # The cutoff lets names match if one letter is added, missing, wrong or in another place, or a little more in
-        # long names.
+        # With this cutoff names match if one letter is added, missing, wrong or in another place. In long names a
+        # little more may differ.
         for other in difflib.get_close_matches(name, larger, 1, min(1 - 1 / len(name), 0.85) - 1e-9):
             doubts.append(f"the class {name!r} (images: {counts[name]}) may be a typo of {other!r} ({counts[other]:,})")
     return doubts

@@ -50,10 +50,10 @@ class RecordedArguments(LightningDataModule):
         """Return the arguments with which ``type(self)(**init_args)`` builds the same module, class names included.
 
         Values are str, int, float, bool, None and lists or dictionaries of these, so that a checkpoint can store them.
-        For a user's class these are the given arguments and the defaults of its constructor. If the module has an
-        attribute with the name of an argument, the attribute's value replaces an argument that is None, or a text or
-        number if both have the same type: an absolute path can thus replace a relative path. An argument whose value is
-        not of the types above, such as a dataset, is left out.
+        For a user's class these are the given arguments and the defaults of its constructor. But if the module has an
+        attribute with the name of an argument, the attribute's value replaces an argument that is None; it also
+        replaces a text or number by a value of the same type, such as a relative path by an absolute path. An argument
+        whose value is not of the types above, such as a dataset, is left out.
         """
         given: dict[str, Any] | None = vars(self).get("_given")
         if given is None:

@@ -78,9 +78,9 @@ class ResizeToCover(v2.Transform):
         y0, y1 = (edge * inpt.height / height for edge in (top, top + made[0]))
         if made[0] < inpt.height <= height:
             # The middle must be equal to the middle of the whole enlarged image. Pillow resizes in one direction, clips
-            # the values to 0...255, then resizes in the other direction, so the order matters. Pillow would enlarge the
-            # whole image horizontally first. But Pillow 13 would begin vertically with the middle, which has fewer rows
-            # than the given image, so resize horizontally here.
+            # the values to 0...255, then resizes in the other direction, so the order of the directions matters. Pillow
+            # would resize the whole image horizontally first. The middle alone has fewer rows than the given image, so
+            # Pillow 13 would resize it vertically first. Therefore resize horizontally here.
             inpt, x0, x1 = inpt.resize((width, inpt.height), Image.Resampling.BICUBIC), 0, width
         return inpt.resize(made[::-1], Image.Resampling.BICUBIC, box=(x0, y0, x1, y1))
 

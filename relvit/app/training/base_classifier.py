@@ -91,8 +91,8 @@ class BaseClassifier(EpochMetrics):
         images = move_data_to_device(images, self.device)
         found = [self(view) for view in ((images, mirrored(images)) if mirror else (images,))]
         if self.absent is not None:
-            # Leave the absent classes out before the mean: otherwise the view that gives these classes a smaller
-            # probability would weigh more.
+            # Leave the absent classes out of each view before the mean. Otherwise a view that gives the absent classes
+            # a smaller probability would weigh more, because its other classes have larger probabilities.
             found = [logits.masked_fill(self.absent.to(logits.device), -math.inf) for logits in found]
         return self.labels.mean_logits(torch.stack(found).float()) if mirror else found[0]
 

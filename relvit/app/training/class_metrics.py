@@ -115,7 +115,7 @@ def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
         return np.nan, 0.5
     order = np.argsort(-scores, kind="stable")
     scores = scores[order]
-    # Images with equal scores reach a threshold together, so of equal scores only the last is a place for a threshold.
+    # Images with equal scores reach a threshold together, so a threshold can only follow the last of equal scores.
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
     found, scores = labels[order].cumsum()[last], scores[last]
     average = np.sum(np.diff(found, prepend=0) * found / (last + 1)) / found[-1]

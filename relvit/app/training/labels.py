@@ -137,9 +137,9 @@ class Labels(Protocol):
     def cells(self, found: Sequence[tuple[str, float]]) -> list[str]:
         """Format names and probabilities of the classes of an image as the cells of a row."""
 
-    # `keep` stores the results of a batch of a test in an array, float64 (rows, images), with a column for each image.
-    # The report of the test puts the arrays of all batches and processes together. All methods below `keep` compute
-    # results from the whole array.
+    # `keep` returns the results of a batch of a test as an array, float64 (rows, images), with a column for each image.
+    # The report of the test joins the arrays of all batches and processes. All methods below `keep` compute results
+    # from the joined array, `kept`.
 
     def keep(self, probabilities: Tensor, labels: Tensor) -> np.ndarray:
         """Return the rows of a batch: probabilities (B, classes) and labels (B,) or (B, classes) on the CPU."""

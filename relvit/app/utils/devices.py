@@ -80,8 +80,8 @@ def _of_groups(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             try:
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                # If a group has no limit, the file `limit` holds, in version 1, a number above the memory of every
-                # machine, which does not lower the result, and in version 2 'max', for which `int` raises ValueError.
+                # Without a limit, the file `limit` of version 1 holds a number above the memory of every machine, which
+                # does not lower the result. In version 2 the file holds 'max', for which `int` raises ValueError.
                 allowed, used = int((folder / limit).read_text()), int((folder / taken).read_text())
                 yield allowed - used + int(counts.get(reclaimable, 0))
             except (OSError, ValueError):

@@ -150,8 +150,7 @@ class FitCLI(RelvitCLI):
             # Refuse options that the data decide, because the parser would drop them silently.
             if isinstance(model, dict) and (given := [name for name in OF_THE_DATA if name in model]):
                 raise UsageError(f"unknown option model.{given[0]} in {config}: {decided_by_data(given[0])}")
-            # A checkpoint is read before the options are parsed, since they are compared with it, so only the command
-            # line can name it.
+            # relvit reads a checkpoint before it parses the options, so only the command line can name the checkpoint.
             for name in ("resume", "ckpt_path"):
                 if (value := options.get(name)) is not None:
                     raise UsageError(

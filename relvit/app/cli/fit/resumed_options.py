@@ -170,7 +170,7 @@ def changed_options(
 def _compared_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield options by their names on the command line, with plain values; a class with its arguments is one value.
 
-    A class with its arguments, such as a callback, is one value; only the data module is split into its arguments.
+    Only the data module is split into its arguments; a callback, for example, is one value.
     """
     for key, value in options.items():
         name = f"{prefix}{key}"

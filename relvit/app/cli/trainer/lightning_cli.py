@@ -45,7 +45,8 @@ from relvit.utils.ranges import Range
 OF_EVALUATION = ("compile", "channels_last")
 # These defaults differ from Lightning's.
 TRAINER_DEFAULTS: dict[str, Any] = {"max_epochs": 100, "enable_model_summary": False}
-# jsonargparse copies the whole list for each item, so of a list of more texts than this it gets only the first text.
+# jsonargparse copies a whole list for each of its items. So if a list has more texts than this, jsonargparse gets only
+# the first text.
 LONG = 100
 
 # relvit checks the numbers of these options, because Lightning accepts any number or does not name the option in its

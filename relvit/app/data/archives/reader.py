@@ -29,7 +29,7 @@ class Reader(ABC):
     `modules/readers.py` choose the reader by the prefix of the data's name.
 
     Attributes:
-        splits: The names of the splits that the data have, as far as `find` has seen them.
+        splits: The names of the splits that `find` has found in the data so far.
     """
 
     splits: Sequence[str] = ()

@@ -85,7 +85,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Args:
         paths: Files with any ending; folders, which stand for all images below them, sorted; and patterns such as
-            'photos/*.jpg' or 'photos/**/*.png', which stand for all matching files, sorted.
+            'photos/*.jpg' or 'photos/**/*.png', which stand for all matching files, sorted. A pattern without ``**``
+            also stands for all images below matching folders.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -196,7 +197,7 @@ def labelled_files(folder: str, labels: Mapping[str, int], every: bool = False) 
     Args:
         folder: The folder that holds the class folders.
         labels: Label of each class folder by its name; classes without a folder are allowed.
-        every: Whether the caller refuses classes without images: then a message must not advise to remove a folder.
+        every: Whether the caller refuses classes without images. Then the error does not advise to remove a folder.
 
     Raises:
         ValueError: There is no class folder, a folder is not a class, or a class folder has no images.
@@ -233,7 +234,8 @@ def _matching(pattern: str) -> list[str]:
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
     images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
-    # A pattern with `**` already matches the files below matching folders, so do not add them again.
+    # Patterns such as photos/** and photos/**/* match the files below matching folders, too, so do not add these files
+    # again. A pattern such as photos/**/cats matches only folders, whose images are left out here.
     folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
     return images + [image for folder in folders for image in image_files(folder)]
 

@@ -102,6 +102,6 @@ def all_batches_done(trainer: Trainer) -> bool:
     done = progress.current.processed
     if math.isfinite(trainer.num_training_batches):
         return done >= trainer.num_training_batches
-    # If data have no length, the last batch is known as the last one when it is loaded, so also check that it is
-    # processed.
+    # If data have no length, Lightning marks the last batch as the last one when it loads the batch, so also check that
+    # the batch is processed.
     return progress.is_last_batch and 0 < done == progress.current.ready

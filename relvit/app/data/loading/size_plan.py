@@ -69,7 +69,8 @@ class SizePlan:
         area = batch_size * math.prod(img_size)
         self.images: list[int] = [max(1, round(area / math.prod(size))) for size in self.sizes]
         self.batches: int = max(1, round(images * len(self.sizes) / sum(self.images)))
-        # `ends` lists after how many batches the limit of epochs, and the limit of steps, would end the training.
+        # `ends` lists the numbers of batches after which the limit of epochs, and the limit of steps, would end the
+        # training.
         ends = [epochs * self.batches] if epochs and epochs > 0 else []
         if steps and steps > 0:
             whole, rest = divmod(steps, math.ceil(self.batches / accumulated))

@@ -107,7 +107,8 @@ class ImageData(RecordedArguments, ABC):
 
     # If `mean` or `std` is None, these means and standard deviations of the channels of the data are used, if known.
     channels: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    # If this is False, `--data` does not offer the class; it offers all imported classes of users in any case.
+    # If this is False, `--data` does not offer this class of relvit. `--data` offers every imported class of a user,
+    # whatever its value of this attribute.
     chosen_by_name: ClassVar[bool] = True
     # Only data modules that read files have `on_error` as an argument; all other data modules keep this value.
     on_error: OnError = "error"

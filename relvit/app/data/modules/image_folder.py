@@ -71,7 +71,7 @@ class ImageFolderData(ImageFilesData):
         if self._has_own(split):
             return None
         parent, name = os.path.split(self.root)
-        # Without a folder val, a part of train is held out, also if root itself is called train. If root is called val
+        # Without a folder val, a part of train is held out, even if root itself is called train. If root is called val
         # or test, the user has likely given one split instead of the folder that contains all splits.
         held_out = split == "val" and self._has_own("train")
         is_split = name in sum(_FOLDER_NAMES.values(), ()) and not (held_out and name in _FOLDER_NAMES["train"])

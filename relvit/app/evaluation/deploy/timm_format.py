@@ -203,7 +203,7 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
     again.to(dtype)
     sizes = [size]
-    # A reach hardly changes the outputs at the size of the training, so compare at another size, too.
+    # A reach does not change the outputs at the size of the training, so compare at another size, too.
     if getattr(model, "dynamic_img_size", False):
         (height, width), (rows, columns) = size, patch_size_of(model)
         sizes.append([(height // rows + 1) * rows, (width // columns + 3) * columns])

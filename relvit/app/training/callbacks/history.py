@@ -59,7 +59,8 @@ class History(Callback):
         if self.tensorboard:
             log = self.folder / "tensorboard"
             if log.exists():
-                # NFS keeps a file that TensorBoard still reads under another name, so the folder itself may stay.
+                # If TensorBoard still reads a file, NFS keeps this file under another name, so the folder itself may
+                # stay.
                 shutil.rmtree(log, ignore_errors=True)
             # Import the package only for a training with a TensorBoard log, since the import takes a while.
             from torch.utils.tensorboard import SummaryWriter
@@ -77,8 +78,8 @@ class History(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = (*pl_module.train_metrics.items(), *pl_module.step_metrics.items())
-        # Call `compute` in every process, because it waits for all processes. In all of them the same metrics have no
-        # value, such as the ponder cost of an epoch with a frozen backbone: leave these out.
+        # Call `compute` in every process, because `compute` waits for all processes. Leave out metrics without a value,
+        # such as the ponder cost of an epoch with a frozen backbone; these are the same metrics in all processes.
         row = {name: float(metric.compute()) for name, metric in metrics if metric.update_called}
         self._add(trainer, row | {"lr": current_lr(trainer)} | self.telemetry.measured(trainer))
 

@@ -95,7 +95,7 @@ class Checkpoint:
         model: The arguments of `ImageClassifier`.
         data: The 'class_path' and 'init_args' of the data module, whose class may not be installed here. 'class_path'
             is '' if the images came neither from a data module of relvit nor from a class that is derived from one.
-        images: The classes and the transforms of the training's images, as far as the 'init_args' do not contain them.
+        images: The classes and the transforms of the training's images, except those that 'init_args' already contains.
         fit: Other options of the training, see `ImageClassifier.fit_options`.
         versions: The versions of the packages that wrote the checkpoint.
         weights: The tensors of the classifier; the averaged weights if the training kept an average.

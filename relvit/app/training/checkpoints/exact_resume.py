@@ -44,7 +44,8 @@ class ResumePoint(NamedTuple):
         batch: The number of batches of this epoch that each device has done.
         layout: Four numbers: batches of an epoch on each device (0 for data without a length), images in a batch,
             batches in an optimiser step, and devices.
-        validated: Whether a validation was complete at this point; False also if no validation is due here.
+        validated: Whether a validation was complete at this point. If no validation is due here, the value is also
+            False.
         last: Whether the epoch has no further batch.
     """
 

@@ -259,8 +259,9 @@ class Pretrained:
                 f"{self.name} has input_size {list(size)}; allowed are three positive integers: channels, height and "
                 "width"
             )
-        # Prefer the argument `img_size`, the size of the absolute embedding: timm writes the size of the images to
-        # `input_size` only for models of one size, and a retrofitted model takes every size.
+        # Prefer the argument `img_size`, the image size of the absolute embedding. `input_size` may be another size:
+        # timm writes the size of the images to `input_size` only for models that take one size, and a retrofitted model
+        # takes every size.
         if size and self._config and (built := self._config[2].get("img_size")):
             size = (size[0], *parse_size(built))
         return Weights(

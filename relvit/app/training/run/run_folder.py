@@ -78,8 +78,8 @@ def remove_if_empty(folder: Path, made: Sequence[Path] = ()) -> None:
     """Remove the folder of a run without artifacts, and the empty folders among those `made` for this run."""
     if any((folder / name).exists() for name in ARTIFACTS):
         return
-    # NFS keeps a file that is still open, as the lock, under another name, so that its folder cannot be removed. This
-    # error must not take the place of the error that has ended the run.
+    # The lock's file may still be open. NFS keeps an open file under another name, so its folder cannot be removed.
+    # Ignore this error, because it must not replace the error that has ended the run.
     shutil.rmtree(folder, ignore_errors=True)
     for parent in made:
         # If another run has started in this folder meanwhile, `rmdir` fails, because the folder is not empty: it stays.
