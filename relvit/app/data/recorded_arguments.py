@@ -148,9 +148,9 @@ def with_transforms(init: Callable[P, None]) -> Callable[P, None]:
         # Another image size replaces the number of patches of the training, which images of one size do not have.
         if not given.keys().isdisjoint(("img_size", "native")):
             known.pop("max_tokens", None)
-        # If the images have other channels, `Checkpoint.check_data` refuses them later, with a better message.
+        # If the images have other channels, or the checkpoint has no list here, `Checkpoint` says so later and better.
         channels = signature.bind(*args, **given).arguments["in_chans"]
-        other = [name for name in ("mean", "std") if name in known and len(known[name]) != channels]
+        other = [name for name in ("mean", "std") if name in known and np.size(known[name]) != channels]
         given |= {name: value for name, value in known.items() if name not in (*other, *given)}
         init(*args, **given)
 

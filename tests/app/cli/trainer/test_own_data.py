@@ -221,6 +221,13 @@ def test_another_class_has_the_native_shapes_of_the_training(fine_tuned):
     assert shapes[2].fixed
 
 
+def test_a_checkpoint_without_a_list_of_means_is_refused(fine_tuned, fails):
+    content = torch.load(fine_tuned, weights_only=True)
+    content["relvit"]["images"]["mean"] = 5
+    torch.save(content, fine_tuned)
+    assert "mean and std must be lists" in fails(["validate", fine_tuned, f"--data={NAME}.Elsewhere", *QUIET])
+
+
 def test_another_class_is_tested_as_the_training_was_validated(fine_tuned, tmp_path, capsys):
     data = f"--data={NAME}.Elsewhere"
     tested = summary(evaluate("test", fine_tuned, tmp_path / "tested", data))
