@@ -310,7 +310,7 @@ class RelativeAttention(GridAttention, Attention):
         Where to find the computation: `position.terms` makes the terms; `attend_with` above calls two functions in
         `ops/attention.py`, `attend_projected` for the usual case, computed by `backends/lean.py`, and `attend` for all
         other cases. On a CPU `backends/tiled.py` computes inputs with more than `lean.MOST_PAIRS` pairs of tokens,
-        counted in each head of each image, as in `relvit_small` at 224 px.
+        counted over all heads and images together. One image of 224 px in `relvit_small` has more.
 
         Args:
             x: the tokens.

@@ -133,7 +133,8 @@ class GridForward(AbsoluteEmbedding):
         The tokens are normalised by `norm`. As in timm, a model that pools by average has no such norm, but `fc_norm`
         after the pooling; a model made with `fc_norm=False` normalises its tokens.
 
-        For a native batch return a dictionary as timm's `NaFlexVit` does: the tokens as 'patches', and 'patch_valid'.
+        For a native batch, the method returns a dictionary as timm's `NaFlexVit` does: the tokens as 'patches', and
+        'patch_valid'.
 
         Args:
             x: the images.

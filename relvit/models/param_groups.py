@@ -46,7 +46,8 @@ def param_groups(
         lr: the learning rate of the last layer, and of all layers if there is no `layer_decay`.
         position_lr_scale: the learning rate of the parameters of position modules, such as tables, is multiplied by
             this number, in addition to `layer_decay`; with 1 they have the rate of their layer. None: 10, or no effect
-            for a model whose relative positions have no trainable parameters, for which a number is an error.
+            for a model whose relative positions have no trainable parameters. For such a model, a number other than 1
+            is an error.
         weight_decay: the weight decay. Biases and norms have no weight decay, nor do parameters that the
             `no_weight_decay()` of the model, or of a module in it, names.
         layer_decay: the learning rate is multiplied by this number from each layer to the layer before it, from the

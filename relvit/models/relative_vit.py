@@ -29,9 +29,9 @@ class RelVisionTransformer(GridVisionTransformer):
     """timm's `VisionTransformer` whose attention has relative positions in 2D.
 
     Everything that timm's class offers is inherited; blocks are `RelativeBlock`s. `forward` takes images of any size
-    whose sides are multiples of the patch, without `set_input_size`: relative positions depend on offsets alone, and an
-    absolute embedding, if there is one, is interpolated. By default the model has no absolute embedding and no class
-    token, and uses average pooling.
+    whose sides are multiples of the patch, without `set_input_size`: relative positions are computed for the grid of
+    the images, and an absolute embedding, if there is one, is interpolated. By default the model has no absolute
+    embedding and no class token, and uses average pooling.
 
     Examples:
         >>> model = RelVisionTransformer(img_size=64, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=10)

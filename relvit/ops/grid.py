@@ -86,7 +86,7 @@ def grid_from_naflex(patch_coord: Tensor, patch_valid: Tensor | None, height: in
     """Build the `Grid` of a batch of images of different sizes, as timm's NaFlex data loader yields them.
 
     Padding gets the coordinates (0, 0), because its own coordinates, such as (-1, -1), may lie outside the grid. The
-    size of each image is not needed, because attention depends only on offsets. `height` and `width` are upper bounds
+    size of each image is not needed, because offsets follow from the coordinates. `height` and `width` are upper bounds
     for all images; choose them no larger than needed, because the backend 'fused' appends `height` + `width` channels
     to each vector.
 
