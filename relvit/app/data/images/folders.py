@@ -85,8 +85,8 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
     Args:
         paths: Files with any ending; folders, which stand for all images below them, sorted; and patterns such as
-            'photos/*.jpg' or 'photos/**/*.png', which stand for all matching files, sorted. A pattern without ``**``
-            also stands for all images below matching folders.
+            'photos/*.jpg' or 'photos/**/*.png', which stand for all matching files, sorted, then for all images below
+            matching folders.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -231,13 +231,13 @@ def _images_and_others(folder: str) -> tuple[list[str], list[str]]:
 def _matching(pattern: str) -> list[str]:
     """Images that match a pattern, and all images below folders that match it."""
     matches = sorted(glob.glob(pattern, recursive=True))
+    folders = {path for path in map(Path, matches) if path.is_dir()}
+    # `photos/**` also matches everything below `photos`, so leave out what lies below another matching folder.
+    matches = [path for path in matches if folders.isdisjoint(Path(path).parents)]
     files = [path for path in matches if not os.path.isdir(path)]
     _warn_about_formats(pattern, [path for path in files if path.lower().endswith(OTHER_ENDINGS)])
     images = [path for path in files if path.lower().endswith(IMAGE_ENDINGS)]
-    # Patterns such as photos/** and photos/**/* match the files below matching folders, too, so do not add these files
-    # again. A pattern such as photos/**/cats matches only folders, whose images are left out here.
-    folders = [] if "**" in pattern else [path for path in matches if os.path.isdir(path)]
-    return images + [image for folder in folders for image in image_files(folder)]
+    return images + [image for path in matches if os.path.isdir(path) for image in image_files(path)]
 
 
 def _warn_about_formats(place: str, left_out: Sequence[str]) -> None:

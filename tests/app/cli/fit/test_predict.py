@@ -124,6 +124,9 @@ def folders(tmp_path, monkeypatch):
         (["a/1.png", "./a", "c/../a/1.png"], ["a/1.png", "./a/b/2.jpg"]),
         (["*/*.png"], ["a/1.png", r"c/caf\xe9.png"]),
         (["**/*.jpg", "[c-d]"], ["a/b/2.jpg", "c/3.gif", r"c/caf\xe9.png"]),
+        (["**/b"], ["a/b/2.jpg"]),
+        (["a/**"], ["a/1.png", "a/b/2.jpg"]),
+        (["./**/*"], ["./a/1.png", "./a/b/2.jpg", "./c/3.gif", r"./c/caf\xe9.png"]),
     ],
 )
 def test_it_takes_files_folders_and_patterns(folders, paths, expected):
