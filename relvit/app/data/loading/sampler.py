@@ -15,9 +15,13 @@ Balance = Literal["none", "sampler", "loss"]
 
 
 def class_weights(labels: Sequence[int], num_classes: int) -> Tensor:
-    """Compute ``len(labels) / (num_classes * count)`` of each class, float32 (num_classes,); 0 where count is 0."""
+    """Compute ``len(labels) / (classes * count)`` of each class, float32 (num_classes,), and 0 where count is 0.
+
+    Only classes with labels count as `classes`, so the mean of the weights over all labels is one.
+    """
     counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes)
-    return torch.where(counts > 0, len(labels) / (num_classes * counts.clamp(min=1).double()), 0.0).float()
+    classes = counts.count_nonzero()
+    return torch.where(counts > 0, len(labels) / (classes * counts.clamp(min=1).double()), 0.0).float()
 
 
 class TrainSampler(DistributedSampler[Any]):

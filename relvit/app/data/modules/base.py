@@ -233,8 +233,9 @@ class ImageData(RecordedArguments, ABC):
     def class_weights(self) -> Tensor | None:
         """Factors on the loss of each class, float32 (num_classes,), if ``balance`` is 'loss'; otherwise None.
 
-        A factor is ``images / (num_classes * images of the class)``, as with scikit-learn's 'balanced', so its mean
-        over all training images is one. The first access may take long, because it looks for the training images.
+        A factor is ``images / (classes * images of the class)``, as with scikit-learn's 'balanced', and 0 for a class
+        without training images, which does not count as one of the classes. So the mean factor over all training
+        images is one. The first access may take long, because it looks for the training images.
         """
         if self.balance != "loss":
             return None
