@@ -22,8 +22,8 @@ RESULTS = {
 }
 
 
-# This page's export takes long, so it is marked slow; tests in `tests/app/cli/commands` also export.
-SLOW = ("docs/sizes.md",)
+# The export of one page and the trainings of the other take long; tests of the application also export and train.
+SLOW = ("docs/sizes.md", "docs/own_data.md")
 
 
 @pytest.mark.parametrize(

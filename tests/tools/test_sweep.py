@@ -179,6 +179,7 @@ def test_the_score_of_several_labels_and_a_training_without_a_validation(monkeyp
         sweep.fit(tmp_path / "other", [])
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_and_no_training_without_its_search(tmp_path):
     """A second search is refused; a search that is killed stops its training, which can save a checkpoint."""
     (tmp_path / "space.yaml").write_text("model.lr: [0.1]")

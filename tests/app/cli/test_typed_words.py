@@ -160,6 +160,7 @@ def test_messages_name_what_was_typed(photos, tmp_path, fails):
     assert "unknown option --ouput (did you mean '--output'?)" in fails(["export", "a.ckpt", "--ouput=x.onnx"])
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_lightning():
     """Importing Lightning takes seconds, so the help, `--version` and errors must not import Lightning."""
     code = "import sys, relvit.app.cli.typed_words; sys.exit('lightning' in sys.modules)"

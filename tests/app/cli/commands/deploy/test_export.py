@@ -265,6 +265,7 @@ def test_a_model_of_one_size_in_a_folder_that_is_made(best, tmp_path, capsys, fa
     torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_whose_graph_is_for_one_size(best, tmp_path):
     kwargs = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "bucket_size": 1}
     best = write_checkpoint_like(best, tmp_path / "best.ckpt", "test_relvit_lsh", kwargs)
