@@ -13,6 +13,9 @@ from relvit.app.utils.remote import DownloadError
 
 # If a worker process of a data loader has ended, PyTorch raises an error with these words in its message.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited)", re.DOTALL)
+# If the shared memory is full, a worker raises an error with the first words, or the operating system kills the worker
+# by a bus error.
+FULL_SHARED_MEMORY = re.compile(r"</torch_\w+>: No space left on device|DataLoader worker .* by signal: Bus error")
 
 
 class UsageError(ValueError):
@@ -31,7 +34,7 @@ def is_users_mistake(error: Exception) -> bool:
 def is_self_explanatory(error: Exception) -> bool:
     """Return whether a message needs no hint at `--debug`: the user's mistakes, the disk and the network."""
     full = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    if isinstance(error, RuntimeError) and LOST_WORKER.search(str(error)):
+    if isinstance(error, RuntimeError) and any(text.search(str(error)) for text in (LOST_WORKER, FULL_SHARED_MEMORY)):
         return True
     return full or isinstance(error, DownloadError | LostProcessError) or is_users_mistake(error)
 
@@ -58,10 +61,16 @@ def describe(error: Exception, command: str = "fit") -> str:
     # package.
     if isinstance(cause, ModuleNotFoundError) and (package := re.match(r"Requirement '([\w-]+)", text)):
         return str(MissingPackageError(type(_frame(cause).f_locals.get("self")).__name__, package[1]))
+    workers = f"--{'data.' if command == 'fit' else ''}num_workers"
+    if FULL_SHARED_MEMORY.search(text):
+        return (
+            "the shared memory /dev/shm, in which processes that load images pass batches on, is full: enlarge it "
+            f"(docker run --shm-size=8g), give smaller batches or images, or load in the main process ({workers}=0)"
+        )
     if LOST_WORKER.search(text):
         return (
             "a process that loads images has ended, perhaps because memory ran out: give fewer processes "
-            f"(--{'data.' if command == 'fit' else ''}num_workers), or smaller batches or images"
+            f"({workers}), or smaller batches or images"
         )
     text = text.strip() or "no further message"
     if isinstance(error, OSError) and error.strerror:

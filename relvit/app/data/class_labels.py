@@ -3,7 +3,6 @@
 import difflib
 import re
 import reprlib
-import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import undecoded, visible
 from relvit.utils.messages import listing
 
 # A label is the index of an image's class in the list of class names, or, for a multi-label image, the sorted indices
@@ -199,14 +198,8 @@ def check_printable(class_names: Iterable[str], source: str) -> None:
     """
     for name in class_names:
         if visible(name) != name:
-            fault, cure = "has control characters", "rename it"
-            if re.search("[\ud800-\udfff]", name):
-                # Surrogates represent bytes that Python could not decode: the name is not UTF-8, or only the locale is
-                # not, which PYTHONUTF8=1 cures.
-                read = sys.getfilesystemencoding()
-                fault = f"is not {'UTF-8' if read == 'utf-8' else read}"
-                cure = cure if read == "utf-8" else f"{cure}, or set PYTHONUTF8=1 where names are UTF-8"
-            raise ValueError(f"{visible(source)}: the class name '{visible(name)}' {fault}; {cure}")
+            fault = undecoded(name) or "has control characters; rename it"
+            raise ValueError(f"{visible(source)}: the class name '{visible(name)}' {fault}")
 
 
 def check_class_names(given: Sequence[str] | None, own: Sequence[str], whose: str) -> None:

@@ -339,16 +339,26 @@ def check_output(output: str | os.PathLike[str], formats: Sequence[str], replace
     if path.suffix not in formats:
         hint = did_you_mean(path.suffix, formats)
         raise ValueError(f"output {output} ends in {path.suffix!r}; allowed are {', '.join(formats)}{hint}")
-    present = next(parent for parent in path.absolute().parents if parent.exists())
-    if not present.is_dir():
-        raise NotADirectoryError(f"output {output} cannot be in {present}, which is not a folder: give another path")
-    check_writable(present)
+    check_writable(path.parent)
     if not replaces and path.exists():
         raise ValueError(f"output {output} exists: give another one (--output), or move it away first")
     return path.suffix
 
 
-def check_writable(folder: Path) -> None:
-    """Raise a PermissionError for a folder in which this process cannot make files, before long work begins."""
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"the folder {folder.absolute()} cannot be written to: give another one (--output)")
+def check_writable(folder: Path, cure: str = "give another one (--output)") -> None:
+    """Refuse a folder in which this process cannot make files, before long work begins; the folder need not exist.
+
+    Args:
+        folder: the folder.
+        cure: what the user can do, for the message.
+
+    Raises:
+        NotADirectoryError: a part of the path is a file.
+        PermissionError: the folder, or the folder in which it would be made, cannot be written to.
+    """
+    folder = folder.absolute()
+    present = next(each for each in (folder, *folder.parents) if each.exists())
+    if not present.is_dir():
+        raise NotADirectoryError(f"cannot write into {present}, which is not a folder: {cure}")
+    if not os.access(present, os.W_OK):
+        raise PermissionError(f"the folder {present} cannot be written to: {cure}")

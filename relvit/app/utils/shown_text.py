@@ -1,6 +1,7 @@
 """Texts to show: one line, without secrets in addresses, and without characters that a terminal would execute."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,18 @@ def visible(text: str, keep: str = "") -> str:
         return found[0] if found[0] in keep else found[0].encode("unicode_escape").decode()
 
     return _CONTROL.sub(escape, text)
+
+
+def undecoded(name: str) -> str:
+    """Return what to say of a name with bytes that Python could not decode, which surrogates represent; else ''.
+
+    The name is not UTF-8, or only the locale is not, which PYTHONUTF8=1 cures.
+    """
+    if not re.search("[\ud800-\udfff]", name):
+        return ""
+    read = sys.getfilesystemencoding()
+    cure = "" if read == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"
+    return f"is not {'UTF-8' if read == 'utf-8' else read}; rename it{cure}"
 
 
 def visible_lines(text: str) -> str:

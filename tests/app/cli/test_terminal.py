@@ -1,6 +1,7 @@
 """Control characters in names of files and classes are printed as escapes; names in all languages work."""
 
 import io
+import re
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ from photos import TINY
 from stored_images import KINDS, grey_files, write
 
 from relvit.app.cli import main
+from relvit.app.cli.outputs import print_table
 from relvit.app.utils.progress import rank_zero_print
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
@@ -64,6 +66,26 @@ def test_an_output_of_ascii_alone(photos, tmp_path, monkeypatch):
     out = streams[0].buffer.getvalue().decode("ascii")
     assert r"test/cat/ca\xf1on.jpg: the file is empty" in out
     assert r"accuracy 0.5 \xb1 0.1" in out
+
+
+def test_a_terminal_that_is_narrower_than_a_table_breaks_its_lines_and_loses_no_number(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    header, numbers = ["size", *(f"column {i}" for i in range(9))], [f"0.{1234 + i}" for i in range(9)]
+    print_table(header, [["1024 x 1024", *numbers], ["a longer name of a class", *numbers]])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-9:] for line in lines if "0.1234" in line] == [numbers] * 2
+    assert lines[1].split() == re.findall(r"\w+", " ".join(header))
+    assert any(line.startswith(" 1024 x 1024 ") for line in lines)
+    for wrap in (False, True):
+        print_table(["class", "f1"], [["a name that is far longer than forty columns", "0.1234"]], wrap=wrap)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 40
+        assert "\u2026" not in "".join(lines)
+
+
+def test_a_root_that_is_not_utf8(tmp_path, fails):
+    (tmp_path / "caf\udce9").mkdir()
+    assert r"caf\xe9 is not UTF-8; rename it" in fails(["fit", "--config=folder", f"--root={tmp_path}/caf\udce9"])
 
 
 def test_names_of_folders(hostile, tmp_path, capsys):

@@ -128,3 +128,17 @@ def test_a_process_that_loads_images_and_is_killed():
     assert "--data.num_workers" in describe(error)
     assert "--num_workers" in describe(RuntimeError("DataLoader worker (pid(s) 3, 4) exited unexpectedly"), "predict")
     assert is_self_explanatory(error)
+
+
+# The first is PyTorch's own message, which a container with Docker's default of 64 MB reaches soon.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unable to allocate shared memory(shm) for file </torch_17_2671332269_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out of memory",
+    ],
+)
+def test_a_full_shared_memory(text):
+    assert "/dev/shm" in describe(RuntimeError(text))
+    assert "(--data.num_workers=0)" in describe(RuntimeError(text))
+    assert is_self_explanatory(RuntimeError(text))

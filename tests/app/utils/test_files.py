@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relvit.app.cli.commands.show import show
 from relvit.app.cli.outputs import output_files
+from relvit.app.evaluation.deploy import publish_model
 from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.utils.files import (
     absolute,
@@ -147,9 +149,16 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(tmp_path,
     output = tmp_path / "new" / "a.csv"
     check_output(output, (".csv",))
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    for check in (lambda: check_output(output, (".csv",)), lambda: output_files(str(tmp_path), "a")):
-        with pytest.raises(PermissionError, match=f"the folder {tmp_path} cannot be written to: give another one"):
+    for check in (
+        lambda: check_output(output, (".csv",)),
+        lambda: output_files(str(tmp_path), "a"),
+        lambda: output_files(str(tmp_path / "new"), "a"),
+        lambda: show("missing.ckpt", output=str(tmp_path / "new" / "pictures")),
+        lambda: publish_model("missing.ckpt", tmp_path / "model"),
+    ):
+        with pytest.raises(PermissionError, match=f"the folder {tmp_path} cannot be written to: give a"):
             check()
+    assert not list(tmp_path.iterdir())
 
 
 def test_processes_of_the_same_number_write_the_same_file_or_folder(tmp_path):

@@ -18,6 +18,7 @@ from relvit.app.plots import all_zero, picture_of
 from relvit.app.plots.style import save_figure
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.exceptions import MissingPackageError
+from relvit.app.utils.files import check_writable
 from relvit.app.utils.shown_text import visible
 from relvit.models import Reach
 
@@ -54,6 +55,7 @@ def show(
     """
     if output.lower().endswith(IMAGE_ENDINGS) and not Path(output).is_dir():
         raise UsageError(f"output {output} is the name of an image: give a folder, in which each picture has a name")
+    check_writable(Path(output))
     chosen = list(KINDS if kind is None else dict.fromkeys(kind))
     paths = find_images(images or [])
     if not paths and (needs := [name for name in kind or () if name not in OF_THE_MODEL]):

@@ -18,7 +18,7 @@ from relvit.app.cli.typed_words import Arguments
 from relvit.app.training.checkpoints.checkpoint import NETWORK, Checkpoint
 from relvit.app.training.checkpoints.exact_resume import begins_epoch_again
 from relvit.app.training.checkpoints.file import EPOCH_NAME
-from relvit.app.utils.files import is_address
+from relvit.app.utils.files import check_writable, is_address
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.app.utils.shown_text import cut, without_secrets
 
@@ -80,6 +80,7 @@ def resume_arguments(given: Arguments) -> Arguments:
         if others := sorted(last.parent.glob("*.ckpt")):
             hint = f"go on in a new folder with {start} --ckpt_path {others[0]}, or {hint}"
         raise UsageError(f"{folder} has no {last.relative_to(folder)} to go on from: {hint}")
+    check_writable(folder, f"go on in a new folder with relvit fit --config {config} --ckpt_path {last}")
     words = [word for word in given.words if not word.startswith("--resume=")]
     words = [f"--config={config}", *words, f"--ckpt_path={last}"]
     return given._replace(words=words, values=given.values | {"ckpt_path": str(last)})

@@ -37,6 +37,7 @@ from relvit.app.training.run.processes import (
 from relvit.app.utils.files import is_exported
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
+from relvit.app.utils.shown_text import undecoded
 from relvit.models import Reach
 from relvit.utils.ranges import Range
 
@@ -123,6 +124,9 @@ class RelvitCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Sequence[str]) -> None:
         """Parse the command line, and refuse numbers out of their ranges and folders that runs are not written to."""
+        # jsonargparse writes the arguments of data modules as YAML, which has no bytes that are not text.
+        if wrong := [word for word in args if word.startswith("--data.") and undecoded(word)]:
+            raise UsageError(f"{wrong[0]} {undecoded(wrong[0])}")
         long, known = long_lists(self.known), self.known.clone()
         known.update(Namespace({name: texts[:1] for name, texts in long.items()}))
         self.config: Namespace = parser.parse_args(args, namespace=known)

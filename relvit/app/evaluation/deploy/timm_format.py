@@ -24,7 +24,7 @@ from relvit.app.evaluation.predictor import Predictor
 from relvit.app.models import patch_size_of
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.defaults import torch_defaults
-from relvit.app.utils.files import atomic_folder, is_address, parse_json
+from relvit.app.utils.files import atomic_folder, check_writable, is_address, parse_json
 from relvit.app.utils.shown_text import one_line
 from relvit.utils.messages import an
 from relvit.version import __version__
@@ -103,12 +103,16 @@ def check_folder(to: str) -> None:
 
     Raises:
         ValueError: the folder is not empty and holds no published model, or `to` is a file or a remote address.
+        NotADirectoryError: a part of the path is a file.
+        PermissionError: the parent of the folder cannot be written to.
     """
     path = Path(to)
     if is_address(to) or (path.exists() and not path.is_dir()):
         raise ValueError(f"cannot publish to {to}: give a folder of this machine, or hf-hub:OWNER/NAME")
     if path.is_dir() and any(path.iterdir()) and KEY not in _config(path):
         raise ValueError(f"{to} is not empty and holds no model that relvit published: give a new folder")
+    # `atomic_folder` writes beside the folder, and then exchanges the two.
+    check_writable(path.resolve().parent, "give a folder elsewhere (--to)")
 
 
 def save_folder(predictor: Predictor, folder: str | os.PathLike[str], license: str | None = None) -> None:

@@ -83,6 +83,17 @@ def test_refusals(stopped, spoil, extra, message, fails):
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
+def test_a_run_that_cannot_be_written_to_goes_on_in_a_new_folder(tmp_path, monkeypatch, fails):
+    config, last = tmp_path / "config.yaml", tmp_path / "checkpoints" / "last.ckpt"
+    last.parent.mkdir()
+    for file in (config, last):
+        file.touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    message = fails(["fit", f"--resume={tmp_path}"])
+    assert f"{tmp_path} cannot be written to: go on in a new folder with relvit fit --config {config} " in message
+    assert message.rstrip().endswith(f" --ckpt_path {last}")
+
+
 def test_two_processes_never_train_in_one_folder(stopped, fails):
     script = (
         "import fcntl, sys, time; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX);"
