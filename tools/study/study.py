@@ -6,7 +6,7 @@
 
 Every run is a `relvit fit` on one thread in a folder of its own below WORK. The same command resumes an interrupted
 run, and several of these commands can run side by side. A finished run adds one line to docs/study/runs/RECIPE.jsonl;
-tools/study/study_report.py makes tables and figures from these files alone.
+tools/study/study_report.py makes tables and figures from all files in that folder.
 """
 
 from __future__ import annotations
