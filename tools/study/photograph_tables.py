@@ -28,7 +28,7 @@ def accuracies(lines: Sequence[Line]) -> Accuracies:
     """Collect the accuracies of all seeds; where a reach has no effect, its accuracies are those of 'trained'."""
     found: Accuracies = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for line in lines:
-        of_part = found[f"{line['part']}, {line['epochs']} epochs"]
+        of_part = found[f"{line['part']}, {line['epochs']}"]
         for reach in dict.fromkeys(row["reach"] for row in line["rows"]):
             model = line["model"] + ("" if reach == "trained" else f", {reach}")
             for row in line["rows"]:
@@ -59,7 +59,7 @@ def tables(lines: Sequence[Line]) -> str:
         base = next((models[name] for name in BASES if name in models), {})
         tests = list(next(iter(models.values())))
         last = [f"kept at {tests[-1]}, %"] if part.startswith("field") else []
-        rows = found["training", "model", "seeds", *tests, *last]
+        rows = found["training, epochs", "model", "seeds", *tests, *last]
         for model, curve in sorted(models.items(), key=lambda item: item[1] is not base):
             share = [text(pairs(curve[tests[-1]], curve[tests[0]], lambda a, b: 100 * a / b)) for _ in last]
             if curve is not base and (both := pairs(curve[tests[0]], base.get(tests[0], {}), sub)):

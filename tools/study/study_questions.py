@@ -36,14 +36,14 @@ RECIPES = {
     "CIFAR-10, 16 x 16, 8 epochs": "one, patches of 2 px",
 }
 PHOTOGRAPHS = "Imagenette, 14 x 14, 20 epochs"
-SCRATCH, FIELD = "scratch, 20 epochs", "field, 20 epochs"
+SCRATCH, FIELD = "scratch, 20", "field, 20"
 SIDES, FIELDS = (80, 96, 112, 144, 176, 224), (112, 128, 144, 160)
 # The kinds of fine-tuning of a trained model, each with the test at its new size.
 TUNED = {
-    "its own size, 112 px": ("own, 5 epochs", "resize 112 x 112"),
-    "160 px, tested at 176 px": ("larger, 5 epochs", "resize 176 x 176"),
-    "112 x 160 px": ("shape, 5 epochs", "shape 112 x 160"),
-    "a tenth of the images": ("tenth, 5 epochs", "resize 112 x 112"),
+    "its own size, 112 px": ("own, 5", "resize 112 x 112"),
+    "160 px, tested at 176 px": ("larger, 5", "resize 176 x 176"),
+    "112 x 160 px": ("shape, 5", "shape 112 x 160"),
+    "a tenth of the images": ("tenth, 5", "resize 112 x 112"),
 }
 CHANGES = {"kv-4": "as the rest", "kv-4-rate-10": "ten times that"}
 LARGEST = "resize 224 x 224"

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import numpy as np
 from lightning import LightningDataModule
 
-from relvit.app.data.shape import AS_PATCHES
+from relvit.app.data.shape import AS_PATCHES, remaining
 from relvit.app.utils.masks import MASK, mask_secrets
 from relvit.utils.messages import did_you_mean
 
@@ -144,10 +144,7 @@ def with_transforms(init: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(init)
     def constructor(*args: P.args, **given: P.kwargs) -> None:
-        known = dict(_TRANSFORMS.get({}))
-        # Another image size replaces the number of patches of the training, which images of one size do not have.
-        if not given.keys().isdisjoint(("img_size", "native")):
-            known.pop("max_tokens", None)
+        known = remaining(_TRANSFORMS.get({}), given)
         # If the images have other channels, or the checkpoint has no list here, `Checkpoint` says so later and better.
         channels = signature.bind(*args, **given).arguments["in_chans"]
         other = [name for name in ("mean", "std") if name in known and np.size(known[name]) != channels]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -204,6 +204,12 @@ def shape_of(values: Mapping[str, Any]) -> ImageShape:
     if values.get("native", "max_tokens" in values):
         return image_shape(values.get("img_size", 224), native=True, **known)
     return image_shape(values["img_size"])
+
+
+def remaining(arguments: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """Return arguments of a data module without the number of patches, if another size or kind of shape is given."""
+    replaced = not {"img_size", "native"}.isdisjoint(given)
+    return {name: value for name, value in arguments.items() if not (replaced and name == "max_tokens")}
 
 
 def image_shape(
