@@ -76,7 +76,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {given[name]} has no effect without {needed}: give both or neither")
     backend = given["compile"]
     if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
-        # Of the backends for debugging, which `list_backends` leaves out by default, the error offers only these two.
+        # The error also offers these two of the debugging backends, which `list_backends` leaves out by default.
         offered = [*torch.compiler.list_backends(), "eager", "aot_eager"]
         raise ValueError(
             f"unknown backend of torch.compile {backend!r}{did_you_mean(backend, offered)}: give True, False or one of "

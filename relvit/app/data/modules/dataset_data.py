@@ -111,8 +111,8 @@ class DatasetData(ImageData):
         An `ImageFolder` numbers the classes that it finds, so if a class has no images in val, all later labels are
         too small there.
         """
-        orders = {split: labels_of(classes_of_items(getattr(self, split))) for split in ("train", "val", "test")}
-        for where, known in {"class_names": labels_of(self.class_names), "`classes` of train": orders["train"]}.items():
+        orders = {split: numbered(classes_of_items(getattr(self, split))) for split in ("train", "val", "test")}
+        for where, known in {"class_names": numbered(self.class_names), "`classes` of train": orders["train"]}.items():
             for split, own in orders.items():
                 for name, label in own.items():
                     if known.get(name, label) != label:
@@ -276,7 +276,7 @@ def classes_of_items(dataset: Dataset[Any] | None) -> list[str]:
     return [name_text(name) for name in names]
 
 
-def labels_of(names: Sequence[str]) -> dict[str, int]:
+def numbered(names: Sequence[str]) -> dict[str, int]:
     """Return the label of each class, without classes that share a name."""
     counts = Counter(names)
     return {name: label for label, name in enumerate(names) if counts[name] == 1}

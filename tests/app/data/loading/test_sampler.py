@@ -32,7 +32,7 @@ def test_class_weights_are_scikit_learns_balanced():
     weights = class_weights(LABELS, 3)
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=LABELS)
     torch.testing.assert_close(weights.double(), torch.from_numpy(wanted), rtol=1e-6, atol=0)
-    # Of four classes, the second and the last have no labels.
+    # The second and the last of four classes have no labels.
     torch.testing.assert_close(class_weights([0, 2, 2, 2], 4), torch.tensor([2.0, 0.0, 2 / 3, 0.0]))
 
 
