@@ -210,7 +210,7 @@ def check_tokens(
     if tokens.shape[2] != num_tokens(grid):
         raise ValueError(
             f"{name} has shape {tuple(tokens.shape)}, that is {tokens.shape[2]} tokens, expected {num_tokens(grid)}: "
-            f"{grid_name} has {grid.prefix} prefix tokens and {patches} patches; the shape must be "
+            f"{grid_name} has prefix {grid.prefix} and {patches} patches; the shape must be "
             f"({', '.join(map(str, expected))})"
         )
     for part, tensor, tail in (("coords", grid.coords, (patches, 2)), ("valid", grid.valid, (patches,))):

@@ -133,7 +133,7 @@ def _divide(grid: Grid, size: int | Sequence[int], shift: int | Sequence[int]) -
         raise ValueError(f"shift must be less than size, got shift {shift} with size {size}")
     if grid.prefix:
         raise ValueError(
-            f"grid has {grid.prefix} prefix tokens, which belong to no window: keep them out of the tokens and the grid"
+            f"grid has prefix tokens ({grid.prefix}), which belong to no window: keep them out of tokens and grid"
         )
     if grid.coords is not None:
         raise ValueError("grid has coords, windows need all patches in raster order: mask dropped ones with grid.valid")

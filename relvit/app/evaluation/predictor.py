@@ -30,7 +30,7 @@ from relvit.app.training.base_classifier import BaseClassifier, run_batches
 from relvit.app.training.labels import Labels
 from relvit.app.utils.defaults import torch_defaults, under_torch_defaults
 from relvit.app.utils.files import is_exported
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import counted, visible
 from relvit.models import AttentionMaps, Reach, attention_maps
 from relvit.utils.messages import check_choice
 
@@ -365,7 +365,7 @@ class Predictor:
         }
 
     def __repr__(self) -> str:
-        about = self.classifier.hparams.model, f"{len(self.class_names)} classes", self.shape.words()
+        about = self.classifier.hparams.model, counted(len(self.class_names), "class"), self.shape.words()
         return f"Predictor({', '.join(about)}, on {self.device})"
 
 

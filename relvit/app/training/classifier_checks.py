@@ -15,6 +15,7 @@ from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import check_choice, did_you_mean, listing
 
 
@@ -55,7 +56,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
     names, count = given["class_names"], given["num_classes"]
     if names is not None and len(names) != count:
-        raise ValueError(f"class_names holds {len(names)} names, num_classes is {count}: give one name for each class")
+        raise ValueError(
+            f"class_names holds {counted(len(names), 'name')}, num_classes is {count}: give one name for each class"
+        )
     lr, min_lr = given["lr"], given["min_lr"]
     if not 0 <= min_lr <= lr:
         raise ValueError(f"need 0 <= min_lr <= lr, got min_lr {min_lr} and lr {lr}")
@@ -123,8 +126,8 @@ def _check_separable(names: Iterable[str]) -> None:
 def _check_classes(found: list[str], names: list[str] | None, count: int) -> None:
     if len(found) != count:
         raise ValueError(
-            f"the data have {len(found)} classes (class_names), the model has {count} (num_classes): give data with "
-            "the model's classes, or train a model with the classes of the data"
+            f"the data have {counted(len(found), 'class')} (class_names), the model has {count} (num_classes): give "
+            "data with the model's classes, or train a model with the classes of the data"
         )
     for index, (one, other) in enumerate(zip(found, names or found, strict=True)):
         if one != other:

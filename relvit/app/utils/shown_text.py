@@ -12,6 +12,11 @@ def size_text(size: Sequence[int]) -> str:
     return str(height) if height == width else f"[{height},{width}]"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: '1 image', '1,437 images', '3 classes'."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def printable(name: str) -> str:
     r"""Return a file name as valid UTF-8: bytes that are not UTF-8 become ``\xff``."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

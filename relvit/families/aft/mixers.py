@@ -162,7 +162,7 @@ class AFTFull(AFTSimple):
         """Compute w for all places of a grid, (T, T), T = prefix + H W, queries first, in float32 at least."""
         if grid.prefix != self.prefix:
             raise ValueError(
-                f"the grid has {grid.prefix} prefix tokens, the layer is built for {self.prefix}: build the layer with "
+                f"the grid has prefix {grid.prefix}, the layer is built for {self.prefix}: build the layer with "
                 f"prefix={grid.prefix}, or give make_grid(..., prefix={self.prefix})"
             )
         size, precision = (grid.height, grid.width), torch.promote_types(self.u.dtype, torch.float32)

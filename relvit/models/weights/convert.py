@@ -252,7 +252,7 @@ def grid_of(
     size = cfg_of(model).get("input_size")
     trained = f", and no image of {size[1:]} pixels" if size else ""
     raise ValueError(
-        f"{name} has {length} entries: with or without {tokens} prefix tokens they fit no square grid{trained}; "
+        f"{name} has {length} entries: with or without prefix tokens ({tokens}) they fit no square grid{trained}; "
         "build the model with the checkpoint's img_size and patch_size, or give timm.create_model the checkpoint's "
         "input_size in pretrained_cfg_overlay"
     )

@@ -17,7 +17,7 @@ from relvit.app.utils.files import is_address
 from relvit.app.utils.masks import mask_secrets
 from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
-from relvit.app.utils.shown_text import without_secrets
+from relvit.app.utils.shown_text import counted, without_secrets
 
 # A temperature, or thresholds, fitted to fewer images than this may be worse than none: `calibrate` prints a warning.
 FEW = 200
@@ -51,18 +51,19 @@ def calibrate(
         output = output if is_address(ckpt_path) else str(place.with_name(output))
     bar = partial(with_bar, what="calibrating")
     found = calibrate_checkpoint(ckpt_path, output, split, root, batch_size, find_device(device), bar, data, data_args)
+    images = f"{counted(found.images, 'image')} of {split}"
     if isinstance(found, ChosenThresholds):
-        print(f"{found.images} images of {split}: {len(found.thresholds)} thresholds of the best F1 of each class")
+        print(f"{images}: {counted(len(found.thresholds), 'threshold')} of the best F1 of each class")
         rows = [("mean F1", found.f1)]
     else:
-        print(f"{found.images} images of {split}: temperature {found.temperature:.4f}")
+        print(f"{images}: temperature {found.temperature:.4f}")
         rows = [("accuracy", (found.accuracy, found.accuracy))]
         rows += [("negative log-likelihood", found.nll), ("calibration error", found.error)]
     print_table(
         ("", "as trained", "calibrated"), ([name, *(f"{value:.4f}" for value in values)] for name, values in rows)
     )
     if found.images < FEW:
-        print(f"{found.images} images say little: compare both checkpoints by `relvit test`, and keep the better one")
+        print("So few images say little: compare both checkpoints by `relvit test`, and keep the better one")
     if found.next_split == split:
         print(f"Only {split} is left to test it on, the images of the fit: the figures there are too good")
     options = {"--split": None if found.next_split == "test" else found.next_split, "--root": root, "--data": data}

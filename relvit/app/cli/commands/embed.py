@@ -13,7 +13,7 @@ from relvit.app.utils.devices import find_device
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.number_types import BatchSize, Workers
 from relvit.app.utils.progress import with_bar
-from relvit.app.utils.shown_text import printable
+from relvit.app.utils.shown_text import counted, printable
 from relvit.models import Reach
 
 
@@ -54,4 +54,4 @@ def embed(
         raise UsageError(none_readable(found.unreadable))
     write_embeddings(found, output)
     count, length = found.features.shape
-    print(f"{count} {'image' if count == 1 else 'images'}, {length} features each, in {output}", flush=True)
+    print(f"{counted(count, 'image')}, {counted(length, 'feature')} each, in {output}", flush=True)

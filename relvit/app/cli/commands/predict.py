@@ -14,6 +14,7 @@ from relvit.app.data.class_labels import counts_text
 from relvit.app.evaluation import PredictionTable
 from relvit.app.training.run.data_record import none_readable
 from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.shown_text import counted
 from relvit.models import Reach
 
 
@@ -59,9 +60,9 @@ def report(trainer: Trainer, table: PredictionTable, known: dict[str, str]) -> N
     write_summary(table.path.parent, known | settings(trainer) | {"images": table.count}, trainer)
     if table.count <= len(table.first):
         rank_zero_print("\n".join(table.first))
-    counted = table.classes and table.count > len(table.first)
-    classes = f"; images of each class: {counts_text(dict(table.classes.most_common()))}" if counted else ""
-    rank_zero_print(f"{table.count} {'prediction' if table.count == 1 else 'predictions'} in {table.path}{classes}")
+    by_class = table.classes and table.count > len(table.first)
+    classes = f"; images of each class: {counts_text(dict(table.classes.most_common()))}" if by_class else ""
+    rank_zero_print(f"{counted(table.count, 'prediction')} in {table.path}{classes}")
 
 
 def main(given: Arguments, paths: list[str] | None = None) -> None:

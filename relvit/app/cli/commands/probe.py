@@ -16,7 +16,7 @@ from relvit.app.plots.style import short_labels
 from relvit.app.utils.devices import find_device
 from relvit.app.utils.number_types import BatchSize, NonNegativeInt, PositiveInt, PositiveShare
 from relvit.app.utils.progress import with_bar
-from relvit.app.utils.shown_text import without_secrets
+from relvit.app.utils.shown_text import counted, without_secrets
 
 
 def probe(
@@ -56,7 +56,7 @@ def probe(
     images = ImageFolderData(root) if root is not None else data
     options = shares, k, seed, not random, batch_size, find_device(device), with_bar
     rows, models = without_secrets([probe_models(models, images, split, *options), models])
-    title = f"accuracy on {rows[0]['images']} images of {split}"
+    title = f"accuracy on {counted(rows[0]['images'], 'image')} of {split}"
     print(*(f"{number}  {model}" for number, model in enumerate(models, 1)), title, sep="\n", flush=True)
     cells = []
     for row in rows:

@@ -19,6 +19,7 @@ from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.training.class_metrics import AnyClassMetrics
 from relvit.app.training.run.data_record import none_readable
 from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.shown_text import counted
 from relvit.models import Reach
 
 # The table shows all classes if there are at most `ALL`, otherwise the `WORST` classes with the lowest F1.
@@ -86,7 +87,7 @@ def report(trainer: Trainer, found: EvaluationReport, folder: Path, checkpoint: 
     shown = ", ".join(f"{text} {plus_minus(summary, name)}" for name, text in shown.items() if name in summary)
     if "test/acc1" in summary:
         shown += baseline(found.classes.count)
-    images = f"{summary['images']} images of {data.evaluated_split} at {data.shape.words()}"
+    images = f"{counted(summary['images'], 'image')} of {data.evaluated_split} at {data.shape.words()}"
     rank_zero_print(f"{images}, {shown}\n{files_line(folder)}")
 
 

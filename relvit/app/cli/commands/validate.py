@@ -13,6 +13,7 @@ from relvit.app.cli.typed_words import Arguments
 from relvit.app.evaluation.standard_error import plus_minus, with_errors
 from relvit.app.training.labels import NOT_FINITE
 from relvit.app.utils.progress import rank_zero_print
+from relvit.app.utils.shown_text import counted
 from relvit.models import Reach
 
 
@@ -47,7 +48,7 @@ def report(trainer: Trainer) -> None:
     if not math.isfinite(trainer.callback_metrics["val/loss"]):
         raise ValueError(NOT_FINITE)
     found = with_errors({name: float(trainer.callback_metrics[name])}, images)
-    text = f"{images} images of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
+    text = f"{counted(images, 'image')} of val at {data.shape.words()}, {SCORES[score]} {plus_minus(found, name)}"
     rank_zero_print(text + baseline(class_counts(trainer, "val")))
 
 

@@ -27,7 +27,7 @@ from relvit.app.training import ImageClassifier, RunCheckpoints, load_classifier
 from relvit.app.training.labels import Labels
 from relvit.app.training.run.send_results import send_results
 from relvit.app.utils.progress import rank_zero_print
-from relvit.app.utils.shown_text import one_line, size_text, without_secrets
+from relvit.app.utils.shown_text import counted, one_line, size_text, without_secrets
 
 
 def describe_training(model: ImageClassifier, data: ImageData) -> str:
@@ -36,7 +36,9 @@ def describe_training(model: ImageClassifier, data: ImageData) -> str:
     sizes = ", ".join(" x ".join(map(str, given)) for given in data.train_sizes or ())
     images = f"{data.shape.words()} x {data.in_chans}" + (f" (trained at {sizes})" if sizes else "")
     positions = "" if model.hparams.retrofit is None else ", retrofitted"
-    about = f"{model.hparams.model}{positions} ({size:.2f} M parameters), {data.num_classes} classes, {images}"
+    about = (
+        f"{model.hparams.model}{positions} ({size:.2f} M parameters), {counted(data.num_classes, 'class')}, {images}"
+    )
     return f"{about}, batch {data.batch_size}"
 
 
@@ -69,7 +71,7 @@ def report_fit(
         "val/images": model.evaluated_images or len(data.dataset("val")),
     }
     summary = with_errors(summary, summary["val/images"])
-    lines = [f"Trained {trained} {'epoch' if trained == 1 else 'epochs'} in {seconds / 60:.1f} min."]
+    lines = [f"Trained {counted(trained, 'epoch')} in {seconds / 60:.1f} min."]
     for stop in trainer.early_stopping_callbacks:
         if stop.stopped_epoch and stop.stopped_epoch + 1 == trainer.current_epoch:
             lines.append(f"Stopped early: patience {stop.patience} with {stop.monitor} has run out.")

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.images.decode import IMAGE_ENDINGS, StoredImage
 from relvit.app.data.images.folders import files_below
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import counted, visible
 from relvit.utils.messages import did_you_mean, listing
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
@@ -76,7 +76,8 @@ def members(file: str, nested: bool = False) -> list[Member]:
     found, left_out = _read(file, nested)
     if left_out:
         warnings.warn(
-            f"{file} holds {len(left_out)} members that are not regular files, left out: {visible(left_out[0])}",
+            f"{file} holds {counted(len(left_out), 'member')} of another kind than regular files, left out: "
+            f"{visible(left_out[0])}",
             stacklevel=2,
         )
     return found

@@ -12,7 +12,7 @@ from relvit.app.data.archives.reader import Content, Reader
 from relvit.app.data.archives.tar import Member, members
 from relvit.app.data.class_labels import as_label
 from relvit.app.utils.files import canonical_paths, parse_json
-from relvit.app.utils.shown_text import one_line, visible
+from relvit.app.utils.shown_text import counted, one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
 # A pattern that expands to more names than this is refused, because it must be a typing error.
@@ -65,10 +65,10 @@ class Shards(Reader):
         if len(images) < shards.least:
             cure = "copy the shards again"
             if len(images) + left_out >= shards.least:
-                cure = f"{left_out} without a part {' or '.join(self.endings)} are left out: give the ending of their "
+                cure = f"left out are {left_out} without a part {' or '.join(self.endings)}: give the ending of their "
                 cure += "images, too (--data.input_key)"
             raise ValueError(
-                f"{split} has {len(images)} samples with images in {self.root}, {shards.source} asks for "
+                f"{split} has {counted(len(images), 'sample')} with images in {self.root}, {shards.source} asks for "
                 f"{shards.least}: {cure}, or correct that number"
             )
         return Content(images, labels)

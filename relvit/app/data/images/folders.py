@@ -11,7 +11,7 @@ from pathlib import Path
 from relvit.app.data.class_labels import check_printable
 from relvit.app.data.images.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from relvit.app.utils.files import absolute, is_exported
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import counted, visible
 from relvit.utils.messages import did_you_mean, listing
 
 # Files with these endings hold lists of images, see `relvit.app.data.ImageListData`.
@@ -155,7 +155,7 @@ def class_folders(folder: str) -> list[str]:
         warnings.warn(f"{visible(os.path.join(folder, name))} holds runs of relvit and is not a class", stacklevel=2)
     check_printable(names, folder)
     if not names:
-        found = f"{images} images are directly in {folder}" if images else f"{folder} is empty"
+        found = f"{folder} has {counted(images, 'image')} directly in it" if images else f"{folder} is empty"
         raise ValueError(f"{found}; put the images of each class into a folder {os.path.join(folder, '<class>')}")
     if images:
         warnings.warn(
@@ -249,7 +249,7 @@ def _warn_about_formats(place: str, left_out: Sequence[str]) -> None:
 def _counted(left_out: Sequence[str]) -> str:
     """Count files by their endings, such as '12 files left out: 10 .psd, 2 .heic'."""
     endings = Counter(os.path.splitext(path)[1].lower() for path in left_out).most_common()
-    total = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'} left out"
+    total = f"{counted(len(left_out), 'file')} left out"
     return f"{total}: {', '.join(f'{count} {ending}' for ending, count in endings)}"
 
 

@@ -40,6 +40,7 @@ from relvit.app.utils.number_types import (
     check_ranges,
 )
 from relvit.app.utils.seeding import run_seed
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import check_choice
 
 Split = Literal["train", "val", "test", "predict"]
@@ -182,7 +183,7 @@ class ImageData(RecordedArguments, ABC):
         mean, std = ((each,) if isinstance(each, float | int) else each for each in (mean, std))
         if len(mean) != self.in_chans:
             raise ValueError(
-                f"mean is {tuple(mean)}; the images have {self.in_chans} channels, give {self.in_chans} numbers"
+                f"mean is {tuple(mean)}; the images have {counted(self.in_chans, 'channel')}, give one number for each"
             )
         self.mean: tuple[float, ...] = tuple(mean)
         self.std: tuple[float, ...] = tuple(std)

@@ -21,6 +21,7 @@ from relvit.app.data.split import stratified_split
 from relvit.app.utils.files import canonical_paths
 from relvit.app.utils.number_types import OpenShare, check_ranges
 from relvit.app.utils.progress import with_bar
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import check_choice, listing
 
 # Splits with these names, in lower or upper case, are probably meant as val or test.
@@ -197,7 +198,9 @@ class ImageFilesData(ImageData):
         """Describe the images to train on: how many, how many are held out to validate, and those of each class."""
         labels = [label for _, label in self.samples("train")]
         held_out = f" ({len(aside):,} more are held out to validate)" if (aside := self.held_out()) else ""
-        return f"{len(labels):,} training images{held_out}: {counts_text(class_counts(labels, self.class_names))}"
+        return (
+            f"{counted(len(labels), 'training image')}{held_out}: {counts_text(class_counts(labels, self.class_names))}"
+        )
 
     def _doubts(self, counts: Mapping[str, int]) -> list[str]:
         """Describe likely mistakes in the classes of train by their numbers of images."""

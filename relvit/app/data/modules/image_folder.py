@@ -18,6 +18,7 @@ from relvit.app.data.images.folders import (
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import listing
 
 _FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
@@ -133,7 +134,7 @@ class ImageFolderData(ImageFilesData):
         expected = f"expected {wanted}, or two class folders without train"
         if images:
             raise ValueError(
-                f"{images} images are directly in {self.root}, without class folders; {expected}, "
+                f"{self.root} has {counted(images, 'image')} directly in it, without class folders; {expected}, "
                 "or give class_names (a checkpoint knows them) to predict"
             )
         raise FileNotFoundError(

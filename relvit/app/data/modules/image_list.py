@@ -17,7 +17,7 @@ from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.exceptions import MissingPackageError
 from relvit.app.utils.files import canonical_paths, kept_path
-from relvit.app.utils.shown_text import one_line, visible
+from relvit.app.utils.shown_text import counted, one_line, visible
 from relvit.utils.messages import did_you_mean, listing
 
 _SEPARATORS = ";,|"  # Lists usually separate several labels of an image by one of these characters.
@@ -300,7 +300,7 @@ def _refuse_rows(file: str, wrong: Sequence[tuple[int, str]], cure: str = "") ->
         return
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     shown = "; ".join(f"line {line}: {visible(text)}" for line, text in sorted(wrong)[:_SHOWN])
-    raise ValueError(f"{file} has {len(wrong)} wrong {'row' if len(wrong) == 1 else 'rows'}: {shown}{more}{cure}")
+    raise ValueError(f"{file} has {counted(len(wrong), 'wrong row')}: {shown}{more}{cure}")
 
 
 def _check_columns(file: str, columns: Sequence[str], wanted: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from scipy.io import loadmat
 from relvit.app.data.images.folders import class_folders
 from relvit.app.data.modules.image_folder import ImageFolderData, find_splits
 from relvit.app.utils.files import kept_path
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import listing
 
 META_MAT = os.path.join("ILSVRC2012_devkit_t12", "data", "meta.mat")
@@ -60,9 +61,9 @@ class ImageNetData(ImageFolderData):
         if class_names is not None and len(class_names) != len(wnids):
             cure = f"give {len(wnids)}, one for each of wnids"
             if parent is not None:
-                cure = f"{parent} has {len(wnids)} class folders: give wnids (--data.wnids), the WordNet id of each of "
-                cure += f"the {len(class_names)} classes, or, to train, one name for each folder"
-            raise ValueError(f"class_names holds {len(class_names)} names; {cure}")
+                cure = f"{parent} has {counted(len(wnids), 'class folder')}: give wnids (--data.wnids), the WordNet id "
+                cure += f"of each of the {counted(len(class_names), 'class')}, or, to train, one name for each folder"
+            raise ValueError(f"class_names holds {counted(len(class_names), 'name')}; {cure}")
         self.wnids: list[str] = list(wnids)
         super().__init__(root, readable_names(place, wnids) if class_names is None else class_names, **options)
         self._classes_given = parent is None

@@ -16,7 +16,7 @@ from relvit.app.data.images.folders import images_to_predict
 from relvit.app.data.modules.base import Split
 from relvit.app.data.modules.image_files import ImageFilesData
 from relvit.app.utils.files import kept_path
-from relvit.app.utils.shown_text import visible
+from relvit.app.utils.shown_text import counted, visible
 from relvit.utils.messages import did_you_mean, listing
 
 _KNOWN = "a name is hfds/NAME, wds/NAME, or the path of a tar archive or of a folder with archives"
@@ -143,7 +143,7 @@ class ReaderData(ImageFilesData):
             # Suggest only names, and not the numbers in `known`: a number is not a misspelling of another number.
             hint = did_you_mean(label, self.class_names)
             raise ValueError(
-                f"{len(wrong)} images in the split {name!r} of {self.place} have an unknown class, such as "
+                f"the split {name!r} of {self.place} has {counted(len(wrong), 'image')} of an unknown class, such as "
                 f"{visible(str(image))}: {label!r}{hint}; known are {listing(list(known))}"
             )
         samples = [(image, known[label]) for image, label in labelled]

@@ -20,7 +20,7 @@ from relvit.app.evaluation.standard_error import plus_minus
 from relvit.app.training import Checkpoint, ImageClassifier
 from relvit.app.training.checkpoints.checkpoint import OF_THE_DATA
 from relvit.app.utils.files import parse_json
-from relvit.app.utils.shown_text import one_line, without_secrets
+from relvit.app.utils.shown_text import counted, one_line, without_secrets
 from relvit.version import __version__
 
 # A card lists at most this number of class names; config.json lists all names.
@@ -97,7 +97,7 @@ def model_card(
         "Architecture": f"`{hparams.model}`{added}",
         "Parameters": f"{sum(parameter.numel() for parameter in predictor.model.parameters()):,}",
         "Classes": f"{len(predictor.class_names)}: {', '.join(names)}",
-        "Images": f"{size} pixels, {len(predictor.mean)} channel{'s' * (len(predictor.mean) > 1)}",
+        "Images": f"{size} pixels, {counted(len(predictor.mean), 'channel')}",
         "Preprocessing": f"resized (bicubic) and cropped to {predictor.crop_pct:g} of the side; normalised by mean "
         f"{_rounded(predictor.mean)} and standard deviation {_rounded(predictor.std)}",
         "Licence": license or "not given: ask the authors before you use the weights",

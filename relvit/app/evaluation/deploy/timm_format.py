@@ -25,7 +25,7 @@ from relvit.app.models import patch_size_of
 from relvit.app.training.labels import labels_of
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import atomic_folder, check_writable, is_address, parse_json
-from relvit.app.utils.shown_text import one_line
+from relvit.app.utils.shown_text import counted, one_line
 from relvit.utils.messages import an
 from relvit.version import __version__
 
@@ -167,7 +167,7 @@ def save_model(
     names = names_in(class_names)
     if len(names) != model.num_classes:
         raise ValueError(
-            f"class_names has {len(names)} names; give {model.num_classes}, one for each class of the model"
+            f"class_names has {counted(len(names), 'name')}; give {model.num_classes}, one for each class of the model"
         )
     config = {
         "label_names": names,

@@ -23,6 +23,7 @@ from relvit.app.training.labels import SeveralLabels
 from relvit.app.utils.defaults import torch_defaults
 from relvit.app.utils.files import check_output
 from relvit.app.utils.remote import local_file
+from relvit.app.utils.shown_text import counted
 
 
 class CalibrationError(RuntimeError):
@@ -96,8 +97,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         )
     if of_label.mean() <= logits.mean():
         raise ValueError(
-            f"the logits of {len(labels)} images are no better than chance, so no temperature is best: take another "
-            "checkpoint"
+            f"the logits of {counted(len(labels), 'image')} are no better than chance, so no temperature is best: take "
+            "another checkpoint"
         )
     # Scale the logits to standard deviation 1. The search starts at temperature 1, which is then near the optimum.
     scale = logits.std()

@@ -28,6 +28,7 @@ from relvit.app.training.checkpoints.checkpoint import Transforms
 from relvit.app.training.checkpoints.pretrained import Pretrained
 from relvit.app.utils.number_types import PositiveInt, PositiveShare, check_ranges
 from relvit.app.utils.remote import suffix_of
+from relvit.app.utils.shown_text import counted
 
 # By default, probes learn from these shares of the labels, and 20 nearest neighbours vote, as in DINO's evaluation.
 SHARES, NEIGHBOURS = (0.01, 0.1, 1.0), 20
@@ -232,7 +233,8 @@ def _load(model: str | os.PathLike[str], data: ImageData, pretrained: bool) -> t
         checkpoint = Checkpoint.read(name)
         if (channels := checkpoint.argument("in_chans")) != data.in_chans:
             raise ValueError(
-                f"{name} takes images of {channels} channels, the data have {data.in_chans}: give data with {channels}"
+                f"{name} takes images of {counted(channels, 'channel')}, the data have {data.in_chans}: give data "
+                f"with {channels}"
             )
         return classifier_of(checkpoint).net, checkpoint.transforms()
     _check_name(name)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor
 
+from relvit.app.utils.shown_text import counted
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
@@ -90,7 +91,7 @@ class ClassificationLoss(KeepConstants):
             )
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
-                f"class_weights holds {len(class_weights)} numbers; give {num_classes}, one for each class"
+                f"class_weights holds {counted(len(class_weights), 'number')}; give {num_classes}, one for each class"
             )
         if class_weights is not None and not all(0 < weight < math.inf for weight in class_weights):
             raise ValueError(f"class_weights must be positive and finite, got {list(class_weights)}")

@@ -26,7 +26,7 @@ from relvit.app.training.run.images_csv import (
 )
 from relvit.app.utils.files import write_csv
 from relvit.app.utils.progress import rank_zero_print
-from relvit.app.utils.shown_text import printable, visible, visible_lines
+from relvit.app.utils.shown_text import counted, printable, visible, visible_lines
 
 # If there is no folder for `unreadable.csv`, at most this number of unreadable images is printed.
 SHOWN = 5
@@ -85,8 +85,8 @@ class DataRecord(Callback):
             for split, count in counts.items():
                 if count != (of_main := of_processes[0][split]):
                     raise ValueError(
-                        f"process {rank} has {count:,} images of {split}, and the main process has {of_main:,}: give "
-                        "all machines the same images"
+                        f"process {rank} has {counted(count, 'image')} of {split}, and the main process has "
+                        f"{of_main:,}: give all machines the same images"
                     )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,7 +186,7 @@ def none_readable(unreadable: Mapping[str, str]) -> str:
 
 def unreadable_sentence(split: str, count: int, replaced: bool = False) -> str:
     """Say how many images of a split could not be read, and whether other images have replaced them."""
-    images = "1 image" if count == 1 else f"{count} images"
+    images = counted(count, "image")
     of = "" if split == "predict" else f" of {split}"
     if replaced:
         return f"{images}{of} could not be read; other images of {split} took their place in the batches."

@@ -14,6 +14,7 @@ from relvit.app.data import ImageData
 from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.modules.base import Split
 from relvit.app.utils.files import atomic_write
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import listing
 
 FILE = "images.csv.gz"
@@ -62,7 +63,7 @@ def describe_difference(before: Mapping[str, Any], now: Digests, data: ImageData
         if _digest(trained) == before[split]:
             texts.append(f"{split}: {', '.join(_differences(trained, list(data.manifest(split) or ())))}")
         else:
-            count = f"{now[split]['images']:,} images, which are not those of before"
+            count = f"{counted(now[split]['images'], 'image')}, which are not those of before"
             texts.append(f"{split}: {count} (there is no {path}, or not of this training, to say which)")
     return "; ".join(texts)
 

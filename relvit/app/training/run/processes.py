@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from relvit.app.training.optim.strategy import check_strategy
 from relvit.app.utils.devices import cores
 from relvit.app.utils.exceptions import LostProcessError
+from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import did_you_mean
 
 # If another process of the group has ended, gloo and NCCL raise errors with one of these texts.
@@ -185,9 +186,9 @@ def check_processes(launch: Launch | None, trainer: Trainer) -> None:
         )
     if launch is not None and (launch.per_node, launch.nodes) != (devices, nodes):
         raise ValueError(
-            f"{launch.by} has started {launch.processes} processes on {_machines(launch.nodes)}, the trainer is to use "
-            f"{devices * nodes} on {_machines(nodes)}: leave out --trainer.devices and --trainer.num_nodes, or give "
-            f"{launch.per_node} and {launch.nodes}"
+            f"{launch.by} has started {counted(launch.processes, 'process')} on {counted(launch.nodes, 'machine')}, "
+            f"the trainer is to use {devices * nodes} on {counted(nodes, 'machine')}: leave out --trainer.devices and "
+            f"--trainer.num_nodes, or give {launch.per_node} and {launch.nodes}"
         )
     environment = getattr(trainer.strategy, "cluster_environment", None)
     alone = isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ
@@ -280,7 +281,3 @@ def _tasks() -> int:
 
 def _nodes() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-
-
-def _machines(count: int) -> str:
-    return "1 machine" if count == 1 else f"{count} machines"

@@ -139,7 +139,7 @@ def test_an_archive_without_images_says_what_it_holds(tmp_path):
         "images end in"
     )
     for arguments in ({"name": str(file)}, {"predict": str(file), "class_names": list(GREY)}):
-        with pytest.warns(UserWarning, match="not regular files"), pytest.raises(ValueError, match=message):
+        with pytest.warns(UserWarning, match="1 member of another kind"), pytest.raises(ValueError, match=message):
             data_of(**{"name": str(write_tar(tmp_path / "b.tar", in_folder("x", 3))), **arguments}).dataset("predict")
     # `tar --dereference` stores the file that a link points to in this way.
     with tarfile.open(file, "w", dereference=True) as archive:
@@ -186,7 +186,9 @@ def test_nothing_but_regular_files_is_read_and_nothing_is_written(tmp_path, monk
         folder = tarfile.TarInfo("dog/folder.png")
         folder.type = tarfile.DIRTYPE
         archive.addfile(folder)
-    with pytest.warns(UserWarning, match=r"5 members that are not regular files, left out: dog/GNUSparse.* \(sparse\)"):
+    with pytest.warns(
+        UserWarning, match=r"5 members of another kind than regular files, left out: dog/GNUSparse.* \(sparse\)"
+    ):
         data = data_of(name=str(file), val_split="train")
     assert sorted(data.dataset("train").targets) == [0, 0, 1, 1]
     for image, _ in data.dataset("train"):

@@ -171,7 +171,7 @@ def test_info_names_splits_labels_and_numbers(tmp_path):
 
 def test_samples_left_out_for_their_ending_explain_a_number_too_small(tmp_path):
     write_tar(tmp_path / "a.tar", [(f"{i}.{'tif' if i == 3 else 'png'}", png(1)) for i in range(4)])
-    message = r"3 samples with .*: 1 without a part png or jpg are left out: .*, too \(--data.input_key\), or correct"
+    message = r"3 samples with .*: left out are 1 without a part png or jpg: .*, too \(--data.input_key\), or correct"
     with pytest.warns(UserWarning, match="which has 'tif'"), pytest.raises(ValueError, match=message):
         Shards(str(tmp_path), "png;jpg").find("a.tar|4", labelled=False)
     assert len(Shards(str(tmp_path), "png;jpg;tif").find("a.tar|4", labelled=False).images) == 4

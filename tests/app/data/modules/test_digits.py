@@ -70,7 +70,7 @@ def test_predict_names_the_test_images():
         ({"class_names": ["cat", "dog"]}, "class_names"),
         ({"batch_size": 0}, "batch_size must be"),
         ({"num_workers": -1}, "num_workers must be"),
-        ({"mean": (0.5, 0.5, 0.5)}, "give 1 numbers"),
+        ({"mean": (0.5, 0.5, 0.5)}, "have 1 channel, give one number for each"),
         ({"augment": "shfit"}, "did you mean 'shift'"),
         ({"img_size": (8, 8, 1)}, "img_size"),
     ],

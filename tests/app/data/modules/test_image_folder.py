@@ -232,6 +232,7 @@ def test_mistakes(tmp_path):
         data_of(f"{root}/val").setup("validate")
     with pytest.raises(ValueError, match=r"test.cats is a class .*did you mean 'cat'"):
         data_of(root).setup()
-    add(tmp_path / "flat", count=2)
-    with pytest.raises(ValueError, match=r"2 images are directly in .*, without class folders; expected"):
-        ImageFolderData(str(tmp_path / "flat"))
+    for count, found in (1, "1 image"), (2, "2 images"):
+        add(tmp_path / "flat", count=count)
+        with pytest.raises(ValueError, match=f"flat has {found} directly in it, without class folders; expected"):
+            ImageFolderData(str(tmp_path / "flat"))

@@ -27,7 +27,7 @@ def test_a_checkpoints_classes_keep_their_labels(tmp_path):
     assert data.dataset("val").targets == [2]
     with pytest.raises(ValueError, match="class_names holds 2 names; give 3, one for each of wnids"):
         ImageNetData(str(tmp_path), wnids=WNIDS, class_names=["a", "b"])
-    message = r"holds 2 names; .*val has 1 class folders: give wnids \(--data.wnids\), .* of each of the 2 classes, or"
+    message = r"holds 2 names; .*val has 1 class folder: give wnids \(--data.wnids\), .* of each of the 2 classes, or"
     with pytest.raises(ValueError, match=message):
         ImageNetData(str(tmp_path), class_names=["a", "b"])
     assert ImageNetData(str(tmp_path), wnids=WNIDS[1:], class_names=["a", "b"]).dataset("val").targets == [1]

@@ -12,7 +12,7 @@ from relvit.app.evaluation import Predictor, Size, export_model
 from relvit.app.evaluation.deploy import compare
 from relvit.app.evaluation.deploy.onnx_and_pt2 import check_export
 from relvit.app.evaluation.exported import ExportedClassifier
-from relvit.app.utils.shown_text import one_line
+from relvit.app.utils.shown_text import counted, one_line
 from relvit.models import Reach
 
 
@@ -66,6 +66,6 @@ def _accuracy(
         return f"The accuracy that int8 costs was not measured: {one_line(error)}"
     what = SCORES[predictor.labels.score].capitalize()
     return (
-        f"{what} on {found.images} images of val: {found.model:.4f} before int8, {found.file:.4f} after; "
+        f"{what} on {counted(found.images, 'image')} of val: {found.model:.4f} before int8, {found.file:.4f} after; "
         f"the same prediction for {found.same:.2%}"
     )
