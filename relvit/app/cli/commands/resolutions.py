@@ -15,7 +15,7 @@ from relvit.app.plots.style import short_labels
 from relvit.app.utils.files import kept_path
 from relvit.app.utils.number_types import BatchSize
 from relvit.app.utils.progress import with_bar
-from relvit.app.utils.shown_text import without_secrets
+from relvit.app.utils.shown_text import counted, without_secrets
 from relvit.models import Reach
 
 # `COLUMNS` maps the title of each printed column to the key in the rows of `evaluate_sizes` and the format of numbers.
@@ -79,7 +79,8 @@ def resolutions(
     checkpoints = list(dict.fromkeys(map(_title, rows)))
     if len(checkpoints) > 1:
         checkpoints = [f"{number}  {text}" for number, text in enumerate(checkpoints, 1)]
-    print(*checkpoints, f"{rows[0]['images']} images of {split}; {meaning}", sep="\n", flush=True)
+    title = f"{counted(rows[0]['images'], 'image')} of {split}; {meaning}"
+    print(*checkpoints, title, sep="\n", flush=True)
     _print(rows)
     numbers = list(dict.fromkeys(row["checkpoint"] for row in rows))
     for row in rows:
@@ -95,7 +96,7 @@ def resolutions(
     for target in targets:
         labels = short_labels([row["checkpoint"] for row in rows])
         plot = plot_sizes if widths is None else plot_size_grid
-        write_rows(target, of_files, partial(plot, rows, labels, title=meaning))
+        write_rows(target, of_files, partial(plot, rows, labels, title=title))
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from command_line import rows, write_checkpoint_like
 from PIL import Image
 
 from relvit.app.cli import main
-from relvit.app.evaluation import evaluate_sizes
+from relvit.app.evaluation import PROTOCOLS, evaluate_sizes
 from relvit.app.plots.style import short_labels
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -76,6 +76,16 @@ def test_the_csv_has_the_same_rows(compared):
 def test_the_figure_has_two_panels(compared):
     with Image.open(compared.folder / "resolutions.png") as figure:
         assert figure.size == (1500, 550)
+
+
+@pytest.mark.parametrize("widths", [[], ["--widths", "16"]])
+def test_the_figure_names_the_split(best, tmp_path, monkeypatch, widths):
+    titles = []
+    for plot in ("plot_sizes", "plot_size_grid"):
+        monkeypatch.setattr(f"relvit.app.cli.commands.resolutions.{plot}", lambda *_, title: titles.append(title))
+    command = ["resolutions", best, "--sizes", "16", *widths, "--split=test", "--output", tmp_path / "a.png"]
+    assert main(list(map(str, [*command, "--accelerator=cpu"]))) == 0
+    assert titles == [f"18 images of test; crop: {PROTOCOLS['crop']}"]
 
 
 def test_the_table_is_sorted_by_size_and_shows_differences(compared):
