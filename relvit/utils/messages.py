@@ -23,6 +23,9 @@ def nearest(name: str, allowed: Iterable[str], parts: bool = True) -> str | None
         return "cuda"
     typed = _letters(name)
     spelt = {each: _letters(each) for each in allowed}
+    # A number, such as the number of a class, is not a misspelling of another number.
+    if name.isdigit():
+        return next((each for each, other in spelt.items() if other == typed), None)
     near = [
         (_edits(typed, other), other[:1] != typed[:1], place)
         for place, (each, other) in enumerate(spelt.items())

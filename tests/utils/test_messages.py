@@ -19,3 +19,10 @@ def test_the_nearest_of_many_near_names_is_found_in_one_pass():
     names = [Name(f"image{number:04d}") for number in range(300)]
     assert nearest("image250", names) == "image0250"
     assert len(compared) <= len(names)
+
+
+def test_a_number_is_no_misspelling_of_another_number():
+    """Classes may be numbers: '12' is none of '0' to '9', and nobody has mistyped '1'."""
+    assert nearest("12", [str(number) for number in range(10)]) is None
+    assert nearest("12345", ["123456"]) is None
+    assert nearest("2026-11-31", ["2026-11-30"]) == "2026-11-30"

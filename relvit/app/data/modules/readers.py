@@ -140,8 +140,7 @@ class ReaderData(ImageFilesData):
         wrong = [(image, label) for image, label in labelled if label not in known]
         if wrong:
             image, label = wrong[0]
-            # Suggest only names, and not the numbers in `known`: a number is not a misspelling of another number.
-            hint = did_you_mean(label, self.class_names)
+            hint = did_you_mean(label, known)
             raise ValueError(
                 f"the split {name!r} of {self.place} has {counted(len(wrong), 'image')} of an unknown class, such as "
                 f"{visible(str(image))}: {label!r}{hint}; known are {listing(list(known))}"
