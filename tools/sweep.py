@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,28 +100,28 @@ def search(space: Mapping[str, Any], work: Path, trials: int, options: Sequence[
     """
     distributions = distributions_of(space)
     work.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(work)
-    study = _study(work, json.dumps([space, options], default=str))
-    # Another seed for each number of trials, so that a search that is continued does not repeat its first values.
-    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-    # Optuna regards a trial that was killed as running.
-    stopped = study.get_trials(states=[TrialState.RUNNING])
-    while stopped or len(study.get_trials(deepcopy=False)) < trials:
-        trial = stopped.pop(0) if stopped else study.ask(distributions)
-        chosen, folder = words(trial.params), work / f"trial_{trial.number}"
-        try:
-            accuracy = fit(folder, [*options, *chosen])
-        except subprocess.CalledProcessError as error:
-            study.tell(trial.number, state=TrialState.FAIL)
-            if error.returncode == 2 and not _trained(work):
-                reason = (folder / "log.txt").read_text().strip().rpartition("error: ")[2]
-                raise ValueError(f"relvit fit refuses {shlex.join(chosen)}: {reason}") from error
-            what = f"failed (exit status {error.returncode}, see {folder / 'log.txt'})"
-            print(f"{folder.name}: {what} with {shlex.join(chosen)}", flush=True)
-        else:
-            study.tell(trial.number, accuracy)
-            print(f"{folder.name}: {accuracy:.4f} with {shlex.join(chosen)}", flush=True)
-    lock.release()
+    with ExitStack() as stack:
+        stack.callback(RunLock(work).release)
+        study = _study(work, json.dumps([space, options], default=str))
+        # Another seed for each number of trials, so that a search that is continued does not repeat its first values.
+        study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+        # Optuna regards a trial that was killed as running.
+        stopped = study.get_trials(states=[TrialState.RUNNING])
+        while stopped or len(study.get_trials(deepcopy=False)) < trials:
+            trial = stopped.pop(0) if stopped else study.ask(distributions)
+            chosen, folder = words(trial.params), work / f"trial_{trial.number}"
+            try:
+                accuracy = fit(folder, [*options, *chosen])
+            except subprocess.CalledProcessError as error:
+                study.tell(trial.number, state=TrialState.FAIL)
+                if error.returncode == 2 and not _trained(work):
+                    reason = (folder / "log.txt").read_text().strip().rpartition("error: ")[2]
+                    raise ValueError(f"relvit fit refuses {shlex.join(chosen)}: {reason}") from error
+                what = f"failed (exit status {error.returncode}, see {folder / 'log.txt'})"
+                print(f"{folder.name}: {what} with {shlex.join(chosen)}", flush=True)
+            else:
+                study.tell(trial.number, accuracy)
+                print(f"{folder.name}: {accuracy:.4f} with {shlex.join(chosen)}", flush=True)
     return study
 
 

@@ -166,3 +166,8 @@ def _run(function, arguments, folder, environment, out, err):
         sys.exit(relvit_start.main())
     function(*arguments)
     leave_processes()
+
+
+def is_open(path):
+    """Return whether this process has a file open."""
+    return str(path) in [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]

@@ -9,7 +9,10 @@ import time
 
 import pytest
 import yaml
+from processes import is_open
 from scripts import load
+
+from relvit.app.training import RunLock
 
 pytest.importorskip("optuna")
 sweep = load("sweep")
@@ -77,6 +80,14 @@ def test_an_interrupted_trial_is_repeated_with_its_options_in_its_folder(search,
     run()
     assert [name for name, _ in calls] == [f"trial_{number}" for number in (0, 1, 2, 2, 3, 4, 5)]
     assert calls[2] == calls[3]
+
+
+def test_a_search_that_ends_by_an_error_closes_its_lock(search, tmp_path):
+    with pytest.raises(KeyboardInterrupt) as error:
+        search[0]()
+    # The error, which is still referred to here, keeps all objects of the search alive.
+    assert error.value
+    assert not is_open(tmp_path / RunLock.NAME)
 
 
 def test_a_training_that_fails_is_no_candidate(searched):

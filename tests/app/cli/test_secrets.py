@@ -89,7 +89,7 @@ def test_a_key_is_masked_in_the_configuration_and_in_the_recorded_command(with_k
 
 def test_without_a_key_the_logger_of_a_resumed_run_looks_for_one_itself(with_keys, tmp_path, fails):
     run = shutil.copytree(with_keys[0], tmp_path / "run")
-    assert "has reached its 1 epochs" in fails(["fit", f"--resume={run}"])
+    assert "has reached its 1 epoch:" in fails(["fit", f"--resume={run}"])
     assert SEEN[-1] == (None, "loss", {"team": "blue"})
 
 

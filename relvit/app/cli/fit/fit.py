@@ -46,7 +46,7 @@ from relvit.app.utils.files import atomic_write
 from relvit.app.utils.masks import mask_secrets
 from relvit.app.utils.progress import rank_zero_print
 from relvit.app.utils.remote import local_file
-from relvit.app.utils.shown_text import without_secrets
+from relvit.app.utils.shown_text import counted, without_secrets
 
 
 def fit(
@@ -214,7 +214,7 @@ class FitCLI(RelvitCLI):
             return [], None
         self.run_folder = self.resumes or self.stack.enter_context(new_folder(runs, self.model.hparams.model))
         if rank_zero_only.rank == 0:
-            self.lock: RunLock = RunLock(self.run_folder)
+            self.stack.callback(RunLock(self.run_folder).release)
         options["default_root_dir"] = self.run_folder
         options["plugins"] = [*(options["plugins"] or ()), AtomicCheckpointIO()]
         self.model.fit_options = fit_options(self.config)
@@ -257,8 +257,8 @@ class FitCLI(RelvitCLI):
                 text = f"The training is complete; its test, figures and summary are left.\n{text}"
                 break
             raise UsageError(
-                f"the training of {self.checkpoint.path} has reached its {done} {unit}: to go on, give {option} with a "
-                "larger number"
+                f"the training of {self.checkpoint.path} has reached its {counted(done, unit[:-1])}: to go on, give {option} "
+                "with a larger number"
             )
         return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
 

@@ -60,6 +60,7 @@ class RunLock:
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
+                self._file.close()
                 raise
             message = f"the file system of {folder} has no locks ({error.strerror}): start no second training in it"
             warnings.warn(message, stacklevel=2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from command_line import QUIET, fit, only, summary
+from processes import is_open
 from resumed_runs import weights
 
 from relvit.app.cli import main
@@ -111,6 +112,11 @@ def test_two_processes_never_train_in_one_folder(stopped, fails):
         other.wait()
     # The lock of a process ends with the process, even if the process was killed.
     RunLock(stopped).release()
+
+
+def test_a_command_closes_its_lock(stopped, fails):
+    assert "has reached its 4 epochs" in fails(["fit", f"--resume={stopped}"])
+    assert not is_open(stopped / RunLock.NAME)
 
 
 def test_checkpoints_hold_everything_that_goes_on(run):
