@@ -210,7 +210,7 @@ def has_links(folder: Path) -> bool:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the temporary files that `atomic_write` has left in a folder where its process was killed.
+    """Remove what `atomic_write` and `atomic_folder` have left in a folder where their process was killed.
 
     Call this only before this process writes to the folder: a file with the number of this process is then from an
     earlier container, in which a process had the same number.
@@ -218,7 +218,10 @@ def remove_parts(folder: Path) -> None:
     for part in folder.glob(".*.part"):
         process = part.name.split(".")[-2]
         if process.isdigit() and (int(process) == os.getpid() or not _is_alive(int(process))):
-            part.unlink(missing_ok=True)
+            if part.is_dir():
+                shutil.rmtree(part)
+            else:
+                part.unlink(missing_ok=True)
 
 
 def _is_alive(process: int) -> bool:

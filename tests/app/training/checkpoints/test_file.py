@@ -169,6 +169,8 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path):
     # The first process of every container may have the number of this one.
     for name in (f".last.ckpt.cafe.{ended.pid}.part", f".last.ckpt.cafe.{os.getpid()}.part", *kept):
         (tmp_path / name).touch()
+    # A killed `publish --to` leaves a folder.
+    (tmp_path / f".published.cafe.{ended.pid}.part" / "images").mkdir(parents=True)
     remove_parts(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
