@@ -183,8 +183,9 @@ def keep_patches(grid: Grid, kept: Tensor) -> Grid:
 def keep_tokens(tokens: Tensor, grid: Grid, keep: Tensor) -> tuple[Tensor, Grid]:
     """Keep the prefix tokens and K patches of each of B images, given tokens (B, N, dim) and indices (B, K)."""
     _check_integers("keep", keep)
-    if keep.dim() != 2 or len(keep) != len(tokens):
-        raise ValueError(f"keep must have shape (B, K) with B = {len(tokens)} images, got {tuple(keep.shape)}")
+    # With no patch and no prefix token, average pooling would yield NaN.
+    if keep.dim() != 2 or len(keep) != len(tokens) or keep.shape[1] == 0:
+        raise ValueError(f"keep must have shape (B, K) with B = {len(tokens)} and K > 0, got {tuple(keep.shape)}")
     keep = keep.to(torch.int64)
     first, patches = tokens[:, : grid.prefix], tokens[:, grid.prefix :]
     kept = patches.gather(1, keep[:, :, None].expand(-1, -1, tokens.shape[2]))

@@ -83,8 +83,11 @@ def test_what_cannot_be_kept():
     model = small()
     with pytest.raises(TypeError, match="keep must hold integers"):
         model.forward_features(images(), keep=torch.ones(2, 6, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"keep must have shape \(B, K\) with B = 2 images, got \(6,\)"):
+    with pytest.raises(ValueError, match=r"keep must have shape \(B, K\) with B = 2 and K > 0, got \(6,\)"):
         model.forward_features(images(), keep=torch.arange(6))
+    # Without patches, average pooling would yield NaN.
+    with pytest.raises(ValueError, match=r"keep must have shape \(B, K\) with B = 2 and K > 0, got \(2, 0\)"):
+        model.forward_features(images(), keep=torch.empty(2, 0, dtype=torch.int64))
     relvit.models.set_reach(model, "bands")
     with pytest.raises(ValueError, match="computes in parts"):
         model.forward_features(images(), keep=torch.arange(6).expand(2, -1))
