@@ -38,7 +38,7 @@ def explain(
         model: a model of relvit, or of timm after `relvit.retrofit`.
         img_size: size of the images, one number or (height, width) in pixels; None: the model's own size.
         device: 'cpu' or 'cuda', the device for which a backend is chosen; this machine need not have such a device.
-            None: the device of the parameters.
+            'cuda' stands for GPUs of compute capability 8.0 or newer. None: the device of the parameters.
         training: whether the backend also has to compute gradients.
 
     Returns:

@@ -54,7 +54,8 @@ def explain(
         img_size: The size of the images in pixels, such as 384 or [256,384]; by default the model's size.
         model_kwargs: Further arguments of the model's class, such as '{rel_terms: k}'.
         retrofit: Arguments of `relvit.retrofit` for a timm model; {} for the defaults.
-        device: The kind of device, cpu or cuda, for the whole table; this machine needs no GPU.
+        device: The kind of device, cpu or cuda (a GPU of compute capability 8.0 or newer), for the whole table; this
+            machine needs no GPU.
     """
     if suffix_of(model) in (".ckpt", *EXPORTED):
         if model_kwargs is not None or retrofit is not None:
