@@ -257,8 +257,8 @@ class FitCLI(RelvitCLI):
                 text = f"The training is complete; its test, figures and summary are left.\n{text}"
                 break
             raise UsageError(
-                f"the training of {self.checkpoint.path} has reached its {counted(done, unit[:-1])}: to go on, give {option} "
-                "with a larger number"
+                f"the training of {self.checkpoint.path} has reached its {counted(done, unit[:-1])}: to go on, give "
+                f"{option} with a larger number"
             )
         return f"changed since: {', '.join(self.changed)}\n{text}" if self.changed else text
 
