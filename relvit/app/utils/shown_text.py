@@ -1,4 +1,4 @@
-"""Texts to show: one line, without secrets in addresses, and without characters that a terminal would execute."""
+"""Texts to show: plurals, one line, without secrets in addresses or characters that a terminal would execute."""
 
 import re
 import sys
