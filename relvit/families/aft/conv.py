@@ -28,8 +28,8 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
     Args:
         parts: the terms of the sums, (B, N, channels), as `exponentials` returns them.
         weight: w, (heads, rows, columns) of the window, both odd: one entry for each offset.
-        top: (heads, 1, 1), an upper bound of a head's w; also of 0, the weight of pairs outside of the window, if there
-            are any.
+        top: (heads, 1, 1), at least the largest w of each head; pairs outside of the window, if there are any, have
+            w = 0, so `top` is then at least 0, too.
         width: head_dim.
         grid: layout of the tokens.
         backend: 'difference' or 'convolution'.
@@ -39,6 +39,9 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
         such as exp(-top), which cancels in their quotient.
     """
     height, columns, coords = grid.height, grid.width, grid.coords
+    if backend == "difference":
+        # The two sums mostly cancel, so bfloat16, which `parts` may have on GPUs, would leave hardly any digits.
+        parts = parts.to(torch.promote_types(parts.dtype, torch.float32))
     # If the window covers all patches, no pair is outside of it, so `top` may be far below 0, and exp(-top) would
     # overflow: clamp -top to at most 0.
     window, outside = bounded_exp(weight - top), bounded_exp((-top).clamp_max(0))
@@ -66,7 +69,7 @@ def window_sums(parts: Tensor, weight: Tensor, top: Tensor, width: int, grid: Gr
 
 
 def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
-    """Sum (B, H, W, channels) over all patches outside of a window of this size, by two small products."""
+    """Sum (B, H, W, channels) over all patches in rows outside of a window, and over all patches beside the window."""
     above_or_below, beside = _apart(image.shape[1], rows // 2, image), _apart(image.shape[2], cols // 2, image)
     far = _along_first(above_or_below, image.sum(dim=2))[:, :, None]
     near = _along_first(1 - above_or_below, image.flatten(2)).view_as(image)
@@ -74,12 +77,12 @@ def _outside_sums(image: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _along_first(matrix: Tensor, x: Tensor) -> Tensor:
-    """Multiply a square matrix by B matrices x of as many rows; a graph of `matrix @ x` would depend on B being 1."""
+    """Multiply a square matrix by B matrices x, in a graph for all B; a graph of `matrix @ x` knows whether B is 1."""
     return torch.bmm(matrix.expand(x.shape[0], -1, -1), x)
 
 
 def _apart(size: int, reach: int, like: Tensor) -> Tensor:
-    """Return 1 where two rows are further apart than `reach`, else 0: (size, size)."""
+    """Return 1 where two rows (or columns) are further apart than `reach`, else 0: (size, size)."""
     index = torch.arange(size, device=like.device)
     return ((index[:, None] - index).abs() > reach).to(like.dtype)
 

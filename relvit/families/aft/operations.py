@@ -66,8 +66,8 @@ def aft_full(
               other devices and in graphs, where checking is slow or impossible, 'products'. With `is_causal` 'pairs'.
 
     Returns:
-        (B, heads, N, head_dim), dtype of the query; exponentials and sums are in float32 at least, except for matrix
-        products in bfloat16 on GPUs. A sample in which no token is valid gets zeros.
+        (B, heads, N, head_dim), dtype of the query. Exponentials and sums are in float32 at least (for bfloat16 inputs
+        on GPUs in bfloat16, except by 'pairs' and 'reference'). A sample without valid tokens gets zeros.
 
     Raises:
         ValueError: the shape of a tensor does not match the query and the grid, or `key` or `value` has another dtype
@@ -205,10 +205,10 @@ def aft_conv(
             prefix token w is 0.
         backend: one of
 
-            - 'convolution': a depthwise convolution with exp(w). A weight that is more than 70 below the head's largest
-              weight counts as 70 below it. The weight 0 of pairs outside of the window is one of these weights.
-            - 'difference': a depthwise convolution with exp(w) - 1, as in the paper, with the same limit. Weights below
-              -5 lose digits.
+            - 'convolution': a depthwise convolution with exp(w). A w that is more than 70 below the head's largest w
+              counts as 70 below it. Pairs outside of the window count here with w = 0.
+            - 'difference': a depthwise convolution with exp(w) - 1, as in the paper, with the same limit. If a w is
+              below -5, digits are lost; sums are in float32 at least also on GPUs.
             - 'pairs', 'reference': see `aft_full`.
             - 'auto': on the CPU the first of 'difference', 'convolution' and 'pairs' that is exact for the given
               weights. On other devices and in graphs, where checking is slow or impossible, 'convolution'. With
@@ -229,8 +229,8 @@ def aft_conv(
     weight, outside = weight.to(torch.promote_types(weight.dtype, torch.float32)), True
     if not is_compiling():
         # Cut off the part of the window for offsets that are larger than the grid. Pairs outside of the window, and
-        # pairs with a prefix token, have the weight 0. If the rest of the window covers all patches, and there is no
-        # prefix token, no pair has this weight, so `bottom` and `top` below do not include it.
+        # pairs with a prefix token, have w = 0. If the rest of the window covers all patches, and there is no prefix
+        # token, there are no such pairs, so `bottom` and `top` below do not include 0.
         down, right = min(rows // 2, grid.height - 1), min(cols // 2, grid.width - 1)
         weight = weight[:, rows // 2 - down : rows // 2 + down + 1, cols // 2 - right : cols // 2 + right + 1]
         outside = grid.prefix > 0 or (down, right) != (grid.height - 1, grid.width - 1)
@@ -265,7 +265,7 @@ def _far_apart(bottom: Tensor, top: Tensor) -> bool:
 
 
 def _check_contents(query: Tensor, key: Tensor, value: Tensor, grid: Grid, backend: str) -> None:
-    """Raise unless grid, keys and values fit the queries, and the device's kernels can count all numbers."""
+    """Raise unless grid, keys and values fit the queries, and the device's kernels can index all numbers."""
     check_tokens("query", query, "grid", grid)
     batch, heads, count, width = query.shape
     shared = isinstance(key, Tensor) and key.dim() == 4 and key.shape[3] == 1

@@ -66,7 +66,7 @@ class Bands(NamedTuple):
         return classify_bands(model, self._split(model, images, attn_mask, is_causal), self.memory_rows)
 
     def mask(self, model: nn.Module, images: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Make the mask (N, N), True where a token may attend to another, with which one pass equals the bands."""
+        """Make the mask (N, N), True where a token may attend to another, that gives one pass the outputs of bands."""
         _check_images(images, attn_mask, is_causal)
         grid = Grid(*model.patch_embed.dynamic_feat_size(images.shape[-2:]))
         row = patch_coords(grid, images.device)[:, 0]
@@ -84,7 +84,7 @@ class Bands(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A rectangle of patches: its first row and column, which may be any integers, and its numbers of both."""
+    """A rectangle of patches: its first row and column, any integers, and its numbers of rows and columns."""
 
     top: int
     left: int
@@ -137,7 +137,7 @@ def set_bands(model: nn.Module, band_rows: int | None, memory_rows: int | None =
     if (band_rows, memory_rows) != (None, None):
         bands = Bands.of(model, band_rows, memory_rows)
         _check_reach(model)
-    # Set the attributes of modules whose class declares them: a wrapper, such as PEFT's, would not pass them on.
+    # Set these attributes where the class declares them: a wrapper of a model, such as PEFT's, would not pass them on.
     for part in model.modules():
         if hasattr(type(part), "recurrence"):
             part.recurrence = part.own_recurrence = bands
@@ -176,8 +176,8 @@ def _check_reach(model: nn.Module) -> None:
             attn.trained_keys or attn.window or getattr(attn.position, "trained_grid", None)
         ):
             raise ValueError(
-                "bands need reach 'trained', all others depend on the image's size: call set_reach(model, 'trained') "
-                "first"
+                "bands need reach 'trained', since other reaches depend on the image's size: call "
+                "set_reach(model, 'trained') first"
             )
 
 
@@ -234,7 +234,7 @@ def forward_segment(
     if memory is not None and not isinstance(memory, Memory):
         raise ValueError(f"memory must be the second value that forward_segment returned, got {type(memory).__name__}")
     if start is not None:
-        if not isinstance(start, Sequence):
+        if not isinstance(start, Sequence) or len(start) != 2:
             raise TypeError(f"start must be (row, column) of the segment's first patch, got {start!r}")
         start = int_pair("start", start, None)
     x, own = model.embed(images)

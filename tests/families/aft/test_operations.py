@@ -170,6 +170,15 @@ def test_products_in_bfloat16_as_on_gpus(monkeypatch):
                     assert (one - other).norm() <= 1.8e-2 * other.norm()
 
 
+def test_differences_keep_their_digits_in_bfloat16_as_on_gpus(monkeypatch):
+    monkeypatch.setattr(sums, "HALF_PRODUCTS", {"cpu"})
+    key, value = (torch.tensor(row).bfloat16().view(1, 1, 3, 1) for row in ([18.0, 18, 0], [1.0, 2, 3]))
+    weight, query, grid = torch.linspace(-5, -4, 3).view(1, 1, 3), torch.zeros_like(key), Grid(1, 3)
+    got = aft_conv(query, key, value, weight, grid, backend="difference")
+    expected = reference.aft_conv(query, key, value, weight, grid)
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE[torch.bfloat16], atol=0)
+
+
 @pytest.mark.parametrize("backend", SAFE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_close_to_nothing_at_a_dominant_key_do_not_cancel(backend, dtype):
