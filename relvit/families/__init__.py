@@ -1,6 +1,6 @@
-"""A folder for each paper beyond Shaw's, with operation, reference, layers and models; each can be removed.
+"""A folder for each paper beyond Shaw's. Only this file imports the folders, so each folder can be removed.
 
-Importing a subpackage registers its positions, depths and models by name.
+Importing a folder registers the positions, depths, recurrences and models of its paper by name.
 """
 
 from relvit.families import aft, reformer, reversible, transformer_xl, universal

@@ -95,8 +95,8 @@ class AFTVisionTransformer(GridVisionTransformer):
     ) -> None:
         check_choice("mixer", mixer, tuple(MIXERS))
         check_arguments(type(self), kwargs)
-        in_paper = mixer != "conv"
-        class_token = in_paper if class_token is None else class_token
+        paper_has_token = mixer != "conv"
+        class_token = paper_has_token if class_token is None else class_token
         if global_pool is None:
             global_pool = "token" if class_token else "avg"
         made = make_mixer(mixer, {"kernel_size": kernel_size, "window": window, "bias_dim": bias_dim}, backend)
@@ -107,7 +107,7 @@ class AFTVisionTransformer(GridVisionTransformer):
             made = partial(made, grid_size=grid_size, prefix=int(class_token) + kwargs.get("reg_tokens", 0))
         width = kwargs.get("embed_dim", defaults["embed_dim"].default)
         super().__init__(
-            pos_embed=("learn" if in_paper else "") if pos_embed is None else pos_embed,
+            pos_embed=("learn" if paper_has_token else "") if pos_embed is None else pos_embed,
             class_token=class_token,
             global_pool=global_pool,
             num_heads=width // 64 if width % 64 == 0 else 1,
@@ -127,12 +127,12 @@ class AFTVisionTransformer(GridVisionTransformer):
                 block.attn.set_grid_size(self.patch_embed.grid_size)
 
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Load an original JAX archive as `checkpoint_filter_fn` converts it, see `convert.load_jax_archive`."""
+        """Load an original JAX archive, converted by `checkpoint_filter_fn` below; see `convert.load_jax_archive`."""
         convert.load_jax_archive(self, checkpoint_path, prefix, checkpoint_filter_fn)
 
 
 def make_mixer(mixer: str, given: dict[str, Any], backend: str) -> Callable[..., AFTSimple]:
-    """Return a factory of mixers for blocks; `given` are the model's arguments for mixers, None where not given."""
+    """Return a factory of mixers for blocks; `given` maps arguments for mixers to values, None for the default."""
     own = {name: value for name, value in given.items() if value is not None}
     for name in own.keys() - OWN[mixer]:
         theirs = listing([other for other, names in OWN.items() if name in names])
@@ -190,7 +190,7 @@ def checkpoint_filter_fn(
 
 
 def _keep_values(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
-    """Put the model's own queries and keys before the values of attention; return the names of these projections."""
+    """Replace the queries and keys of attention by the model's own; return the names of the changed projections."""
     names = [name for name in state if ".attn.qkv." in name and name in own]
     # Skip projections whose width differs from the model's: loading them raises an error that names the shapes.
     names = [name for name in names if state[name].shape[0] == 3 * own[name.replace("qkv", "proj")].shape[0]]
@@ -209,11 +209,11 @@ def _conv(kernel_size: int, num_heads: int) -> dict[str, Any]:
 
 
 # `VARIANTS` maps the name of each model to its arguments of `AFTVisionTransformer`; without `patch_size` a patch has 16
-# px. Comments give the numbers of parameters of models in the paper's table 4. `relvit_aft_conv_tiny` and
+# px. Comments give the numbers of parameters that the paper's table 4 prints. `relvit_aft_conv_tiny` and
 # `relvit_aft_conv_small` are the best models of their size in this table.
 VARIANTS: dict[str, dict[str, Any]] = {
     "relvit_aft_full_tiny": TINY | {"mixer": "full"},  # 6.3 M parameters
-    "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.7 M parameters
+    "relvit_aft_full_small": SMALL | {"mixer": "full"},  # 22.6 M parameters
     "relvit_aft_local_tiny": TINY | {"mixer": "local"},
     "relvit_aft_local_small": SMALL | {"mixer": "local"},
     "relvit_aft_simple_tiny": TINY | {"mixer": "simple"},
@@ -233,7 +233,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of a call; defaults for another mixer than the chosen one are left out."""
+    """Complete the arguments of a call with the model's own, except those that the chosen mixer does not have."""
     defaults = VARIANTS[name]
     mixer = given.get("mixer", defaults["mixer"])
     if mixer in OWN and mixer != defaults["mixer"]:

@@ -141,7 +141,7 @@ class AFTFull(AFTSimple):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise the factors at random, of standard deviation 0.01."""
+        """Initialise both factors from a normal distribution of standard deviation 0.01."""
         for factor in (self.u, self.v):
             nn.init.normal_(factor, std=0.01)
 
@@ -238,7 +238,7 @@ class AFTConv2d(AFTSimple):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise the filters at random; gain and offset are zero."""
+        """Initialise the filters at random, and set gamma and beta to zero."""
         # In the first step gamma is 0, so the filters get no gradients. If all numbers of a filter were equal, gamma
         # would get no gradient either, so initialise the filters at random.
         trunc_normal_(self.kernel, std=0.02)
@@ -246,7 +246,7 @@ class AFTConv2d(AFTSimple):
         nn.init.zeros_(self.beta)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the filters, their gains and offsets."""
+        """Return the names of the filters, gamma and beta."""
         return {"kernel", "gamma", "beta"}
 
     def learned_bias(self, grid: Grid) -> Tensor:

@@ -16,9 +16,9 @@ from relvit.ops.grid import Grid, key_mask, patch_coords, token_places, without_
 
 
 def aft_full(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
-    """Compute the paper's eq. 2; see `aft_full`."""
+    """Compute the paper's eq. 2; see `operations.aft_full`."""
     place = token_places(grid, query.device)
-    # `_average` takes the batch before the heads, (1 or B, heads, queries, keys), so exchange both axes.
+    # `_average` takes the batch before the heads, (1 or B, heads, queries, keys), so exchange the first two axes.
     pairs = rearrange(bias, "... i j -> (...) i j")[:, place[:, :, None], place[:, None, :]].transpose(0, 1)
     return _average(query, key, value, pairs, grid, is_causal)
 
@@ -33,7 +33,7 @@ def aft_local(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Compute the paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `aft_local`."""
+    """Compute the paper's eq. 3: w_ij = 0 at a distance of `window` or more; see `operations.aft_local`."""
     rows, cols = (window, window) if isinstance(window, int) else window
     dy, dx = _offsets(Grid(grid.height, grid.width, grid.prefix), query.device)
     near = (dy.abs() < rows) & (dx.abs() < cols)
@@ -43,14 +43,14 @@ def aft_local(
 
 
 def aft_simple(query: Tensor, key: Tensor, value: Tensor, grid: Grid, *, is_causal: bool = False) -> Tensor:
-    """Compute the paper's section 3.2, w = 0; see `aft_simple`."""
+    """Compute the paper's section 3.2, w = 0; see `operations.aft_simple`."""
     return _average(query, key, value, query.new_zeros(1, 1, 1, 1), grid, is_causal)
 
 
 def aft_conv(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, grid: Grid, *, is_causal: bool = False
 ) -> Tensor:
-    """Compute the paper's eq. 4: w depends on the offset alone, and is 0 outside of a window; see `aft_conv`."""
+    """Compute the paper's eq. 4: w depends on the offset alone, 0 outside of a window; see `operations.aft_conv`."""
     reach = [size // 2 for size in weight.shape[1:]]
     dy, dx = _offsets(grid, query.device)
     inside = (dy.abs() <= reach[0]) & (dx.abs() <= reach[1])

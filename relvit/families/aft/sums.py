@@ -28,7 +28,7 @@ def bounded_exp(exponent: Tensor) -> Tensor:
 
 
 def exponentials(key: Tensor, value: Tensor, valid: Tensor | None) -> Tensor:
-    """Compute exp(key - m) value and exp(key - m), with m, the largest key of a sample and channel, to avoid overflow.
+    """Compute exp(key - m) value and exp(key - m); m, the largest key of a sample and channel, prevents overflow.
 
     Args:
         key: (B, heads, N, head_dim) or (B, heads, N, 1).
@@ -91,7 +91,7 @@ def split_heads(parts: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def per_channel(per_head: Tensor, channels: int, width: int) -> Tensor:
-    """Repeat numbers of each head, (heads, ...), for all channels of numerators of this width and of denominators."""
+    """Repeat numbers of each head, (heads, ...), for each of the head's channels, in the order of `exponentials`."""
     heads = per_head.shape[0]
     shared = channels // heads - width
     return torch.cat((per_head.repeat_interleave(width, 0), per_head.repeat_interleave(shared, 0)))

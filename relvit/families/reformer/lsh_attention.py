@@ -1,4 +1,4 @@
-"""LSH attention as a mixer: one projection for queries and keys, a bias by 2D offset, when random hashes are drawn."""
+"""LSH attention as a mixer: one projection for queries and keys, a bias by 2D offset, and the random rotations."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class LSHAttention(Mixer, KeepConstants):
         num_heads: number of heads.
         position: module that maps a `Grid` to `RelativeTerms` with a bias alone, such as `RelativePosition2d` with
             rel_terms 'b' or `SlopePosition2d`; it may also be set later as the attribute `position`. None: no bias.
-        bucket_size: average number of tokens per bucket. A sequence of up to 2 `bucket_size` - 1 tokens is one bucket,
+        bucket_size: number of tokens per bucket, on average at least. Up to 2 `bucket_size` - 1 tokens are one bucket,
             so each token attends to all other tokens. Chunks of sorted tokens are twice as large as the average bucket.
         rounds: how often tokens are hashed; more rounds find more pairs, and take proportionally longer.
 
     Raises:
-        ValueError: the width is not a multiple of the number of heads; `bucket_size` or `rounds` is below 1; or the
-            position has other terms than a bias.
+        TypeError, ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
+        ValueError: the width is not a multiple of the number of heads, or the position has other terms than a bias.
     """
 
     lacks: ClassVar[Mapping[str, str]] = Mixer.lacks | {
@@ -127,7 +127,7 @@ class LSHAttention(Mixer, KeepConstants):
         B, N, _ = x.shape
         query_key, value = self.qk_v(x).reshape(B, N, 2, self.num_heads, self.head_dim).unbind(2)
         query_key, value = self.qk_norm(query_key.transpose(1, 2)).to(value.dtype), value.transpose(1, 2)
-        terms = None if self.position is None else self.position(grid)
+        terms = self.position_terms(grid)
         dropout_p = self.attn_drop.p if self.training else 0.0
         # Each column of a rotation makes a pair of buckets. The number of buckets grows with the number of tokens: use
         # only the first `pairs` columns.
@@ -143,7 +143,7 @@ class LSHAttention(Mixer, KeepConstants):
         return None if self.position is None else self.position(grid)
 
     def plan(self, name: str, grid: Grid, training: bool, device: str | None = None) -> LayerPlan:
-        """Return what the mixer of this name computes: its bias, and no choice of backends."""
+        """Return what the mixer of this name computes: whether there is a bias; backends cannot be chosen."""
         terms = "" if self.position is None or self.position(Grid(1, 1)).bias is None else "b"
         plan = super().plan(name, grid, training, device)
         return plan._replace(terms=terms, parameters=count_parameters(self.position))

@@ -23,7 +23,7 @@ class LSHVisionTransformer(RelVisionTransformer):
     Args:
         rel_terms: 'b' (a learned bias) or '' (no bias). Instead of 'tables', `position` may be 'slopes' or your own
             position, if it returns only a bias.
-        bucket_size, rounds: see `LSHAttention`; None: its defaults.
+        bucket_size, rounds: see `LSHAttention`; None: the defaults of `LSHAttention`.
         **kwargs: see `RelVisionTransformer`; the arguments in `fixed` are refused.
 
     Raises:
@@ -56,7 +56,7 @@ class LSHVisionTransformer(RelVisionTransformer):
         """Set `bucket_size` and `rounds` of all layers, see `LSHAttention.set_hashing`; timm saves them with the model.
 
         Raises:
-            ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
+            TypeError, ValueError: `bucket_size` or `rounds` is not an integer, or is below 1.
         """
         for block in self.blocks:
             block.attn.set_hashing(bucket_size, rounds)

@@ -59,7 +59,7 @@ def lsh_attention(
         chunk_size: number of tokens in a chunk; None: twice the average number in a bucket, as in the paper.
         terms: relative terms, of which only `bias` may be given: b, as in `relvit.ops.relative_attention`.
         is_causal: whether to leave out tokens that come later in the sequence.
-        dropout_p: dropout of the attention weights.
+        dropout_p: dropout rate of the attention weights.
         scale: factor on the products of queries and keys.
 
     Returns:
@@ -94,7 +94,7 @@ def lsh_attention(
 # such symbolic sizes.
 @torch.compiler.disable
 def _run(*arguments: object) -> Tensor:
-    """Attend, and keep the arguments alone for backward, as in the paper."""
+    """Attend; keep only the arguments for backward, which computes everything else again, as in the paper."""
     return recomputed(_attend, *arguments, preserve_rng_state=True)
 
 

@@ -23,7 +23,7 @@ def lsh_attention(
     dropout_p: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Compute LSH attention from its definition; see `lsh_attention`.
+    """Compute LSH attention from its definition; see `operation.lsh_attention`.
 
     Source: Kitaev et al. 2020 (arXiv 2001.04451), section 2: eq. 3, with sets P_i that are the unions of the sets of
     eq. 4 over all rounds.

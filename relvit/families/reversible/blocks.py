@@ -59,8 +59,8 @@ def reversible_blocks(
         under autocast in float32 at least, otherwise in the dtype of `x`.
 
     Raises:
-        RuntimeError: in backward, second derivatives are requested, or a block's parameters have been replaced since
-            forward, or are sharded by `fully_shard`.
+        RuntimeError: in backward, second derivatives are requested; parameters have been replaced, or parameters or the
+            mask modified in place, since forward; or `fully_shard` has sharded the parameters.
     """
     inner = None
     wide = x
@@ -134,7 +134,7 @@ def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager[object
 
 
 class Step:
-    """One block in a chain, with what its recomputation needs besides the streams."""
+    """One block in a chain, with the parameters and random states that its recomputation needs besides the streams."""
 
     def __init__(self, block: nn.Module, chain: Chain, last: bool) -> None:
         self.block = block
@@ -174,7 +174,7 @@ class Step:
 
 
 class ReversibleBlock(torch.autograd.Function):
-    """One block: `apply(step, x1, x2, attn_mask, *parameters)` -> y1, y2; only the last one of a chain saves them."""
+    """One block: `apply(step, x1, x2, attn_mask, *parameters)` -> y1, y2; only a chain's last block saves y1 and y2."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, step: Step, x1: Tensor, x2: Tensor, *_read: Tensor | None) -> tuple[Tensor, Tensor]:

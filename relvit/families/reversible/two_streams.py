@@ -1,4 +1,4 @@
-"""`ReversibleDepth`, the `depth_plan` of reversible models: two streams of tokens, with the same parameters as one."""
+"""`ReversibleDepth`, the `depth_plan` of reversible models: two streams of tokens, which add no parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relvit.ops import Grid
 
 
 class ReversibleDepth(Depth):
-    """Run tokens through reversible blocks, see `reversible_blocks`: training keeps only the last two streams."""
+    """Run tokens by `reversible_blocks`, of which training keeps only the two streams after the last block."""
 
     lacks: ClassVar[Mapping[str, str]] = {
         "memory": "it is reversible, and a memory would be kept for backward",

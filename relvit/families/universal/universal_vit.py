@@ -34,7 +34,7 @@ HALTINGS = ("", "act")
 
 
 class Pondered(NamedTuple):
-    """The output of a model with adaptive halting (ACT), its steps and its ponder cost.
+    """The logits of a model with adaptive halting (ACT), the steps of its patches, and its ponder cost.
 
     Attributes:
         logits: (B, num_classes).
@@ -49,7 +49,7 @@ class Pondered(NamedTuple):
 
     @property
     def losses(self) -> dict[str, Tensor]:
-        """The losses that a training adds to its own, see `relvit.app.training.training_output.TrainingOutput`."""
+        """The losses that training adds to its loss, see `relvit.app.training.training_output.TrainingOutput`."""
         return {"ponder": self.cost.mean()}
 
 
@@ -148,7 +148,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         options = {name: given for name, given in options.items() if given is not None}
         if options and not halting:
             raise ValueError(
-                "halting_epsilon and halting_bias have no effect without halting='act': leave them out, or give it"
+                "halting_epsilon and halting_bias have no effect without halting: leave them out, or give halting='act'"
             )
         super().__init__(depth=1, **kwargs)
         factory_kwargs = {name: kwargs.get(name) for name in ("device", "dtype")}
@@ -165,7 +165,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
         self.set_steps(depth)
 
     def set_steps(self, steps: int) -> None:
-        """Choose the number of steps, which may differ from the training's; with halting it is the highest number.
+        """Choose the number of steps, with halting the maximum number; it may differ from the number in training.
 
         Raises:
             TypeError, ValueError: The number is not an integer, or is below 1.
@@ -191,7 +191,7 @@ class UniversalVisionTransformer(RelVisionTransformer):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether `step_maps` counts steps."""
+        """Whether patches halt, so that `step_maps` can count their steps."""
         return self.halting is not None
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -290,7 +290,7 @@ def test_in_training_the_cost_is_returned_beside_the_logits_in_single_precision(
     ("kwargs", "message"),
     [
         ({"halting": "acts"}, r"halting is 'acts'; allowed are '', 'act' \(did you mean 'act'\?\)"),
-        ({"halting": "", "halting_epsilon": 0.1}, "no effect without halting='act'"),
+        ({"halting": "", "halting_epsilon": 0.1}, "no effect without halting: leave them out, or give halting=.act."),
         ({"depth": 1}, "needs a depth of 2 steps or more, got 1"),
         ({"halting_epsilon": 1.0}, "halting_epsilon. must be above 0 and below 1, got 1.0"),
         ({"embed_dim": 18}, "a multiple of 4, got 18"),
