@@ -49,7 +49,8 @@ def describe(error: Exception, command: str = "fit") -> str:
     from relvit.app.data.images.decode import UnreadableImageError
 
     cause = _cause(error)
-    text = str(cause)
+    # Notes say which image of a user's dataset raised the error.
+    text = "\n".join([str(cause), *getattr(cause, "__notes__", ())])
     if "Original Traceback" in text:
         # PyTorch puts a worker's traceback into the message: the worker's own message follows the last line that begins
         # with the exception's type.

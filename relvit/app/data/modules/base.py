@@ -24,7 +24,7 @@ from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import ListedImage, images_in_memory
 from relvit.app.data.loading.deterministic import DeterministicDataset
 from relvit.app.data.loading.eval_shards import EvalShardLoader, shard
-from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
+from relvit.app.data.loading.loader import SignalSafeDataLoader, check_dataset, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
 from relvit.app.data.recorded_arguments import RecordedArguments, with_transforms
@@ -65,8 +65,8 @@ class ImageData(RecordedArguments, ABC):
     them. No image is decoded before its split is first used.
 
     A subclass implements :meth:`missing` and :meth:`build`, takes the keyword arguments below as ``**options`` and
-    passes them to this class. A simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which already
-    implements both for any datasets.
+    passes them to this class. Its datasets have a length and, for `balance`, `targets`: their labels in order. A
+    simpler way is a subclass of :class:`relvit.app.data.DatasetData`, which implements both for any datasets.
 
     Args:
         class_names: Name of each class; the label of a class is its index in this list.
@@ -251,12 +251,15 @@ class ImageData(RecordedArguments, ABC):
         """Return the dataset of one split, built at the first call.
 
         Raises:
-            ValueError: There is no such split, or one of its files is missing or damaged.
+            ValueError: There is no such split, one of its files is missing or damaged, or `balance` needs `targets`.
+            TypeError: A user's class has built an `IterableDataset`, or a dataset without a length.
         """
         if split not in self._datasets:
             if reason := self.missing(split):
                 raise ValueError(reason)
-            self._datasets[split] = self.build(split)
+            built = self.build(split)
+            check_dataset(built, f"{split} of {type(self).__name__}", split == "train" and self.balance != "none")
+            self._datasets[split] = built
         return self._datasets[split]
 
     def setup(self, stage: str | None = None) -> None:

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from torchvision.transforms import v2
 
 from relvit.app.data.class_labels import Label, label_of, label_text, name_text, rarest
 from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
+from relvit.app.data.loading.loader import check_dataset
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.utils.number_types import OpenShare, check_ranges
-from relvit.utils.messages import an
 
 
 class DatasetData(ImageData):
@@ -76,11 +76,8 @@ class DatasetData(ImageData):
         check_ranges(DatasetData.__init__, locals())
         self.check_options(options)
         for name, given in {"train": train, "val": val, "test": test, "predict": predict}.items():
-            if isinstance(given, IterableDataset) or (given is not None and not hasattr(given, "__len__")):
-                raise TypeError(
-                    f"{name} is {an(type(given).__name__)}, which has no length or no numbered items: give a dataset "
-                    "with __len__ and __getitem__, or train an ImageClassifier on a DataLoader of your own"
-                )
+            if given is not None:
+                check_dataset(given, name)
         if in_chans not in (1, 3):
             raise ValueError(f"in_chans is {in_chans}; images are given to the model with 3 channels, or 1 (grey)")
         if class_names is None and getattr(train, "target_transform", None) is not None:
@@ -111,9 +108,11 @@ class DatasetData(ImageData):
         An `ImageFolder` numbers the classes that it finds, so if a class has no images in val, all later labels are
         too small there.
         """
-        orders = {split: numbered(classes_of_items(getattr(self, split))) for split in ("train", "val", "test")}
-        for where, known in {"class_names": numbered(self.class_names), "`classes` of train": orders["train"]}.items():
-            for split, own in orders.items():
+        splits = ("train", "val", "test")
+        orders = [(split, numbered(names)) for split in splits for names in classes_of_items(getattr(self, split))]
+        first = next((own for split, own in orders if split == "train"), {})
+        for where, known in {"class_names": numbered(self.class_names), "`classes` of train": first}.items():
+            for split, own in orders:
                 for name, label in own.items():
                     if known.get(name, label) != label:
                         raise ValueError(
@@ -201,6 +200,17 @@ class SourceImages(Dataset[Any]):
             dataset, index = dataset.dataset, dataset.indices[index]
         return f"item {index} of {type(dataset).__name__}"
 
+    def item(self, index: int) -> Any:
+        """Return an item of the user's dataset; an error names its number."""
+        try:
+            return self.source[index]
+        except StopIteration as error:
+            # A loader would take this error for the end of the images, and silently leave out the rest of them.
+            raise RuntimeError(f"{self.place(index)} raises StopIteration: correct its __getitem__") from error
+        except Exception as error:
+            error.add_note(f"while loading {self.place(index)}")
+            raise
+
     def image(self, index: int, image: ImageInput) -> Any:
         """Transform an image; an error names its number."""
         try:
@@ -230,7 +240,7 @@ class LabelledImages(SourceImages):
                 self._label(int(index), targets[index])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | np.ndarray]:
-        item = self.source[index]
+        item = self.item(index)
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise TypeError(f"{self.place(index)} is {type(item).__name__}; give a pair (image, label)")
         label = self._label(index, item[1])
@@ -261,19 +271,22 @@ class NamedImages(SourceImages):
         self.split = split
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        item = self.source[index]
+        item = self.item(index)
         image, name = item if isinstance(item, tuple | list) else (item, None)
         return self.image(index, image), name if isinstance(name, str) else f"{self.split}/{index:05d}"
 
 
-def classes_of_items(dataset: Dataset[Any] | None) -> list[str]:
-    """Return the classes of a dataset in the order of its labels; [] if it has no `classes` or changes its labels."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
+def classes_of_items(dataset: Dataset[Any] | None) -> Iterator[list[str]]:
+    """Yield the classes of a dataset in the order of its labels, or those of each part of a `ConcatDataset`.
+
+    Nothing is yielded for a dataset, or a part, that has no `classes`, or changes its labels.
+    """
     names = getattr(dataset, "classes", None)
-    if not isinstance(names, list | tuple) or getattr(dataset, "target_transform", None) is not None:
-        return []
-    return [name_text(name) for name in names]
+    if names is None and isinstance(dataset, Subset | ConcatDataset):
+        for part in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
+            yield from classes_of_items(part)
+    elif isinstance(names, list | tuple) and getattr(dataset, "target_transform", None) is None:
+        yield [name_text(name) for name in names]
 
 
 def numbered(names: Sequence[str]) -> dict[str, int]:
@@ -289,10 +302,10 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
         ValueError: The dataset has another number of `targets` than of items, or `targets` are not class numbers, or
             0 and 1 for each class.
     """
-    if isinstance(dataset, Subset):
+    targets = getattr(dataset, "targets", None)
+    if targets is None and isinstance(dataset, Subset):
         targets = targets_of(dataset.dataset)
         return None if targets is None else [targets[index] for index in dataset.indices]
-    targets = getattr(dataset, "targets", None)
     if targets is None:
         return None
     # Datasets of torchvision apply this function to the labels of items, but not to `targets`.

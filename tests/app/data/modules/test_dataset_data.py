@@ -6,9 +6,10 @@ import torch
 from lightning import Callback, Trainer, seed_everything
 from PIL import Image
 from small_training import assert_close
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 import relvit
+from relvit.app.cli.errors import describe
 from relvit.app.data import DatasetData, DigitsData, eval_transform
 from relvit.app.data.loading.deterministic import SeededIndex
 from relvit.app.evaluation import EvaluationReport, PredictionTable
@@ -164,6 +165,14 @@ def known_by(*classes):
             {"train": known_by("n1", "n2", "n3"), "test": Subset(known_by("n1", "n3"), range(9))},
             "'n3' has the label 1 in `classes` of test, and 2 in `classes` of train",
         ),
+        (
+            {"train": ConcatDataset([known_by(*NAMES), known_by("ant", "cat")])},
+            "'cat' has the label 1 in `classes` of train, and 2 in class_names",
+        ),
+        (
+            {"train": known_by(*NAMES), "val": Subset(ConcatDataset([Pairs(), known_by("bee", "cat")]), range(9))},
+            "'bee' has the label 0 in `classes` of val, and 1 in class_names",
+        ),
     ],
 )
 def test_labels_of_another_order_are_refused(options, message):
@@ -176,6 +185,33 @@ def test_classes_of_datasets_may_have_other_names_or_be_fewer():
     DatasetData(known_by("ANT", "bee", "Cat"), known_by("ant", "bee"), Turned(), class_names=NAMES)
     twice = known_by("crane", "bee", "crane")
     DatasetData(twice, twice, class_names=["crane", "bee", "crane (bird)"])
+
+
+class Renumbered(Subset):
+    """The images of some classes, whose labels the subset numbers anew."""
+
+    classes = ("bee", "cat")
+
+    def __init__(self, pairs):
+        super().__init__(pairs, np.flatnonzero(pairs.labels > 0))
+        self.targets = [pairs.labels[index] - 1 for index in self.indices]
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, label - 1
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def test_a_subset_may_have_classes_and_labels_of_its_own():
+    pairs = known_by(*NAMES)
+    pairs.targets = pairs.labels
+    data = data_of(Renumbered(pairs), val=Renumbered(pairs), class_names=None, balance="loss")
+    labels = torch.cat([labels for _, labels in data.val_dataloader()])
+    assert labels.tolist() == [index % 3 - 1 for index in range(20) if index % 3]
+    assert data.class_names == ["bee", "cat"]
+    np.testing.assert_allclose(data.class_weights, 13 / 2 / np.bincount(labels), rtol=1e-6)
 
 
 def test_several_labels():
@@ -327,3 +363,32 @@ def test_a_dataset_that_can_only_be_iterated_is_refused_at_the_start():
 
     with pytest.raises(TypeError, match=r"val is a Stream, which has no length .*: give a dataset with __len__ and"):
         data_of(Pairs(), val=Stream())
+
+
+class Broken(Pairs):
+    """A dataset whose item 7 raises an error."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise self.error()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda: KeyError("photo"), "KeyError: 'photo'\nwhile loading item 7 of Broken"),
+        # A loader takes this error for the end of the images, so that the other images would silently be left out.
+        (StopIteration, "RuntimeError: item 7 of Broken raises StopIteration: correct its __getitem__"),
+    ],
+)
+def test_an_error_of_the_dataset_names_the_item(error, message, workers):
+    data = data_of(Pairs(), val=Subset(Broken(error), range(2, 12)), num_workers=workers)
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        list(data.val_dataloader())
+    assert describe(caught.value) == message
