@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from relvit.families.aft.operations import (
@@ -21,6 +20,7 @@ from relvit.families.aft.operations import (
 )
 from relvit.layers.interpolate import resample_embedding
 from relvit.layers.mixer import Mixer
+from relvit.layers.positions.base import initialise
 from relvit.ops import Grid
 from relvit.ops.checks import check_backend, check_heads, int_pair, integer
 from relvit.ops.tracing import without_autocast
@@ -241,7 +241,7 @@ class AFTConv2d(AFTSimple):
         """Initialise the filters at random, and set gamma and beta to zero."""
         # In the first step gamma is 0, so the filters get no gradients. If all numbers of a filter were equal, gamma
         # would get no gradient either, so initialise the filters at random.
-        trunc_normal_(self.kernel, std=0.02)
+        initialise([self.kernel], 0.02)
         nn.init.zeros_(self.gamma)
         nn.init.zeros_(self.beta)
 

@@ -89,10 +89,11 @@ def initialise(tables: Iterable[Tensor], std: float) -> None:
     if std < 0:
         raise ValueError(f"init_std must not be negative, got {std}")
     for table in tables:
-        if std:
-            trunc_normal_(table, std=std)
-        else:
-            nn.init.zeros_(table)
+        # Draw in float32 at least: timm's function turns the lowest uniform number into -2, which in bfloat16 would be
+        # drawn for about one entry in 500.
+        drawn = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
+        with torch.no_grad():
+            table.copy_(trunc_normal_(drawn, std=std) if std else drawn)
 
 
 def terms_of(position: nn.Module, x: Tensor, grid: Grid, key_grid: Grid) -> RelativeTerms:
@@ -202,7 +203,10 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
     Returns:
         The new table, with 2 ceil(K * size / trained) + 1 rows, dtype of `table`; computed in float32 at least.
     """
-    distance = (table.shape[axis] - 1) // 2
+    distance, dtype = (table.shape[axis] - 1) // 2, table.dtype
+    # Convert the table before rows are selected: backward adds up the gradients of all new rows that use a row, and in
+    # half precision each addition would round.
+    table = table.to(torch.promote_types(dtype, torch.float32))
     if bucketing != "clip":
         far = saturation(distance, bucketing)
         rows = bucket(torch.arange(-far, far + 1, device=table.device), distance, bucketing)
@@ -212,9 +216,6 @@ def stretch(table: Tensor, axis: int, size: int, trained: int, bucketing: str) -
     offsets = torch.arange(-farthest, farthest + 1, device=table.device)
     position = (offsets * trained + distance * size).clamp(min=0)
     before = position // size
-    precision = torch.promote_types(table.dtype, torch.float32)
-    weight = ((position - before * size).to(precision) / size)[(..., *(None,) * (-1 - axis))]
-    low, high = (
-        table.index_select(axis, (before + further).clamp(max=2 * distance)).to(precision) for further in (0, 1)
-    )
-    return torch.lerp(low, high, weight).to(table.dtype)
+    weight = ((position - before * size).to(table.dtype) / size)[(..., *(None,) * (-1 - axis))]
+    low, high = (table.index_select(axis, (before + further).clamp(max=2 * distance)) for further in (0, 1))
+    return torch.lerp(low, high, weight).to(dtype)

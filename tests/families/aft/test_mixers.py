@@ -80,6 +80,8 @@ def test_filters_start_as_aft_simple_and_learn_from_the_second_step_on():
     assert (narrow.learned_bias(GRID) == 0).all()
     # If all numbers of a filter were equal, the filter would never learn.
     assert (layer.kernel.flatten(1).std(dim=1) > 0.005).all()
+    # In half precision about one number in 500 would be -2, if it were drawn in that precision.
+    assert AFTConv2d(8, 2, kernel_size=99, dtype=torch.bfloat16).kernel.abs().max() < 0.2
     x = tokens()
     layer(x, GRID).square().sum().backward()
     assert (layer.kernel.grad == 0).all()

@@ -136,6 +136,19 @@ def test_number_of_rows_and_half_precision():
     assert stretch(table, -2, 6, 4, "clip").shape == (2, 11, 3)
 
 
+@pytest.mark.parametrize("bucketing", ["clip", "piecewise"])
+def test_gradients_in_bfloat16_are_summed_without_rounding(bucketing):
+    torch.manual_seed(0)
+    half = torch.randn(15, 3, dtype=torch.bfloat16, requires_grad=True)
+    exact = half.detach().double().requires_grad_()
+    # Each row of the table adds up the gradients of 7 rows or more.
+    for table in (half, exact):
+        torch.manual_seed(0)
+        new = stretch(table, -2, 56, 14, bucketing)
+        new.backward(torch.randn(new.shape).bfloat16().to(new))
+    torch.testing.assert_close(half.grad.double(), exact.grad, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+
+
 def test_padded_batches_are_refused():
     position = RelativePosition2d(DIM, HEADS)
     valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])

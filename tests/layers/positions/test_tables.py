@@ -1,5 +1,6 @@
 """Tables of `RelativePosition2d`: shapes, initialisation, gradients."""
 
+import pytest
 import torch
 
 from relvit.layers import RelativePosition2d
@@ -33,6 +34,16 @@ def test_initialisation_is_a_truncated_normal_or_zero():
         torch.nn.init.constant_(position.key_rows, torch.nan)
         position.reset_parameters()
     assert not any(table.any() for table in RelativePosition2d(8, 1, init_std=0).parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_initialisation_in_half_precision_is_that_of_float32_rounded(dtype):
+    tables = []
+    for kind in (dtype, torch.float32):
+        torch.manual_seed(0)
+        tables.append(RelativePosition2d(64, 1, max_distance=50, dtype=kind).state_dict())
+    for half, single in zip(*(one.values() for one in tables), strict=True):
+        assert torch.equal(half, single.to(dtype))
 
 
 def test_gradients_reach_only_the_offsets_that_occur():
