@@ -106,15 +106,18 @@ def attend_with(
 
 def has_hooks(module: object) -> bool:
     """Return whether a call of the module would call a user's hooks; an object that is no module has none."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, None) for kind in kinds)
+    if not isinstance(module, nn.Module):
+        return False
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _does_nothing(part: nn.Module | None) -> bool:
     """Return whether a norm or a dropout is None, or a module without effect and without hooks."""
     kind = type(part)
     if kind is nn.Identity or (kind is nn.Dropout and (not part.training or part.p == 0)):
-        return not part._forward_hooks and not part._forward_pre_hooks
+        return not has_hooks(part)
     return part is None
 
 
@@ -231,14 +234,15 @@ class GridAttention(Mixer):
         """Return inputs of attention for the tokens of a grid; only the tables hold numbers."""
         if self.block_window is not None:
             grid = Grid(*self.block_window)
-        elif self.window is not None:
-            grid = grid._replace(height=min(grid.height, self.window[0]), width=min(grid.width, self.window[1]))
         # Quantised layers have no parameters, and their `weight` is a method, so take the first parameter of any part.
         known = next((tensor for tensor in self.parameters() if tensor.is_floating_point()), torch.empty(0))
         like = {"device": known.device, "dtype": known.dtype}
-        vectors = torch.empty(1, self.num_heads, num_tokens(grid), self.head_dim, **like)
         # `plan` reads only the shapes of terms that depend on tokens, so these tokens need not be initialised.
-        terms = relative_terms(self, torch.empty(1, num_tokens(grid), self.proj.out_features, **like), grid, grid)
+        x = torch.empty(1, num_tokens(grid), self.proj.out_features, **like)
+        if exceeds_window(grid, self.window, None, False):
+            x, grid = to_windows(x, grid, self.window)
+        vectors = torch.empty(len(x), self.num_heads, num_tokens(grid), self.head_dim, **like)
+        terms = relative_terms(self, x, grid, grid)
         before_rotation = torch.empty_like(vectors) if self.rotates else None
         return AttentionInputs(vectors, vectors, vectors, terms, grid, position_query=before_rotation)
 
@@ -321,7 +325,7 @@ class RelativeAttention(GridAttention, Attention):
 
         Raises:
             ValueError: `memory` is given without `key_grid`.
-            ValueError: the grid is larger than the attribute `window`, and has coordinates, or `memory`, `attn_mask` or
-                `is_causal` is given.
+            ValueError: the grid is larger than the attribute `window`, and has prefix tokens or coordinates, or
+                `memory`, `attn_mask` or `is_causal` is given.
         """
         return self.attend(x, grid, attn_mask, is_causal, self.rope, memory, key_grid)

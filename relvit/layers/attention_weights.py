@@ -56,8 +56,8 @@ def wants_weights(attn_drop: nn.Module) -> bool:
 def show_weights(attn_drop: nn.Module, inputs: AttentionInputs) -> None:
     """Call a layer's `attn_drop` with the attention weights if the module has hooks, as timm's unfused attention does.
 
-    Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. In compiled graphs the function
-    does nothing.
+    Through such hooks `timm.utils.AttentionExtract(method='hook')` gets attention maps. The function also records the
+    inputs inside of `record_logit_inputs`, and does nothing in compiled graphs.
     """
     if not wants_weights(attn_drop):
         return

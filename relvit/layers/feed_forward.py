@@ -31,7 +31,7 @@ def check_chunk(mlp_chunk: int | None, mlp: nn.Module) -> int | None:
 
 
 def chunked_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, mlp_chunk: int) -> Tensor:
-    """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` tokens of all samples at a time, see `check_chunk`.
+    """Compute `mlp(norm(x))` for (B, N, dim) tokens, `mlp_chunk` of all B N tokens at a time, see `check_chunk`.
 
     Training keeps only `x`: backward recomputes one chunk after the other, with the same random numbers. Source: Kitaev
     et al. 2020, Reformer (arXiv 2001.04451), section 3, "Chunking".

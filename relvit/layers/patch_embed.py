@@ -41,9 +41,8 @@ class AnySizePatchEmbed(Leaf, PatchEmbed):
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Set another size of images or patches as timm's `PatchEmbed`, unless `forward` would refuse the size."""
-        if not self.dynamic_img_pad:
-            size, patch = to_2tuple(img_size or self.img_size), to_2tuple(patch_size or self.patch_size)
-            check_divisible(size, patch, self.cropped_size)
+        if not self.dynamic_img_pad and (size := img_size or self.img_size) is not None:
+            check_divisible(to_2tuple(size), to_2tuple(patch_size or self.patch_size), self.cropped_size)
         super().set_input_size(img_size, patch_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -90,6 +90,15 @@ def test_position_and_backend_may_be_set_later():
         layer(x, grid)
 
 
+def test_backward_hooks_on_parts_without_effect_run():
+    called, x = [], torch.randn(2, 8, 12, requires_grad=True)
+    layer = RelativeAttention(12, num_heads=2)
+    for name in ("q_norm", "k_norm", "proj_drop"):
+        layer.get_submodule(name).register_full_backward_hook(lambda *_, name=name: called.append(name))
+    layer(x, make_grid(2, 4)).sum().backward()
+    assert sorted(called) == ["k_norm", "proj_drop", "q_norm"]
+
+
 def test_windows_take_no_memory():
     layer = RelativeAttention(12, num_heads=2)
     layer.window = (2, 2)

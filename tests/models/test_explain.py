@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from vits import FAMILIES, SMALL, images, small
 
 import relvit
+from relvit.models import set_reach
 from relvit.ops import attention, choose
 from relvit.utils.old_torch import BUILDS_KERNELS
 
@@ -91,8 +92,9 @@ def rotary():
         partial(small, backend="gathered"),
         partial(small, rope="axial", embed_dim=16),
         rotary,
+        lambda: set_reach(small(), "windows", 16),
     ],
-    ids=["tables", "joint layout", "no terms", "backend by name", "rotary", "retrofitted rotary"],
+    ids=["tables", "joint layout", "no terms", "backend by name", "rotary", "retrofitted rotary", "windows"],
 )
 def test_the_backend_is_the_one_that_runs(made, monkeypatch):
     model, ran = made(), []

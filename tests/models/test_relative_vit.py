@@ -11,7 +11,7 @@ from vits import NAMES, groups_of, images, small
 
 from relvit.families.reversible import ReversibleDepth
 from relvit.families.transformer_xl import TransformerXLPosition2d
-from relvit.layers import Mixer, RelativeAttention, RelativePosition2d, SlopePosition2d
+from relvit.layers import AnySizePatchEmbed, Mixer, RelativeAttention, RelativePosition2d, SlopePosition2d
 from relvit.models import explain
 from relvit.ops import Grid
 
@@ -59,6 +59,12 @@ def test_padding_to_whole_patches_is_an_option_and_otherwise_an_error():
     torch.testing.assert_close(model(x), model(torch.nn.functional.pad(x, (0, 3, 0, 4))))
     with pytest.raises(ValueError, match="image height 20 is not a multiple of the patch size 8: use 16 or 24"):
         build()(x)
+
+
+def test_a_patch_embedding_without_a_size_gets_another_patch():
+    embed = AnySizePatchEmbed(img_size=None, patch_size=8, embed_dim=4)
+    embed.set_input_size(patch_size=4)
+    assert (embed.img_size, embed.patch_size) == (None, (4, 4))
 
 
 def test_autocast_with_normalised_queries():

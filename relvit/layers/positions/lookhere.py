@@ -33,11 +33,11 @@ class LookHerePosition2d(Position):
     from 1.5 in the first to 0.5 in the last layer.
 
     Twelve heads have the layout of the paper: eight are directed and four see everything, with slopes 1/4, 1/16, 1/64
-    and 1/256. A directed head has the slope 1/2, or 1/4 if an earlier head sees the same direction. Views of 180 and 90
-    degrees have four directions, so the last four of eight directed heads have the slope 1/4. Views of 45 degrees have
-    eight directions, so all eight directed heads have the slope 1/2. The authors' code (github.com/GreenCUBIC/lookhere,
-    `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none', 'corners-none' and
-    'eighths1-eighths2-none'.
+    and 1/256. The first head of a direction has the slope 1/2, and each further head half the slope of the head before.
+    Views of 180 and 90 degrees have four directions, so the last four of eight directed heads have the slope 1/4. Views
+    of 45 degrees have eight directions, so all eight directed heads have the slope 1/2. The authors' code
+    (github.com/GreenCUBIC/lookhere, `create_lh_layer_tensor`) computes the same slopes for the layouts 'halves-none',
+    'corners-none' and 'eighths1-eighths2-none'.
 
     With any other number n of heads, 4 (n // 6) heads, but at least four, are directed, and the other heads see
     everything; slopes follow the same rules. The paper has no layout for four heads: here all four are directed.

@@ -5,6 +5,7 @@ import torch
 from draws import all_places
 from oracles import relative_attention as oracle
 from position_cases import HEADS, LAYOUTS, draw, layer
+from retrofit_cases import build, images, retrofitted
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingMixed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from vits import small
@@ -82,6 +83,14 @@ def test_halting_tokens_are_rotated_as_all():
     got = model(x)
     model.gather = False
     torch.testing.assert_close(got, model(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+def test_traces_of_timms_embedding_serve_other_sizes():
+    model = retrofitted(build("rope axial"))
+    traced = torch.jit.trace(model, images(), check_trace=False)
+    for x in (images(), images(40, 32)):
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-7)
 
 
 def test_models_refuse():
