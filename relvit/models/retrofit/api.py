@@ -22,6 +22,9 @@ from relvit.utils.messages import an, check_choice, part_of, with_near_names
 ABS_POS = ("keep", "freeze", "drop")
 # `timm.create_model` creates retrofitted models by this name, see `registered.py`.
 RETROFITTED_NAME = "retrofitted"
+# Wrappers from these modules read the class or the parameters of a model when they wrap it. After a later retrofit,
+# DistributedDataParallel would not average the gradients of the new tables, and PEFT would not save the tables.
+WRAPPERS = ("timm.", "peft.", "torch.nn.parallel.", "torch.distributed.", "torch.optim.")
 
 
 @with_near_names
@@ -73,8 +76,8 @@ def retrofit(
         init_std: standard deviation that initialises the parameters of a position; with 0 the outputs stay as they were
             before the retrofit.
         position: a name as in `RelVisionTransformer`, or your own class, called as `position(head_dim, num_heads,
-            device=, dtype=)` for each block. None: 'tables'. With 'slopes', which are not learned, the outputs change
-            at once.
+            device=, dtype=)` for each block. None: 'tables'. With 'slopes', 'slopes-euclidean' and 'lookhere', which
+            are not learned, the outputs change at once.
         abs_pos: what happens to the absolute embedding: 'keep' (nothing), 'freeze' (it is not trained further) or
             'drop' (it is removed).
         backend: see `relvit.ops.relative_attention`.
@@ -85,8 +88,9 @@ def retrofit(
         `model` itself.
 
     Raises:
-        TypeError: `model` is not a module, `position` returns something other than a module, or an argument is unknown.
-        ValueError: the model, or a module in it, which the message names, is of a class that cannot be retrofitted.
+        TypeError: `model` is not a module, `position` makes no module that maps a `Grid` to `RelativeTerms`, or an
+            argument is unknown or of a wrong type.
+        ValueError: the model cannot be retrofitted; the message names the module at fault and the reason.
         ValueError: `position` or an argument of tables is given for a model that keeps its own relative positions.
         ValueError: `abs_pos` is given for a model without absolute embedding, or `max_grid` is given for another model
             than NaFlexVit.
@@ -221,10 +225,11 @@ def _source_of(model: nn.Module) -> type[Retrofitted]:
     elif base is not None:
         why = f"it is a subclass of {base}, and what it does differently is not known; {takes}"
     elif inner is not None:
-        wrapper, part = (type(model.get_submodule(name)) for name in (inner.rpartition(".")[0], inner))
+        names = inner.split(".")
+        *outer, part = (type(model.get_submodule(".".join(names[:level]))) for level in range(len(names) + 1))
         why = f"it wraps {inner}, {an(part.__name__)}: retrofit that one "
-        # timm's wrappers choose their code by the class of the wrapped model, so retrofit has to come before wrapping.
-        why += "before it is wrapped" if _library(wrapper) == "timm" else f"in it, {part_of(inner)}"
+        wrapped = any(cls.__module__.startswith(WRAPPERS) for cls in outer)
+        why += "before it is wrapped" if wrapped else f"in it, {part_of(inner)}"
     elif done is not None:
         why = f"{done} in it has been retrofitted already"
     elif own is not None:

@@ -49,10 +49,11 @@ class Retrofitted(NoTorchScript, TablesWithoutDecay, FillConstants):
 
     @classmethod
     def named_attentions(cls, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the attention of each block with its name."""
-        return (
-            (f"{name}.{cls.in_block}", block.get_submodule(cls.in_block)) for name, block in cls.named_blocks(model)
-        )
+        """Yield the attention of each block with its name; an attention that blocks share has its first name."""
+        names: dict[nn.Module, str] = {}
+        for name, block in cls.named_blocks(model):
+            names.setdefault(block.get_submodule(cls.in_block), f"{name}.{cls.in_block}")
+        yield from ((name, attn) for attn, name in names.items())
 
     @classmethod
     def check(cls, model: nn.Module) -> None:
@@ -93,8 +94,8 @@ class OwnPositions(Retrofitted):
     """
 
     own_positions: ClassVar[bool] = True
-    # If a model was built without relative positions, the error advises to build the model with this text: the argument
-    # of the original class that adds relative positions.
+    # If a model was built without relative positions, the error ends with 'build the model with' and this text: the
+    # argument of the original class that adds relative positions.
     built_with: ClassVar[str] = "its own"
 
     @classmethod

@@ -76,6 +76,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionTransformer, l
         ValueError: the checkpoint has a table for each head, and the model's heads share one table.
         ValueError: the checkpoint has joint tables, and the model has tables per axis (layout 'separate').
         ValueError: the clip distances differ, and the model's `bucketing` is not 'clip'.
+        ValueError: tables of iRPE do not fit, see `relvit.models.weights.irpe.convert_irpe`.
         ValueError: no known grid has as many places as the checkpoint's absolute embedding has vectors: not the grid of
             its images, nor the model's grid, nor a square.
     """
@@ -141,12 +142,13 @@ def load_jax_archive(
     like `checkpoint_filter_fn`, converts the weights.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file is not an .npz archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
-    except (OSError, zipfile.BadZipFile) as error:
+    except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path!r} is not an .npz archive: timm.models.load_checkpoint reads .pth and .safetensors"
         ) from error
@@ -211,7 +213,9 @@ def _convert_absolute(state: dict[str, Tensor], model: VisionTransformer) -> Non
     patches = resample_abs_pos_embed(embedding[:, prefix:], new_size, old_size, num_prefix_tokens=0)
     if not model.no_embed_class:
         tokens = {"cls_token": model.cls_token, "reg_token": model.reg_token}
-        ahead = [parts.get(name, torch.zeros_like(token)) for name, token in tokens.items() if token is not None]
+        # Make the zeros on the checkpoint's device, which may be another device than the model's.
+        missing = embedding.new_zeros
+        ahead = [parts.get(name, missing(token.shape)) for name, token in tokens.items() if token is not None]
         patches = torch.cat([*ahead, patches], dim=1)
     state["pos_embed"] = patches
 

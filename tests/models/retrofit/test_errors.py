@@ -16,6 +16,7 @@ from timm.models.eva import Eva
 from timm.models.maxxvit import MaxxVit, MaxxVitCfg
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 import relvit
@@ -55,6 +56,11 @@ def spoilt(model, path, value):
     owner, _, name = path.rpartition(".")
     setattr(operator.attrgetter(owner)(model) if owner else model, name, value)
     return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft", reason="pip install 'relvit[peft]' brings peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["attn.qkv"]))
 
 
 def holder(**parts):
@@ -196,6 +202,16 @@ MODELS = {
         lambda: nn.Sequential(timm.create_model("test_vit", features_only=True)),
         r"it wraps 0\.model, a VisionTransformer: retrofit that one before it is wrapped",
     ),
+    **{
+        # These wrappers have read the model's parameters: DistributedDataParallel, in the same folder of PyTorch as
+        # DataParallel, would not average the gradients of later tables, and PEFT would not save later tables.
+        wrapper: (wrap, rf"it wraps {inner}, a VisionTransformer: retrofit that one before it is wrapped$")
+        for wrapper, wrap, inner in (
+            ("in parallel", lambda: nn.DataParallel(plain()), "module"),
+            ("averaged", lambda: AveragedModel(holder(vit=plain())), r"module\.vit"),
+            ("with adapters", lambda: adapted(plain()), r"base_model\.model"),
+        )
+    },
     "done in it": (
         lambda: holder(net=holder(vit=relvit.retrofit(plain()))),
         r"ModuleDict cannot be retrofitted: net\.vit in it has been retrofitted already",

@@ -176,6 +176,15 @@ def test_a_clip_distance_is_for_every_position_that_clips():
     assert {block.attn.position.max_distance for block in model.blocks} == {(2, 3)}
 
 
+@pytest.mark.parametrize("case", ["dinov2", "eva02", "beit"])
+def test_blocks_may_share_their_attention(case):
+    original, x = build(case), images()
+    original.blocks[1].attn = original.blocks[0].attn
+    model = relvit.retrofit(copy.deepcopy(original))
+    assert model.blocks[0].attn is model.blocks[1].attn
+    torch.testing.assert_close(model(x), original(x), rtol=0, atol=1e-10)
+
+
 def test_slopes_are_the_biases_that_they_are():
     model = retrofitted(build("clip"), trained=False, position="slopes")
     assert not tables(model)

@@ -122,6 +122,12 @@ def test_registers_and_their_part_of_the_embedding():
     assert_same(model(wide(24, 16)), plain(wide(24, 16)))
 
 
+def test_registers_of_a_model_on_another_device_than_the_checkpoint():
+    model = small(reg_tokens=2, **VIT).to("meta")
+    embedding = checkpoint_filter_fn(foreign().state_dict(), model)["pos_embed"]
+    assert (embedding.device.type, embedding.dtype, embedding.shape) == ("cpu", torch.float64, (1, 9, 12))
+
+
 def test_absolute_embedding_resampled_or_left_out():
     plain = foreign()
     model = load(plain.state_dict(), **{**VIT, "img_size": (16, 40)})
@@ -337,6 +343,8 @@ def test_jax_archives(tmp_path):
     (tmp_path / "no.npz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"no.npz' is not an \.npz archive: timm.models.load_checkpoint reads"):
         model.load_pretrained(str(tmp_path / "no.npz"))
+    with pytest.raises(FileNotFoundError, match=r"missing\.npz"):
+        model.load_pretrained(str(tmp_path / "missing.npz"))
     # relvit's default is a model without absolute embedding and class token, whose norm comes after the pooling.
     model = timm.create_model("test_relvit", checkpoint_path=path, **{**SMALL, **square}).eval()
     expected = load(plain.state_dict(), overlay={"input_size": (3, 24, 24)}, **square)
