@@ -84,8 +84,8 @@ def restore(model: nn.Module) -> nn.Module:
 
     The function undoes `relvit.retrofit`: the model has the classes and the state dict's names of its own library
     again. Where nothing was trained, all tensors are equal bit by bit; where tables were trained, the original classes
-    compute the same outputs from the trained tables at the training size. Hooks, the training mode and all other
-    modules stay. If an error is raised, the model is not changed.
+    compute the same outputs from the trained tables at the training size. Hooks, the training mode, frozen parameters
+    (also those of `abs_pos='freeze'`) and all other modules stay. If an error is raised, the model is not changed.
 
     Examples:
         >>> beit = timm.create_model("beit_base_patch16_224", img_size=64, depth=1)
@@ -183,7 +183,7 @@ def _put_back(here: dict[str, Any], former: Mapping[str, Any]) -> None:
 
 
 def _not_computed(then: Before, now: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers that a module does not have any more and that its class does not compute as they were.
+    """Return the buffers that the retrofit has removed from a module and that the module's class cannot compute again.
 
     In some versions of timm a class cannot compute its buffers again: Swin V2's block has no method for its mask of
     shifted windows.

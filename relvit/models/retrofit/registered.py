@@ -52,8 +52,8 @@ def retrofitted(
         kwargs: arguments of `model`.
 
     Raises:
-        TypeError: `retrofit` is not a dictionary.
-        ValueError: there is no `model`, or the model cannot be retrofitted.
+        TypeError: `retrofit` is not a dictionary, or holds an unknown argument.
+        ValueError: there is no `model`, or the model cannot be retrofitted with these arguments.
     """
     if model is None:
         raise ValueError(

@@ -20,7 +20,7 @@ from relvit.ops.inputs import Projected, separate
 
 
 class TimmOwnRelative(TimmRelativeAttention):
-    """`TimmRelativeAttention` for classes of timm without a `head_dim`."""
+    """`TimmRelativeAttention` for timm's classes with relative positions, some of which lack a `head_dim`."""
 
     @property
     def head_dim(self) -> int:

@@ -34,7 +34,8 @@ def convert_irpe(state: dict[str, Tensor], model: nn.Module) -> None:
     A state dict without iRPE's tables stays the same.
 
     Raises:
-        ValueError: a table does not have the 50 entries of iRPE's product method.
+        ValueError: a table does not have the 50 entries of iRPE's product method, or the file has tables of the
+            query or value term, but no bias of `qkv`.
         ValueError: the positions of the model are not joint tables with clipping, lack a term of the file, or have too
             small a `max_distance`.
     """

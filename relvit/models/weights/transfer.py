@@ -57,8 +57,10 @@ class TransferReport:
             tables and patch embeddings.
         in_part: maps each tensor of which only a part was loaded to a description of the part; the rest of the tensor
             is as initialised.
-        new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised.
-        skipped: names of the checkpoint's tensors that were not used for any tensor of the model.
+        new: names of the model's tensors that the checkpoint lacks; these tensors are as initialised, or have values
+            without effect, see `relvit.models.checkpoint_filter_fn`: zero in tables, one in layer scale.
+        skipped: names of the checkpoint's tensors that the model lacks, also under another name. A conversion may still
+            have used their numbers: it multiplies layer scale into weights, and adds up row and column tables.
         reordered: whether the classifier's rows were put into the order of the model's classes.
     """
 
@@ -124,6 +126,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         ValueError: after the conversion a tensor of `weights` has another shape than `net`'s tensor of this name, for
             example because the widths of the models differ.
         ValueError: the weights are of an attention-free model (`relvit.families.aft`), and `net` is not such a model.
+        ValueError: tables or embeddings cannot be converted, see `relvit.models.checkpoint_filter_fn`.
     """
     own = net.state_dict()
     given = {name: tensor for name, tensor in weights.state.items() if isinstance(tensor, Tensor)}
@@ -232,7 +235,7 @@ def _adapt_channels(state: dict[str, Tensor], net: nn.Module, own: dict[str, Ten
 
 
 def _of_channels(weight: Tensor, number: int) -> Tensor:
-    """Repeat or sum up a convolution's input channels as timm's `adapt_input_conv`, which before 1.0.31 takes RGB."""
+    """Repeat or sum up input channels as timm's `adapt_input_conv`, which before timm 1.0.31 takes only RGB weights."""
     given = weight.shape[1]
     if number == given:
         return weight

@@ -75,7 +75,7 @@ class SamPatchEmbed(PatchSizes):
 
 
 class SamEncoder(OwnPositions):
-    """Mixin before a SAM image encoder that refuses images of other sizes; it follows SAM's own rule for such images.
+    """Mixin before a SAM image encoder, for images of sizes that the original encoder refuses, by SAM's own rule.
 
     SAM resizes the longer side of an image to the side of a square canvas, and pads the image below or to the right. So
     the absolute embedding is resized to the square canvas that holds the image, and cut to the image; if the longer

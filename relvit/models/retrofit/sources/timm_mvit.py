@@ -124,7 +124,7 @@ class MultiScaleRelative(GridAttention, MultiScaleAttention):
     """timm's `MultiScaleAttention` after a retrofit: pools queries, keys and values as before."""
 
     lacks: ClassVar[Mapping[str, str]] = {
-        "reach": "pools tokens, so that the grid of patches in training is not that of their keys; "
+        "reach": "pools tokens, so that keys have another grid than the patches in training; "
         "take reach 'trained' or 'stretch'",
     }
     trained_grid: Size | None = None

@@ -80,7 +80,7 @@ class TransformersSamEncoder(TransformersModel, SamEncoder):
         """Map images (B, channels, height, width) to features (B, output_channels, rows, columns).
 
         Raises:
-            ValueError: `pixel_values` is None, or attention weights are requested, which fused attention never forms.
+            ValueError: `pixel_values` is None, or attention weights are requested of a model with eager attention.
         """
         if pixel_values is None:
             raise ValueError("You have to specify pixel_values")
