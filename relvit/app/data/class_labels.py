@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.shown_text import undecoded, visible
 from relvit.utils.messages import listing
 
@@ -168,7 +169,7 @@ def names_in(class_names: Iterable[Any]) -> list[str]:
 
 def known_names(given: Sequence[str] | None, data: Any) -> list[str] | None:
     """Return the names of a classifier's classes: the given names, or else the names that its data module has."""
-    names = getattr(data, "class_names", None) if given is None else given
+    names = attribute_of(data, "class_names") if given is None else given
     return None if names is None else names_in(names)
 
 

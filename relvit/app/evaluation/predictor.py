@@ -23,6 +23,7 @@ from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.images.file_datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.images.given_images import ImageInput, InputImages
+from relvit.app.data.loading.deterministic import LoadedDataset
 from relvit.app.data.shape import ImageShape
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, classifier_of
@@ -313,7 +314,7 @@ class Predictor:
                 out. None: an unreadable file raises an error.
         """
         self.check_channels()
-        dataset = InputImages(items, len(self.mean), self.transform)
+        dataset = LoadedDataset(InputImages(items, len(self.mean), self.transform))
         # A DataLoader draws a seed for its workers. Without a generator of its own it would draw from PyTorch's global
         # generator, so that a prediction would change the random numbers of the user's training.
         options: dict[str, Any] = {"num_workers": num_workers, "generator": torch.Generator("cpu")}

@@ -35,6 +35,7 @@ from relvit.app.training.optim.loss import ClassificationLoss, Loss
 from relvit.app.training.optim.optimizer import make_optimizer
 from relvit.app.training.optim.schedule import DEFAULT, Plan, Schedule, describe, make_plan, schedule_name, schedule_of
 from relvit.app.training.training_output import training_output
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.number_types import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -274,7 +275,7 @@ class ImageClassifier(BaseClassifier):
                 self.net.set_distilled_training(True)
         if training_losses(self.net):
             self.net.set_training_losses(True)
-        weights = getattr(data, "class_weights", None)
+        weights = attribute_of(data, "class_weights")
         self.loss.balance(None if weights is None else weights.to(self.device))
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from relvit.app.models import check_image_size
 from relvit.app.training.optim.distillation import Distill
 from relvit.app.training.optim.gradients import NonFinite
 from relvit.app.training.optim.optimizer import check_optimizer
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.shown_text import counted
 from relvit.utils.messages import check_choice, did_you_mean, listing
 
@@ -101,12 +102,12 @@ def check_labels(data: Any, hparams: Mapping[str, Any], several: bool, stage: st
     """
     if stage == "predict":
         return
-    names = getattr(data, "class_names", None)
+    names = attribute_of(data, "class_names")
     if names is not None:
         _check_classes(names_in(names), hparams["class_names"], hparams["num_classes"])
         if several:
             _check_separable(names)
-    found = getattr(data, "multi_label", None)
+    found = attribute_of(data, "multi_label")
     if found is not None and found != several:
         raise ValueError(
             f"the model is for {'several labels' if several else 'one label'} per image (multi_label {several}), the "
@@ -152,7 +153,7 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
             images of one size.
     """
     check_labels(data, hparams, hparams["multi_label"], stage)
-    shape = getattr(data, "shape", None)
+    shape = attribute_of(data, "shape")
     if shape is not None and not shape.fixed:
         parts = [name for name in ("mixup", "cutmix", "teacher") if stage == "fit" and hparams[name]]
         if parts:
@@ -162,6 +163,6 @@ def check_images(net: nn.Module, data: Any, hparams: Mapping[str, Any], stage: s
             )
         shape.check_model(net, hparams["in_chans"])
         return
-    for size in (getattr(data, "img_size", None), *((stage == "fit" and getattr(data, "train_sizes", None)) or ())):
+    for size in (attribute_of(data, "img_size"), *((stage == "fit" and attribute_of(data, "train_sizes")) or ())):
         if size is not None:
             check_image_size(net, size, hparams["in_chans"], hparams["img_size"])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from relvit.app.utils.exceptions import attribute_of
+
 
 def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
     """Compile a network in place, so that its state dict keeps its names; skip a network that is compiled already.
@@ -16,7 +18,7 @@ def compile_in_place(net: nn.Module, backend: bool | str, data: Any) -> None:
     """
     if not backend or net._compiled_call_impl is not None:
         return
-    sizes = getattr(data, "train_sizes", None)
+    sizes = attribute_of(data, "train_sizes")
     if sizes:
         # Each size needs a graph in training, and evaluation needs further graphs, for example for its smaller last
         # batch. Beyond its limit of graphs, PyTorch would run the network without compiling it.

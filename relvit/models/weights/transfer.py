@@ -125,6 +125,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
         ValueError: after the conversion no tensor of `weights` has the name of a tensor of `net`.
         ValueError: after the conversion a tensor of `weights` has another shape than `net`'s tensor of this name, for
             example because the widths of the models differ.
+        ValueError: the classes or their order differ, and `net` has no `get_classifier()`, which names the last layer.
         ValueError: the weights are of an attention-free model (`relvit.families.aft`), and `net` is not such a model.
         ValueError: tables or embeddings cannot be converted, see `relvit.models.checkpoint_filter_fn`.
     """
@@ -143,7 +144,7 @@ def transfer_weights(net: nn.Module, weights: Weights, class_names: Sequence[str
     in_part: dict[str, str] = {}
     state = _convert(dict(given), net, own, weights.input_size, in_part)
     _adapt_channels(state, net, own)
-    reordered = _fit_classifier(state, net, own, weights.class_names, class_names)
+    reordered = _fit_classifier(state, net, own, weights, class_names)
 
     fitting = {name: tensor for name, tensor in state.items() if name in own}
     differ = [name for name, tensor in fitting.items() if tensor.shape != own[name].shape]
@@ -249,15 +250,22 @@ def _fit_classifier(
     state: dict[str, Tensor],
     net: nn.Module,
     own: dict[str, Tensor],
-    theirs: Sequence[str] | None,
+    weights: Weights,
     ours: Sequence[str] | None,
 ) -> bool:
     """Leave out a classifier of other classes; put the rows of the same classes in order. Return whether rows moved."""
+    theirs = weights.class_names
     heads = net.get_classifier() if hasattr(net, "get_classifier") else ()
     heads = heads if isinstance(heads, tuple) else (heads,)
     parts = {id(parameter) for head in heads for parameter in head.parameters()}
     names = [name for name, parameter in net.named_parameters() if id(parameter) in parts and name in state]
     named = theirs is not None and ours is not None
+    if named and list(theirs) != list(ours) and not hasattr(net, "get_classifier"):
+        raise ValueError(
+            f"{type(net).__name__} has no get_classifier(), which returns the last layer, so that of the classes "
+            f"{listing(list(theirs))} in {weights.source} cannot be fitted to the classes {listing(list(ours))} here: "
+            "give the model this method"
+        )
     if (named and sorted(theirs) != sorted(ours)) or any(state[name].shape != own[name].shape for name in names):
         for name in names:
             del state[name]

@@ -341,3 +341,12 @@ def test_a_name_that_is_no_checkpoint_says_what_it_may_be(best, tmp_path, monkey
         FileNotFoundError, match=r"without a \.ckpt; give one, such as runs/RUN/checkpoints/best\.ckpt$"
     ):
         relvit.load("of_transformers")
+
+
+@pytest.mark.parametrize("on_error", ["error", "skip"])
+def test_a_stop_iteration_of_the_transform_is_an_error(best, on_error):
+    """Otherwise the images from this one on would silently have no predictions."""
+    clf = relvit.load(best)
+    clf.transform = lambda image: next(iter(()))
+    with pytest.raises(RuntimeError, match="item 0 of InputImages raises StopIteration"):
+        clf.predict([noise(0)], on_error=on_error)

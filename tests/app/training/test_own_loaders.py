@@ -254,3 +254,12 @@ def test_copies_that_make_the_shards_of_an_evaluation_equal_do_not_count(options
     data = Noise()
     whole = torch.nn.functional.cross_entropy(module.eval()(data.images), data.labels)
     assert right == pytest.approx([float(whole)] * 2)
+
+
+@pytest.mark.parametrize("name", ["class_weights", "class_names", "img_size"])
+def test_an_attribute_error_in_a_data_module_is_raised(name):
+    """Python takes such an error for a missing attribute, and the training would go on without the class weights."""
+    data = type("Own", (Noise,), {name: property(lambda self: self.counts.sum())})()
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(AttributeError, match="'Own' object has no attribute 'counts'"):
+        trainer.fit(build(), data)

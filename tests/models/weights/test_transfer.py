@@ -59,6 +59,24 @@ def test_the_classifier_of_other_classes_is_not_taken(theirs, ours, classes, kep
     assert not report.reordered
 
 
+class Headless(torch.nn.Module):
+    """A model of a user without `get_classifier`, by which timm's models name their last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(4, 3)
+
+
+def test_the_last_layer_of_a_model_that_does_not_name_it_is_not_taken_for_other_classes():
+    there, here = Headless(), Headless()
+    weights = Weights("there", there.state_dict(), class_names=["ant", "bee", "cow"])
+    for names in (["cow", "ant", "bee"], ["ant", "bee", "dog"]):
+        with pytest.raises(ValueError, match=r"Headless has no get_classifier\(\).* classes 'ant', 'bee', 'cow'"):
+            transfer_weights(here, weights, names)
+    for names in (["ant", "bee", "cow"], None):
+        assert transfer_weights(here, weights, names).new == []
+
+
 @needs_timm("1.0.31")
 def test_timm_models_are_adapted_as_timm_does_it():
     there = make("vit_tiny_patch16_224", classes=5)

@@ -21,6 +21,7 @@ from relvit.app.training import DataRecord, StoppedBySignalError, ignore_stop_si
 from relvit.app.training.checkpoints.file import DiskSpaceError, describe_last
 from relvit.app.training.run.processes import explain_lost_process
 from relvit.app.training.run.run_folder import missing_folders
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.files import DISK_ERRORS, is_address, parse_json, write_json
 from relvit.app.utils.progress import rank_zero_print
 
@@ -126,7 +127,7 @@ def class_counts(trainer: Trainer, split: Split) -> np.ndarray | None:
     if trainer.lightning_module.labels.thresholds is not None:
         return None
     dataset = trainer.datamodule.dataset(split)
-    labels = getattr(dataset, "targets", None)
+    labels = attribute_of(dataset, "targets")
     if labels is None or np.ndim(labels[0]):
         return None
     unreadable = _record(trainer).unreadable.get(split, {})

@@ -22,9 +22,9 @@ from relvit.app.data.images.file_datasets import (
 )
 from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import ListedImage, images_in_memory
-from relvit.app.data.loading.deterministic import DeterministicDataset
+from relvit.app.data.loading.deterministic import DeterministicDataset, LoadedDataset
 from relvit.app.data.loading.eval_shards import EvalShardLoader, shard
-from relvit.app.data.loading.loader import SignalSafeDataLoader, check_dataset, identity_collate
+from relvit.app.data.loading.loader import SignalSafeDataLoader, check_built, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
 from relvit.app.data.recorded_arguments import RecordedArguments, with_transforms
@@ -251,14 +251,14 @@ class ImageData(RecordedArguments, ABC):
         """Return the dataset of one split, built at the first call.
 
         Raises:
-            ValueError: There is no such split, one of its files is missing or damaged, or `balance` needs `targets`.
+            ValueError: There is no such split, it is empty, a file is missing or damaged, or `balance` needs `targets`.
             TypeError: A user's class has built an `IterableDataset`, or a dataset without a length.
         """
         if split not in self._datasets:
             if reason := self.missing(split):
                 raise ValueError(reason)
             built = self.build(split)
-            check_dataset(built, f"{split} of {type(self).__name__}", split == "train" and self.balance != "none")
+            check_built(built, f"{split} of {type(self).__name__}", split == "train" and self.balance != "none")
             self._datasets[split] = built
         return self._datasets[split]
 
@@ -397,4 +397,4 @@ class ImageData(RecordedArguments, ABC):
             wrapper = SkipUnreadable if at_once is None else SkipUnreadableBatches
             dataset = wrapper(dataset, replace=trains)
             collate = collate if at_once is not None else partial(collate_readable, collate=collate)
-        return (DeterministicDataset(dataset, run_seed()) if trains else dataset), collate
+        return (DeterministicDataset(dataset, run_seed()) if trains else LoadedDataset(dataset)), collate

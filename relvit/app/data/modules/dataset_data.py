@@ -17,6 +17,7 @@ from relvit.app.data.images.manifest import ListedImage
 from relvit.app.data.loading.loader import check_dataset
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.number_types import OpenShare, check_ranges
 
 
@@ -80,12 +81,12 @@ class DatasetData(ImageData):
                 check_dataset(given, name)
         if in_chans not in (1, 3):
             raise ValueError(f"in_chans is {in_chans}; images are given to the model with 3 channels, or 1 (grey)")
-        if class_names is None and getattr(train, "target_transform", None) is not None:
+        if class_names is None and attribute_of(train, "target_transform") is not None:
             raise ValueError(
                 f"{type(train).__name__} has a target_transform, which changes the classes: give class_names, the name "
                 "of each class after it"
             )
-        if class_names is None and (class_names := getattr(train, "classes", None)) is None:
+        if class_names is None and (class_names := attribute_of(train, "classes")) is None:
             raise ValueError("no class_names; give the name of each class, such as ['cat', 'dog'], label 0 first")
         self.train: Dataset[Any] | None = train
         self.val: Dataset[Any] | None = val
@@ -132,6 +133,12 @@ class DatasetData(ImageData):
             return f"no {split} dataset; give one ({split}=...)"
         return None if len(getattr(self, source)) else f"the {source} dataset is empty: check where it looks for images"
 
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if stage == "fit" and self.test is not None and (reason := self.missing("test")):
+            # Refuse an empty test before the training, because without images the test after it would be left out.
+            raise ValueError(reason)
+
     def build(self, split: Split) -> Dataset[Any]:
         """Build the dataset of one split."""
         if split == "predict":
@@ -142,12 +149,12 @@ class DatasetData(ImageData):
         )
 
     def held_out(self) -> list[tuple[str, Label]]:
-        """Numbers and labels of the images of train that were held out for validation, where the labels are known."""
+        """Numbers and labels of the images of train that were held out for validation; () is an unknown label."""
         if self.train is None or self.val is not None:
             return []
         aside = self._divided[1]
-        labels = targets_of(aside) or []
-        return [(f"{index:05d}", label_of(label)) for index, label in zip(aside.indices, labels, strict=False)]
+        labels = targets_of(aside) or [()] * len(aside)
+        return [(f"{index:05d}", label_of(label)) for index, label in zip(aside.indices, labels, strict=True)]
 
     def manifest(self, split: Split) -> Iterator[ListedImage]:
         """List the images of a split by their numbers, with their labels where these are known."""
@@ -281,11 +288,11 @@ def classes_of_items(dataset: Dataset[Any] | None) -> Iterator[list[str]]:
 
     Nothing is yielded for a dataset, or a part, that has no `classes`, or changes its labels.
     """
-    names = getattr(dataset, "classes", None)
+    names = attribute_of(dataset, "classes")
     if names is None and isinstance(dataset, Subset | ConcatDataset):
         for part in [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets:
             yield from classes_of_items(part)
-    elif isinstance(names, list | tuple) and getattr(dataset, "target_transform", None) is None:
+    elif isinstance(names, list | tuple) and attribute_of(dataset, "target_transform") is None:
         yield [name_text(name) for name in names]
 
 
@@ -302,14 +309,14 @@ def targets_of(dataset: Dataset[Any]) -> list[int | np.ndarray] | None:
         ValueError: The dataset has another number of `targets` than of items, or `targets` are not class numbers, or
             0 and 1 for each class.
     """
-    targets = getattr(dataset, "targets", None)
+    targets = attribute_of(dataset, "targets")
     if targets is None and isinstance(dataset, Subset):
         targets = targets_of(dataset.dataset)
         return None if targets is None else [targets[index] for index in dataset.indices]
     if targets is None:
         return None
     # Datasets of torchvision apply this function to the labels of items, but not to `targets`.
-    if (transform := getattr(dataset, "target_transform", None)) is not None:
+    if (transform := attribute_of(dataset, "target_transform")) is not None:
         listed = targets.tolist() if isinstance(targets, Tensor | np.ndarray) else targets
         targets = [transform(label) for label in listed]
     try:

@@ -14,6 +14,7 @@ from relvit.app.data.recorded_arguments import IMAGES, plain_values
 from relvit.app.data.registry import class_path_of
 from relvit.app.training.checkpoints.checkpoint import Normalisation, versions
 from relvit.app.training.checkpoints.upgrades import FORMAT
+from relvit.app.utils.exceptions import attribute_of
 
 if TYPE_CHECKING:
     from relvit.app.training.classifier import ImageClassifier
@@ -68,7 +69,7 @@ def images_of_loaders(classifier: ImageClassifier, data: LightningDataModule | N
     if len(assumed["mean"]) != channels:
         assumed = dict.fromkeys(assumed, [0.5] * channels)
     assumed["crop_pct"] = config["crop_pct"]
-    given = {name: value for name in assumed if (value := getattr(data, name, None)) is not None}
+    given = {name: value for name in assumed if (value := attribute_of(data, name)) is not None}
     for name in Normalisation._fields:
         if name in given:
             # A single number applies to all channels.

@@ -33,6 +33,7 @@ from relvit.app.training.checkpoints.file import (
 )
 from relvit.app.training.checkpoints.tensors import check_finite, check_tensors
 from relvit.app.training.checkpoints.upgrades import KEY
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.files import is_address, is_exported, not_for_exported, parse_json
 from relvit.app.utils.nested_values import check_bounds
 from relvit.app.utils.progress import rank_zero_print
@@ -313,7 +314,7 @@ def load_pretrained(
 
 def size_note(weights: Weights, data: Any) -> str | None:
     """Return a note where the images have another size than those of the pretraining had, or None."""
-    theirs, ours = (weights.input_size or ())[1:], getattr(data, "img_size", None)
+    theirs, ours = (weights.input_size or ())[1:], attribute_of(data, "img_size")
     if not theirs or ours is None or tuple(ours) == tuple(theirs):
         return None
     given = theirs[0] if theirs[0] == theirs[1] else f"'[{theirs[0]},{theirs[1]}]'"
@@ -324,7 +325,7 @@ def normalisation_note(weights: Weights, data: Any) -> str | None:
     """Return a note where the data are normalised in another way than the images of the pretraining were, or None."""
     ours, options = [], []
     for name in Normalisation._fields:
-        theirs, given = getattr(weights, name) or (), getattr(data, name, None) or ()
+        theirs, given = getattr(weights, name) or (), attribute_of(data, name) or ()
         if len(theirs) == len(given) and any(abs(a - b) > TOLERANCE for a, b in zip(theirs, given, strict=True)):
             known, used = (f"[{','.join(f'{value:g}' for value in values)}]" for values in (theirs, given))
             ours.append(f"{name} {used}")

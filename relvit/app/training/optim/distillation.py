@@ -13,6 +13,7 @@ from relvit.app.data import parse_size
 from relvit.app.data.class_labels import known_names
 from relvit.app.models import build_model, check_image_size
 from relvit.app.training.checkpoints.pretrained import Pretrained
+from relvit.app.utils.exceptions import attribute_of
 from relvit.app.utils.progress import rank_zero_print
 from relvit.models import transfer_weights
 from relvit.utils.messages import listing
@@ -56,7 +57,7 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
         ValueError: The teacher does not take images of a size, or of the channels, of the training. For other errors
             see `Teacher`.
     """
-    size, mean, std = (getattr(data, name, None) for name in ("img_size", "mean", "std"))
+    size, mean, std = (attribute_of(data, name) for name in ("img_size", "mean", "std"))
     size, names = size or hparams["img_size"], known_names(hparams["class_names"], data)
     teacher = Teacher(hparams["teacher"], hparams["num_classes"], size, names, mean, std)
     if teacher.channels != hparams["in_chans"]:
@@ -69,7 +70,7 @@ def build_teacher(hparams: Mapping[str, Any], data: Any) -> Teacher:
             f"Note: the teacher {hparams['teacher']} does not name its classes, so its outputs are taken to be "
             f"{listing(names, 3)}, in this order"
         )
-    for each in getattr(data, "train_sizes", None) or [size]:
+    for each in attribute_of(data, "train_sizes") or [size]:
         try:
             if each is not None:
                 check_image_size(teacher.net, parse_size(each), teacher.channels, size)

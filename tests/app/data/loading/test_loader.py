@@ -88,8 +88,10 @@ def test_workers_outlive_signals_that_stop_the_run(folder):
     """Batch systems send stop signals to every process, also to workers that have just started."""
     loader = folder(augment="none").train_dataloader()
     loader.worker_init_fn = _begin_slowly
+    # Workers of an earlier test may still be running, if an error in that test holds their loader.
+    before = multiprocessing.active_children()
     batches = iter(loader)
-    workers = multiprocessing.active_children()
+    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
     assert len(workers) == 2
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
         for worker in workers:

@@ -46,7 +46,7 @@ def test_images_and_labels_of_every_split(cifar10, tmp_path):
     assert data.held_out() == [(f"cifar10/train/{i:05d}", train_labels[i]) for i in found["val"]]
     # Each class holds out round(6 * 0.1) images, but at least 1.
     assert np.bincount(data.dataset("val").targets).tolist() == [1] * 10
-    assert isinstance(data.test_dataloader().dataset, InMemoryBatches)
+    assert isinstance(data.test_dataloader().dataset.dataset, InMemoryBatches)
     images, labels = next(iter(data.test_dataloader()))
     assert [to_uint8(image, data).tobytes() for image in images] == [i.tobytes() for i in cifar10["test_batch"][0]]
     assert labels.tolist() == cifar10["test_batch"][1]

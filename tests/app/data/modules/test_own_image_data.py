@@ -1,10 +1,11 @@
-"""A user's own subclass of `ImageData`: datasets that it must not build are refused before the training."""
+"""A user's own datasets: datasets that cannot be used are refused before the training, errors in them are raised."""
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from relvit.app.data import ImageData
+from relvit.app.data import DatasetData, ImageData
 
 IMAGES, LABELS = torch.zeros(6, 3, 8, 12), torch.arange(6) % 3
 
@@ -58,3 +59,87 @@ def test_to_balance_a_dataset_without_known_labels_is_refused(balance):
         ValueError, match=r"balance needs the labels of train of Own, a TensorDataset: give .*`targets`"
     ):
         Own(unlabelled, balance=balance).setup("fit")
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_an_empty_dataset_is_refused(split):
+    data = Own(Subset(Labelled(IMAGES, LABELS), []))
+    data.evaluate_on("test")
+    with pytest.raises(ValueError, match=rf"{split} of Own is empty: check where it looks for images"):
+        getattr(data, f"{split}_dataloader")()
+
+
+def test_an_empty_test_is_refused_before_the_training():
+    """Without images, a test after the training would silently be left out."""
+    images = [(np.zeros((8, 12, 3), np.uint8), 0)] * 2
+    data = DatasetData(images, images, test=[], class_names=["ant", "bee"])
+    with pytest.raises(ValueError, match="the test dataset is empty: check where it looks for images"):
+        data.setup("fit")
+
+
+class Ends(Labelled):
+    """A dataset whose item 4 raises StopIteration, as `next` does at the end of an iterator."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index != 4 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("split", "options"), [("train", {}), ("train", {"train_sizes": [8]}), ("val", {}), ("predict", {})]
+)
+def test_a_stop_iteration_of_the_dataset_is_an_error(split, options, workers):
+    """A loader takes this error for the end of the images, so that the other images would silently be left out."""
+    data = Own(Ends(IMAGES, LABELS), batch_size=2, **options)
+    data.num_workers = workers
+    with pytest.raises(RuntimeError, match="item 4 of Ends raises StopIteration: correct the code that makes the item"):
+        list(getattr(data, f"{split}_dataloader")())
+
+
+def test_a_stop_iteration_of_items_that_are_read_at_once_is_an_error():
+    data = Own(Subset(Ends(IMAGES, LABELS), range(1, 6)), batch_size=2)
+    with pytest.raises(RuntimeError, match=r"one of the items \[2, 3\] of Subset raises StopIteration: correct"):
+        list(data.val_dataloader())
+
+
+class Misspelt(Labelled):
+    """A dataset whose labels are computed by code with an error."""
+
+    @property
+    def targets(self):
+        return self.lables
+
+    @property
+    def classes(self):
+        return self.nmaes
+
+
+class PassedOn(torch.utils.data.Dataset):
+    """A dataset that takes its attributes from another one."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
+def test_attributes_of_a_dataset_may_be_passed_on():
+    data = DatasetData(PassedOn(Labelled(IMAGES, LABELS)), class_names=["ant", "bee", "cat"], balance="loss")
+    assert data.dataset("train").targets == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda wrong: Own(wrong, balance="loss").setup("fit"), "'lables'"),
+        (lambda wrong: DatasetData(wrong, class_names=["ant", "bee", "cat"]), "'nmaes'"),
+        (lambda wrong: DatasetData(wrong), "'nmaes'"),
+    ],
+)
+def test_an_attribute_error_in_the_labels_of_a_dataset_is_raised(make, message):
+    with pytest.raises(AttributeError, match=message):
+        make(Misspelt(IMAGES, LABELS))
