@@ -60,7 +60,9 @@ def wordnet(tmp_path_factory):
 def tiny(path, tmp_path, monkeypatch, photos, wordnet, run):
     """Return flags that make a recipe small, and give it tiny data of its kind."""
     config = yaml.safe_load(path.read_text())
-    flags = [f"--model.model_kwargs.{name}={value}" for name, value in SMALL.items()]
+    # LookHere has four directions, and each needs a head.
+    heads = {"num_heads": 4} if "lookhere" in config["model"].get("model_kwargs", {}).get("position", "") else {}
+    flags = [f"--model.model_kwargs.{name}={value}" for name, value in (SMALL | heads).items()]
     data = config["data"]["class_path"].rpartition(".")[2]
     if data in ("ImageNetData", "ImageFolderData"):
         if "pretrained" in config["model"]:

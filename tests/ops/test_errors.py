@@ -32,7 +32,7 @@ CONTENTS = [
     ({"value": V.float()}, ValueError, r"value has dtype torch.float32, expected the query's torch.float64"),
     ({"query": Q.long(), "key": K.long(), "value": V.long()}, TypeError, "query has dtype torch.int64, expected a fl"),
     ({"query": Q.numpy()}, TypeError, "query must be a tensor, got ndarray"),
-    ({"grid": GRID._replace(prefix=1)}, ValueError, r"query has shape .* that is 6 tokens, expected 7: grid has 1"),
+    ({"grid": GRID._replace(prefix=1)}, ValueError, r"that is 6 tokens, expected 7: grid has prefix 1 and 6 patches"),
     ({"query": Q.transpose(1, 2)}, ValueError, r"that is 2 tokens, .*; the shape must be \(B, heads, N, head_dim\)"),
     (
         {"key": K.repeat(1, 1, 2, 1)},

@@ -266,7 +266,8 @@ def test_jit_traces_serve_other_sizes(case):
 @pytest.mark.parametrize("case", [EACH[0], *(pytest.param(case, marks=pytest.mark.slow) for case in EACH[1:])])
 def test_jit_traces_of_added_positions(case):
     model = retrofitted(build(case))
-    assert_equal({"": torch.jit.trace(model, images(), check_trace=False)(images())}, {"": model(images())}, 1e-10)
+    # DINOv3's stored RoPE was computed in float32, and a trace computes it again, in the model's float64.
+    assert_equal({"": torch.jit.trace(model, images(), check_trace=False)(images())}, {"": model(images())}, 1e-7)
 
 
 # `test_beit_sam_swin.py` compiles timm's models, whose attention is the same, by Inductor.
