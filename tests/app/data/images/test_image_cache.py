@@ -87,7 +87,7 @@ def compare(loader, expected, exactly):
 def test_batches(tmp_path, size, workers):
     plain, cached = pair(folders(tmp_path, size), augment="none", batch_size=3, num_workers=workers)
     train, val = cached.train_dataloader(), cached.val_dataloader()
-    assert isinstance(val.dataset, InMemoryBatches) == (size is not None)
+    assert isinstance(val.dataset.dataset, InMemoryBatches) == (size is not None)
     if size is not None:
         # Batches do not use the transforms of single images.
         cached.dataset("train").transform = cached.dataset("val").transform = None
