@@ -389,6 +389,10 @@ class Broken(Pairs):
 )
 def test_an_error_of_the_dataset_names_the_item(error, message, workers):
     data = data_of(Pairs(), val=Subset(Broken(error), range(2, 12)), num_workers=workers)
+    batches = iter(data.val_dataloader())
     with pytest.raises((KeyError, RuntimeError)) as caught:
-        list(data.val_dataloader())
+        list(batches)
     assert describe(caught.value) == message
+    if workers:
+        # Without this call the workers of an unfinished iterator end seconds later, while Python waits for them.
+        batches._shutdown_workers()

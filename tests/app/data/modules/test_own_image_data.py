@@ -92,8 +92,12 @@ def test_a_stop_iteration_of_the_dataset_is_an_error(split, options, workers):
     """A loader takes this error for the end of the images, so that the other images would silently be left out."""
     data = Own(Ends(IMAGES, LABELS), batch_size=2, **options)
     data.num_workers = workers
+    batches = iter(getattr(data, f"{split}_dataloader")())
     with pytest.raises(RuntimeError, match="item 4 of Ends raises StopIteration: correct the code that makes the item"):
-        list(getattr(data, f"{split}_dataloader")())
+        list(batches)
+    if workers:
+        # Without this call the workers of an unfinished iterator end seconds later, while Python waits for them.
+        batches._shutdown_workers()
 
 
 def test_a_stop_iteration_of_items_that_are_read_at_once_is_an_error():
