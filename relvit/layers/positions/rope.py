@@ -15,9 +15,8 @@ from timm.layers import (
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import Tensor, nn
 
-from relvit.ops import Grid
+from relvit.ops import Grid, tracing
 from relvit.ops.grid import batched_coords
-from relvit.ops.tracing import is_exporting
 from relvit.utils.constants import KeepConstants
 from relvit.utils.messages import check_choice
 
@@ -136,7 +135,7 @@ class AnySizeRope:
             return super().get_embed(shape, **dtype)
         # A traced or exported graph must work for all sizes, and not only for the size of the stored embedding, so it
         # always computes the embedding.
-        traced = is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
+        traced = tracing.is_exporting() or any(isinstance(size, torch.fx.Proxy) for size in shape)
         if not traced and tuple(shape) == tuple(self.feat_shape):
             return super().get_embed(None, **dtype)
         return self._make_embed(shape, **dtype)
