@@ -124,6 +124,11 @@ def test_a_device_may_have_a_number():
     assert expected.backend == "lean"
     for device in ("cuda:0", torch.device("cuda", 1)):
         assert choose(q, k, v, terms, grid, device=device) == expected
+    # Tensors on the meta device are enough.
+    assert (
+        choose(*tree_map_only(torch.Tensor, lambda part: part.to("meta"), (q, k, v, terms)), grid, device="cuda")
+        == expected
+    )
     with pytest.raises(RuntimeError, match="device string: gpu"):
         choose(q, k, v, terms, grid, device="gpu")
 

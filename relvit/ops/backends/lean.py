@@ -84,10 +84,10 @@ class Plan(NamedTuple):
 
 def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
     """Return why this backend cannot compute inputs, on the query's or another kind of device; None where it can."""
-    query, terms, grid = inputs.query, inputs.terms, inputs.grid
+    query, terms, grid, kind = inputs.query, inputs.terms, inputs.grid, device or inputs.query.device.type
     tables = [term for term in (terms.key, terms.value, terms.bias) if term is not None]
     vectors = [table for term in (terms.key, terms.value) if term is not None for table in term]
-    if (device or query.device.type) not in DEVICES:
+    if kind not in DEVICES:
         return f"runs on {' and '.join(DEVICES)}, the query is on {query.device}"
     if any(part is not None for each in (grid, inputs.key_grid) for part in each[3:]) or inputs.key_grid != grid:
         return "takes the tokens of one raster as queries and keys, without padding"
@@ -103,10 +103,10 @@ def refusal(inputs: AttentionInputs, device: str | None = None) -> str | None:
         return "takes tables of one dtype that are all shared by the heads, or all for each head"
     if None not in (terms.key, terms.bias) and clip_distances(terms.key) != clip_distances(with_width(terms.bias)):
         return "takes a bias with the clip distances of the key term"
-    lowered = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
+    lowered = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     if lowered and query.dtype != lowered:
         return f"takes the dtype of autocast, {lowered}, got {query.dtype}"
-    if device in (None, query.device.type) and _kernel(inputs) is None:
+    if kind == query.device.type and _kernel(inputs) is None:
         return "needs a fused kernel of stock attention, and PyTorch has none for these inputs"
     return None
 
@@ -131,8 +131,11 @@ def _kernel(inputs: AttentionInputs) -> Kernel | None:
         # tensors for an absent GPU.
         return stock_kernel(query, query, query)
     width += sum(axis.size for axis in _axes(inputs))
-    operands = query.new_empty(3, batch, tokens, heads, width, requires_grad=True)
-    return stock_kernel(*operands.transpose(2, 3))
+    # A plan made without gradients also serves training, so let PyTorch choose a kernel that has a backward: on an RTX
+    # 4090, for example, flash attention of width 200 has none.
+    with torch.inference_mode(False), torch.enable_grad():
+        operands = query.new_empty(3, batch, tokens, heads, width, requires_grad=True)
+        return stock_kernel(*operands.transpose(2, 3))
 
 
 # PyTorch cannot save tensors made in inference mode for backward, and training may use this plan later, so make it

@@ -16,7 +16,7 @@ from relvit.ops.attention import attend_projected
 from relvit.ops.backends import axis_logits, lean, stock
 from relvit.ops.backends.fused import one_hot
 from relvit.ops.grid import MOST_RESULTS, Remembered
-from relvit.ops.inputs import checked
+from relvit.ops.inputs import AttentionInputs, checked
 from relvit.utils.memory import allocations
 
 DISTANCES = st.tuples(st.sampled_from([0, 1, 2, 40]), st.sampled_from([0, 1, 2, 40]))
@@ -103,6 +103,22 @@ def test_what_inference_mode_has_made_serves_training(which, monkeypatch):
     out = relative_attention(q, k, v, terms, grid, backend="lean")
     assert torch.equal(out, expected)
     assert all(gradient is not None for gradient in torch.autograd.grad(out.sum(), inputs, allow_unused=True)[2:])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plan_made_without_gradients_has_a_kernel_for_training(mode, monkeypatch):
+    asked, choice = [], torch._fused_sdp_choice
+
+    def spy(query, *others):
+        asked.append(query.requires_grad and torch.is_grad_enabled())
+        return choice(query, *others)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", spy)
+    inputs = AttentionInputs(*draw_case(2, 3))
+    with mode():
+        lean.plan_of(checked(inputs))
+        assert lean.refusal(checked(inputs)) is None
+    assert set(asked) == {True}
 
 
 @pytest.mark.parametrize("which", ["k", "v", "kv", "kvb"])
