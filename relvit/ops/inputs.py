@@ -164,8 +164,9 @@ def with_channels(inputs: AttentionInputs) -> AttentionInputs:
     if channels is None:
         return inputs
     # Backends multiply all products by the scale. The products of channels must not be scaled, so divide the queries'
-    # channels by the scale here.
-    query, key = channels.query / inputs.scale, channels.key
+    # channels by the scale here, in float32 at least: in half precision the quotient would be rounded.
+    query = channels.query.to(torch.promote_types(channels.query.dtype, torch.float32)) / inputs.scale
+    key = channels.key
     if dtype == torch.float16 and query.numel() and key.numel():
         query, key = _balanced(query, key, key_mask(inputs.key_grid))
     if added_width(inputs.terms, dtype) > key.shape[-1]:

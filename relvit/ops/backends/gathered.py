@@ -24,7 +24,7 @@ from relvit.ops.buckets import bucket
 from relvit.ops.grid import Grid, batched_coords, key_mask, without_padding
 from relvit.ops.inputs import AttentionInputs
 from relvit.ops.recompute import recomputed
-from relvit.ops.terms import AxisLogits, AxisTables, JointTable, with_width
+from relvit.ops.terms import AxisLogits, AxisTables, JointTable, RelativeTerms, with_width
 from relvit.ops.tracing import may_recompute, without_autocast
 
 # A tile has at most this number of logits, over all samples and heads, 16 MB in float32, but at least `LEAST_QUERIES`
@@ -45,6 +45,14 @@ def relative_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention with relative terms, tile by tile; see `relvit.ops.relative_attention`."""
     query, key, position_query, mask = inputs.query, inputs.key, inputs.position_query, inputs.attn_mask
     terms, logits = inputs.terms, inputs.terms.axis_logits
+    # All tiles add to the gradients of tables, and of a mask that all queries share, so convert these tensors here: in
+    # half precision each addition would be rounded.
+    for name, tables in zip(RelativeTerms._fields[:4], (*terms,)[:4], strict=True):
+        if tables is not None:
+            terms = terms._replace(**{name: type(tables)(*(table.to(query.dtype) for table in tables))})
+    if mask is not None and mask.is_floating_point() and mask.shape[-2] == 1:
+        mask = mask.to(query.dtype)
+    inputs = inputs._replace(terms=terms, attn_mask=mask)
     # Backward recomputes tiles with autocast on or off as in forward, so switching autocast off here is enough.
     with without_autocast(query.device):
         queries, keys = _tokens(inputs.grid, query.device), _tokens(inputs.key_grid, key.device)
@@ -89,12 +97,12 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
 
     logits = query @ key.transpose(-2, -1)
     if terms.key is not None:
-        table, indices = entries(terms.key, query.dtype)
+        table, indices = entries(terms.key)
         per_offset = position_query @ table.transpose(-2, -1)
         for index in indices:
             logits = logits + per_offset.gather(-1, index.expand_as(logits))
     if terms.query is not None:
-        table, indices = entries(terms.query, key.dtype)
+        table, indices = entries(terms.query)
         per_offset = position_key @ table.transpose(-2, -1)
         for index in indices:
             # Do not use `mT`: the ONNX exporter for traces, timm's default in `onnx_export`, has no operator for it.
@@ -109,7 +117,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
             logits = logits + padded.gather(-1, place.expand(*logits.shape[:-1], -1))
     logits = logits * inputs.scale
     if terms.bias is not None:
-        table, indices = entries(with_width(terms.bias), logits.dtype)
+        table, indices = entries(with_width(terms.bias))
         per_head = table[..., 0] if table.dim() == 3 else table[..., 0].expand(query.shape[1], -1)
         for index in indices:
             logits = logits + per_head[:, index[:, 0]].transpose(0, 1)
@@ -133,7 +141,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
 
     out = weights @ value
     if terms.value is not None:
-        table, indices = entries(terms.value, value.dtype)
+        table, indices = entries(terms.value)
         per_offset = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
         for index in indices:
             per_offset = per_offset.scatter_add(-1, index.expand_as(weights), weights)
@@ -142,7 +150,7 @@ def _attend(inputs: AttentionInputs, queries: Tokens, keys: Tokens, first: int) 
 
 
 def _entries(
-    tables: AxisTables | JointTable, dtype: torch.dtype, *, dy: Tensor, dx: Tensor, on_grid: Tensor, bucketing: str
+    tables: AxisTables | JointTable, *, dy: Tensor, dx: Tensor, on_grid: Tensor, bucketing: str
 ) -> tuple[Tensor, list[Tensor]]:
     """Join all rows of the tables, a zero row last, ([heads,] entries, width); index the rows whose sum a pair needs.
 
@@ -157,7 +165,7 @@ def _entries(
     row, col = bucket(dy, (height - 1) // 2, bucketing), bucket(dx, (width - 1) // 2, bucketing)
     indices = [row * width + col] if isinstance(tables, JointTable) else [row, col + height]
     zero_row = flat.shape[-2]
-    return F.pad(flat, (0, 0, 0, 1)).to(dtype), [index.masked_fill(~on_grid, zero_row)[:, None] for index in indices]
+    return F.pad(flat, (0, 0, 0, 1)), [index.masked_fill(~on_grid, zero_row)[:, None] for index in indices]
 
 
 def _tokens(grid: Grid, device: torch.device) -> Tokens:

@@ -172,7 +172,8 @@ def _backward(
     grad_query_logits = None if query_logits is None else new_tokens(query_logits, query_logits.shape[-1]).zero_()
     grad_key_logits = None if key_logits is None else torch.zeros_like(key_logits)
     grad_pair_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
-    grad_mask = torch.zeros_like(mask) if wants_mask else None
+    # Tiles add to the gradient of a mask in the dtype of the weights; autograd converts the sum to the mask's dtype.
+    grad_mask = torch.zeros_like(mask, dtype=result.dtype) if wants_mask else None
 
     def compute(tiles: Iterable[Tile]) -> None:
         workspace, second_workspace = _new_workspace(operands, config), _new_workspace(operands, config)

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from draws import assert_same, draw_case, leaves, relative_error, with_tables
+from draws import assert_same, draw_case, leaves, relative_error, tables_of, with_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relvit.ops import AxisTables, Channels, RelativeTerms, make_grid, relative_attention
-from relvit.ops.backends import fused
+from relvit.ops.backends import fused, gathered, tiled
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -95,6 +95,28 @@ def test_a_learned_mask_gets_its_gradient_whatever_its_shape_and_the_scale(shape
     expected, got = (torch.autograd.grad(out.square().sum(), mask)[0] for out in outs)
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("tiled", "separate"), ("gathered", "separate"), ("gathered", "joint")]
+)
+def test_sums_over_many_tiles_are_rounded_once_in_half_precision(backend, layout, monkeypatch):
+    for module in (tiled, gathered):
+        monkeypatch.setattr(module, "LEAST_QUERIES", 1)
+    q, k, v, terms, grid = draw_case(8, 12, which="qkvb", layout=layout, batch=4)
+    mask = torch.randn(96, generator=torch.Generator().manual_seed(4))
+    half = [part.bfloat16() for part in (q, k, v, *tables_of(terms), mask)]
+    found = []
+    for dtype, name in ((torch.float64, "reference"), (torch.bfloat16, backend)):
+        *inputs, mask = (part.to(dtype).requires_grad_() for part in half)
+        tables = iter(inputs[3:])
+        terms = with_tables(terms, lambda _: next(tables))  # noqa: B023
+        out = relative_attention(*inputs[:3], terms, grid, attn_mask=mask, backend=name)
+        # The weights of the sum are positive, so that the gradients of all tiles have one sign.
+        cotangent = torch.linspace(0, 1, out.numel()).view(out.shape).to(dtype)
+        found.append(torch.autograd.grad(out, [*inputs, mask], cotangent))
+    errors = [relative_error(one, other) for other, one in zip(*found, strict=True)]
+    assert max(errors[3:]) < 0.004
 
 
 def test_dropout_drops_in_backward_what_it_dropped_in_forward():

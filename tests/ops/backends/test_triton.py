@@ -19,11 +19,21 @@ from torch.utils._pytree import tree_map_only
 
 from relvit.ops import Channels, choose, make_grid, relative_attention
 from relvit.ops.backends import triton
+from relvit.ops.backends.triton import lookup
 from relvit.ops.inputs import AttentionInputs, checked
 from relvit.utils.old_torch import BUILDS_KERNELS
 
 SUPPORT = Path(__file__).parents[2] / "support"
 VERSION = pytest.importorskip("triton").__version__
+
+
+def test_a_half_precision_bias_is_divided_by_the_scale_without_rounding():
+    q, k, v, terms, grid = draw_case(2, 3, which="b", distance=(1, 2))
+    q, k, v, terms = tree_map_only(torch.Tensor, torch.Tensor.bfloat16, (q, k, v, terms))
+    inputs = checked(AttentionInputs(q, k, v, terms, grid, scale=0.3))
+    bias = lookup.key_operands(inputs)[1][0]
+    expected = torch.cat([table.float() / 0.3 for table in terms.bias])
+    torch.testing.assert_close(bias[1 : 1 + len(expected)], expected)
 
 
 @pytest.mark.skipif(Version(VERSION) < Version("3.7"), reason="interpreters before Triton 3.7 do not know NumPy 2.4")

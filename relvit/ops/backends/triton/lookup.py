@@ -41,8 +41,9 @@ def key_operands(inputs: AttentionInputs) -> tuple[Tensor | None, Tensor | None,
     grid_and_axes = (inputs.grid, clip_distances(given[0]), bucketing, grid_axes(inputs.key_grid))
     reach, index, bounds = _find(*grid_and_axes, inputs.query.device)
     if bias is not None:
-        # The kernels multiply all logits, the bias included, by the scale, so divide the bias by the scale.
-        bias = join_tables(bias, reach, bias.rows.dtype).expand(heads, -1, -1)[..., 0] / inputs.scale
+        # The kernels multiply all logits, the bias included, by the scale, so divide the bias by the scale, in float32:
+        # in half precision the quotient would be rounded.
+        bias = join_tables(bias, reach, torch.float32).expand(heads, -1, -1)[..., 0] / inputs.scale
     if key is not None:
         key = join_tables(key, reach, key.rows.dtype).expand(heads, -1, -1)
     return key, bias, index, bounds
