@@ -23,7 +23,7 @@ from relvit.app.data.batches import ImageBatch, images_of
 from relvit.app.data.images.file_datasets import OnError, SkipUnreadable, SkipUnreadableLoader, collate_readable
 from relvit.app.data.images.folders import image_files
 from relvit.app.data.images.given_images import ImageInput, InputImages
-from relvit.app.data.loading.deterministic import LoadedDataset
+from relvit.app.data.loading.user_dataset import LoadedDataset
 from relvit.app.data.shape import ImageShape
 from relvit.app.evaluation.exported import ExportedClassifier
 from relvit.app.training import Checkpoint, classifier_of

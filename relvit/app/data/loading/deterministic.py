@@ -1,10 +1,10 @@
-"""Datasets as loaders need them: errors do not end an epoch early, and augmentation does not depend on the worker."""
+"""Deterministic augmentation: random items depend on seed, epoch and position, not on the worker."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
+from relvit.app.data.loading.user_dataset import LoadedDataset
 from relvit.app.utils.seeding import seeded
 
 
@@ -18,38 +18,6 @@ class SeededIndex(NamedTuple):
     index: int
     epoch: int
     position: int
-
-
-class LoadedDataset(Dataset[Any]):
-    """Dataset with the items of another one, in which StopIteration becomes RuntimeError.
-
-    A loader takes a StopIteration for the end of the images, and would silently leave out the rest of them.
-
-    Args:
-        dataset: A map-style dataset.
-    """
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._read(self.dataset.__getitem__, index)
-
-    def __getitems__(self, indices: list[Any]) -> Any:
-        at_once = getattr(self.dataset, "__getitems__", None)
-        return [self[index] for index in indices] if at_once is None else self._read(at_once, indices)
-
-    def _read(self, read: Callable[[Any], Any], wanted: Any) -> Any:
-        try:
-            return read(wanted)
-        except StopIteration as error:
-            item = f"item {wanted}" if isinstance(wanted, int) else f"one of the items {wanted}"
-            raise RuntimeError(
-                f"{item} of {type(self.dataset).__name__} raises StopIteration: correct the code that makes the item"
-            ) from error
 
 
 class DeterministicDataset(LoadedDataset):

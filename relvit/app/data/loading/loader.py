@@ -10,10 +10,7 @@ from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
-
-from relvit.app.utils.exceptions import attribute_of
-from relvit.utils.messages import an
+from torch.utils.data import DataLoader
 
 # When Python ends, relvit waits this number of seconds for each worker to end by itself, and then kills it.
 PATIENCE = 1.0
@@ -86,46 +83,6 @@ def end_workers_at_exit() -> None:
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
         Finalize(None, _end_workers, exitpriority=100)
-
-
-def check_dataset(dataset: Any, name: str) -> None:
-    """Refuse a user's dataset from which no batches can be made.
-
-    Args:
-        dataset: A dataset that a user has given, or that the user's data module has built.
-        name: The name of the dataset, for messages.
-
-    Raises:
-        TypeError: The dataset has no length or no numbered items.
-    """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{name} is {an(type(dataset).__name__)}, which has no length or no numbered items: give a dataset with "
-            "__len__ and __getitem__, or train an ImageClassifier on a DataLoader of your own"
-        )
-
-
-def check_built(dataset: Any, name: str, balanced: bool) -> None:
-    """Refuse a dataset that a data module has built, see also `check_dataset`.
-
-    Args:
-        dataset: The dataset.
-        name: The name of the dataset, for messages.
-        balanced: Whether `balance` needs the labels of the dataset.
-
-    Raises:
-        TypeError: The dataset has no length or no numbered items.
-        ValueError: The dataset is empty, or the labels are needed, and the dataset has no `targets`.
-    """
-    check_dataset(dataset, name)
-    if not len(dataset):
-        # A training would go on without these images, for example without a validation.
-        raise ValueError(f"{name} is empty: check where it looks for images")
-    if balanced and attribute_of(dataset, "targets") is None:
-        raise ValueError(
-            f"balance needs the labels of {name}, {an(type(dataset).__name__)}: give that dataset the attribute "
-            "`targets`, its labels in order, or leave balance out"
-        )
 
 
 def identity_collate(batch: Any) -> Any:

@@ -22,11 +22,12 @@ from relvit.app.data.images.file_datasets import (
 )
 from relvit.app.data.images.image_cache import StackedImages
 from relvit.app.data.images.manifest import ListedImage, images_in_memory
-from relvit.app.data.loading.deterministic import DeterministicDataset, LoadedDataset
+from relvit.app.data.loading.deterministic import DeterministicDataset
 from relvit.app.data.loading.eval_shards import EvalShardLoader, shard
-from relvit.app.data.loading.loader import SignalSafeDataLoader, check_built, identity_collate
+from relvit.app.data.loading.loader import SignalSafeDataLoader, identity_collate
 from relvit.app.data.loading.sampler import Balance, TrainSampler, class_weights, training_position
 from relvit.app.data.loading.size_plan import SizedBatches, SizedBatchSampler, SizePlan, SizeSchedule, check_sizes
+from relvit.app.data.loading.user_dataset import LoadedDataset, check_built
 from relvit.app.data.recorded_arguments import RecordedArguments, with_transforms
 from relvit.app.data.shape import ImageShape, image_shape
 from relvit.app.data.transforms import Augment, eval_transform, parse_size, train_transform
@@ -46,11 +47,7 @@ from relvit.utils.messages import check_choice
 Split = Literal["train", "val", "test", "predict"]
 
 # Lightning's stages use these splits. The stage 'test' is not here, because a test may use any split.
-_SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "predict": ("predict",),
-}
+_SPLITS: dict[str, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "predict": ("predict",)}
 
 # These are the mean and the standard deviation of each channel (red, green, blue) of ImageNet's images.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -271,7 +268,7 @@ class ImageData(RecordedArguments, ABC):
         if stage is None:
             splits = [split for split in ("train", "val", "test", "predict") if self.missing(split) is None]
         else:
-            splits = (self.evaluated_split,) if stage == "test" else _SPLITS_OF_STAGE[stage]
+            splits = (self.evaluated_split,) if stage == "test" else _SPLITS[stage]
         for split in splits:
             self.dataset(split)
 

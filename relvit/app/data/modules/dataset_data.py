@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from relvit.app.data.class_labels import Label, label_of, label_text, name_text, rarest
 from relvit.app.data.images.given_images import ImageInput, to_pil
 from relvit.app.data.images.manifest import ListedImage
-from relvit.app.data.loading.loader import check_dataset
+from relvit.app.data.loading.user_dataset import check_dataset
 from relvit.app.data.modules.base import ImageData, Split
 from relvit.app.data.split import stratified_split
 from relvit.app.utils.exceptions import attribute_of
