@@ -89,12 +89,11 @@ class GridForward(AbsoluteEmbedding):
         """
         if isinstance(x, dict):
             x, grid = embed_native(self, x)
+            x = self.pos_drop(x)
         else:
             x = self.patch_embed(x)
             grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
             x = self._pos_embed(x)
-        if self.pos_embed is None:
-            x = self.pos_drop(x)
         if keep is not None:
             x, grid = keep_tokens(x, grid, keep)
         dropped = self.patch_drop(x)
@@ -104,10 +103,7 @@ class GridForward(AbsoluteEmbedding):
         return self.norm_pre(x), grid
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        x = self.embed_tokens(x)
-        # As in timm's `VisionTransformer`, this method applies `pos_drop` only if there is an absolute embedding.
-        # Otherwise `embed` applies `pos_drop`.
-        return x if self.pos_embed is None else self.pos_drop(x)
+        return self.pos_drop(self.embed_tokens(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None) -> Tensor:
         """Pool tokens (B, N, embed_dim) and classify them.

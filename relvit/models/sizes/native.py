@@ -61,12 +61,12 @@ def embed_native(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Grid]
     else:
         rows, columns = (coord.masked_fill(~valid[..., None], 0).amax((0, 1)) + 1).tolist()
         grid = grid_from_naflex(coord, valid, rows, columns, prefix)
-    # To get only the prefix tokens and the absolute embedding from `_pos_embed`, give it patches of zeros.
+    # To get only the prefix tokens and the absolute embedding from `embed_tokens`, give it patches of zeros.
     blank = x.new_zeros(1, 1, 1, x.shape[2])
     if model.pos_embed is None and getattr(model, "axial", None) is None:
-        return torch.cat((model._pos_embed(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
+        return torch.cat((model.embed_tokens(blank)[:, :prefix].expand(len(x), -1, -1), x), dim=1), grid
     sizes = [tuple(size) for size in (coord.masked_fill(~valid[..., None], 0).amax(1) + 1).tolist()]
-    of_size = {(h, w): model._pos_embed(blank.expand(1, h, w, -1))[0] for h, w in set(sizes)}
+    of_size = {(h, w): model.embed_tokens(blank.expand(1, h, w, -1))[0] for h, w in set(sizes)}
     dtype = of_size[sizes[0]].dtype
     # Backward adds up the gradients of all images. In half precision each addition would round, so use float32.
     of_size = {size: tokens.to(torch.promote_types(dtype, torch.float32)) for size, tokens in of_size.items()}
@@ -89,8 +89,6 @@ def _projection(model: nn.Module) -> nn.Conv2d:
         raise ValueError(f"{name} takes no native images: {why}")
     if hasattr(model, "dist_token"):
         raise ValueError(f"{name} takes no native images: it has a distillation token; give images of one size")
-    if model.pos_embed is not None and model.training and model.pos_drop.p > 0:
-        raise ValueError(f"{name} takes no native images in training with pos_drop_rate {model.pos_drop.p}: give 0")
     return projection
 
 

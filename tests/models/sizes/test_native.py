@@ -226,8 +226,16 @@ def test_more_errors():
     assert torch.equal(model(batch | {"attn_mask": None}), model(batch, attn_mask=mask))
     with pytest.raises(ValueError, match="rows from -1 to 4, the grid has rows from 0 to 4"):
         model(batch | {"patch_coord": batch["patch_coord"] - torch.tensor([1, 0])})
-    with pytest.raises(ValueError, match=r"in training with pos_drop_rate 0\.1: give 0"):
-        small(patch_size=PATCH, pos_embed="learn", pos_drop_rate=0.1).train()(batch)
+
+
+@pytest.mark.parametrize("pos_embed", ["", "learn", "axial"])
+def test_dropout_on_tokens_is_applied_once(pos_embed):
+    model = small(patch_size=PATCH, pos_embed=pos_embed, class_token=True, pos_drop_rate=0.3).eval()
+    batch = native_batch(images(torch.float32), PATCH)
+    torch.manual_seed(0)
+    expected = torch.nn.functional.dropout(model.embed(batch)[0], 0.3)
+    torch.manual_seed(0)
+    assert torch.equal(model.train().embed(batch)[0], expected)
 
 
 class Farthest(torch.nn.Module):
