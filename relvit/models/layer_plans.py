@@ -27,7 +27,8 @@ def explain(
     """Describe how each attention layer computes: position, terms, backend with its reason, width, stored tensors.
 
     The function needs no images: it computes position tables, but no attention. Each layer's `plan` asks
-    `relvit.ops.choose`.
+    `relvit.ops.choose`. The plans are for all patches of an image at once: where fewer tokens attend, because the model
+    drops patches in training, or computes in bands, another backend may run.
 
     Examples:
         >>> plan = explain(timm.create_model("relvit_tiny", img_size=64, depth=2))[0]

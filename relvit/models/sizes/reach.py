@@ -9,6 +9,7 @@ from torch import nn
 
 from relvit.layers.attention import GridAttention
 from relvit.layers.mixer import lack_of
+from relvit.layers.patch_embed import check_divisible
 from relvit.layers.positions.base import is_stretchable, needs_tokens
 from relvit.models.recurrence import RECURRENCES
 from relvit.models.retrofit.api import can_retrofit
@@ -63,7 +64,8 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: `reach` is unknown, or this model cannot have it. The model is not changed then.
+        ValueError: `reach` is unknown, or this model cannot have it, or does not take images of `trained_size`. The
+            model is not changed then.
     """
     check_model(model)
     check_choice("reach", reach, get_args(Reach))
@@ -90,7 +92,10 @@ def set_reach(model: nn.Module, reach: Reach, trained_size: int | Sequence[int] 
         # With `dynamic_img_pad` compute the grid: timm's `grid_size` leaves out the padded patches at the edges.
         grid = embed.dynamic_feat_size(embed.img_size) if embed.dynamic_img_pad else embed.grid_size
         if trained_size is not None:
-            grid = embed.dynamic_feat_size(int_pair("trained_size", trained_size, max(embed.patch_size)))
+            size = int_pair("trained_size", trained_size, 1)
+            if not embed.dynamic_img_pad:
+                check_divisible(size, embed.patch_size, getattr(embed, "cropped_size", None))
+            grid = embed.dynamic_feat_size(size)
         if "mirror" in reach:
             if not hasattr(model, "mirrored_grid") or model.pos_embed is None:
                 raise ValueError(

@@ -156,6 +156,16 @@ def test_refusals_change_nothing(make, reach, message):
     assert set_reach(model, "trained") is model
 
 
+def test_a_trained_size_is_one_that_the_model_takes():
+    model = small(patch_size=(8, 16), img_size=(24, 32), rel_terms="kb")
+    # Images in training may have had one row of patches, lower than a patch is wide.
+    assert set_reach(model, "stretch", (8, 64)).blocks[0].attn.position.trained_grid == (1, 4)
+    with pytest.raises(ValueError, match="image height 30 is not a multiple of the patch size 8: use 24 or 32"):
+        set_reach(model, "stretch", (30, 32))
+    padded = small(img_size=(24, 16), dynamic_img_pad=True)
+    assert set_reach(padded, "stretch", (30, 4)).blocks[0].attn.position.trained_grid == (4, 1)
+
+
 @pytest.mark.parametrize("case", ["dinov2", "beit", "relpos"])
 def test_the_advice_to_retrofit_a_model_works(case):
     model = retrofit_cases.build(case)
