@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from relvit.utils.messages import check_choice
+
 BUCKETINGS = ("clip", "piecewise")
 """Which row of a table an offset uses, see `bucket`."""
 
@@ -26,6 +28,7 @@ def bucket(offset: Tensor, distance: int, bucketing: str) -> Tensor:
         >>> bucket(torch.tensor([-9, -1, 0, 3]), 2, "piecewise")
         tensor([0, 1, 2, 4])
     """
+    check_choice("bucketing", bucketing, BUCKETINGS)
     if bucketing == "clip" or distance == 0:
         return offset.clamp(-distance, distance) + distance
     alpha, gamma = distance / 2, 4 * distance
@@ -45,4 +48,5 @@ def saturation(distance: int, bucketing: str) -> int:
         >>> saturation(7, "clip"), saturation(7, "piecewise")
         (7, 28)
     """
+    check_choice("bucketing", bucketing, BUCKETINGS)
     return distance if bucketing == "clip" else 4 * distance

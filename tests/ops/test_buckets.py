@@ -1,5 +1,7 @@
 """Rows of tables by offset, clipped and piecewise, compared with the papers' formulas."""
 
+from functools import partial
+
 import pytest
 import torch
 from oracles.relative_attention import row_of
@@ -24,3 +26,9 @@ def test_piecewise_reaches_further_with_the_same_rows():
     assert near.tolist() == [11, 12]  # Offsets up to alpha = 4 have a row each.
     # The rows are rounded: 4 + 4 ln(9/4)/ln(8) = 5.56 and 4 + 4 ln(30/4)/ln(8) = 7.88.
     assert far.tolist() == [8 + 6, 8 + 8]
+
+
+def test_an_unknown_bucketing_is_refused():
+    for function in (partial(bucket, torch.tensor(3)), saturation):
+        with pytest.raises(ValueError, match=r"bucketing is 'clpi'; allowed are .*did you mean 'clip'"):
+            function(2, "clpi")
